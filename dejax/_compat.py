@@ -110,6 +110,26 @@ def _lower_sharding_group(ctx: Any, x: Any, *, group: int) -> list[Any]:
 jax.interpreters.mlir.register_lowering(sharding_group_p, _lower_sharding_group)
 
 
+def on_one_device(x: jax.Array, otherwise: str) -> jax.Array:
+    """`x`, in a program of one device; the lowering of a program of several raises ValueError with `otherwise`."""
+    return on_one_device_p.bind(x, otherwise=otherwise)
+
+
+on_one_device_p = jax.extend.core.Primitive("dejax_on_one_device")
+on_one_device_p.def_impl(lambda x, *, otherwise: x)
+on_one_device_p.def_abstract_eval(lambda x, *, otherwise: x)
+
+
+def _lower_on_one_device(ctx: Any, x: Any, *, otherwise: str) -> list[Any]:
+    where = ctx.module_context.axis_context
+    if not getattr(where, "manual_axes", None) and (getattr(where, "num_devices", None) or 1) > 1:
+        raise ValueError(otherwise)
+    return [x]
+
+
+jax.interpreters.mlir.register_lowering(on_one_device_p, _lower_on_one_device)
+
+
 def shard_grid(sharding: Any, rank: int) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
     """Into how many parts a sharding cuts each axis, and the part that each device holds, by the device's id.
 

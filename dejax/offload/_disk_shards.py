@@ -1,7 +1,8 @@
 """Arrays on disk that are divided among the devices of a mesh: each device's shard is an array of its own in the files.
 
-The ticket of a divided array has a row on each device. So each device's chain of calls opens its own shard. A device
-that holds a copy, as of a replicated parameter, has one in the files, too. A row ends with a mark of the division and
+The ticket of a divided array has a row on each device. So each device's chain of calls opens its own shard. Devices of
+this process that hold the same part, as of a replicated parameter, share its files: the first one writes, each reads. A
+row ends with a mark of the division and
 the device's place in the mesh. So state that comes with another division, or from another mesh, is an error and never a
 wrong number.
 """
@@ -15,7 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dejax import _compat
 
@@ -25,22 +26,27 @@ def divided(sharding: Any) -> bool:
     return sharding is not None and len(sharding.device_set) > 1
 
 
-def require_one_mesh(params: Any) -> None:
-    """Raises ValueError where parameters on several devices have no mesh in common."""
+def require_one_mesh(params: Any, caller: str, why: str) -> None:
+    """Raises ValueError where parameters on several devices have no mesh in common.
+
+    Args:
+        params: a pytree.
+        caller: for the message.
+        why: of the rule, as "with a path".
+    """
     shardings = [x.sharding for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and _is_concrete(x)]
     if not any(map(divided, shardings)):
         return
     for sharding in shardings:
         if divided(sharding) and not isinstance(sharding, NamedSharding):
             raise ValueError(
-                "offload.optimizer: `params` on several devices must have a NamedSharding with a path, got "
+                f"{caller}: `params` on several devices must have a NamedSharding {why}, got "
                 f"{type(sharding).__name__}; place them with jax.device_put(params, NamedSharding(mesh, spec))"
             )
     meshes = list(dict.fromkeys(x.mesh for x in shardings if isinstance(x, NamedSharding)))
     if len(meshes) > 1:
         raise ValueError(
-            f"offload.optimizer: `params` must lie on one mesh with a path, got {meshes[0]} and {meshes[1]}; place all "
-            "of them on one"
+            f"{caller}: `params` must lie on one mesh {why}, got {meshes[0]} and {meshes[1]}; place all of them on one"
         )
 
 
@@ -57,6 +63,13 @@ def ticket_sharding(mesh: Any) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
+def placed_as(mesh: Any, values: Sequence[Any], specs: Sequence[PartitionSpec]) -> list[Any]:
+    """Where axes of the mesh are explicit: values divided as a `shard_map` takes them. Elsewhere XLA sees to it."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return list(values)
+    return [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(values, specs, strict=True)]
+
+
 def put_shards(store: Any, array: Any, sharding: NamedSharding, write: Callable[[Any, int], int]) -> Any:
     """Writes the shards of this process's devices; returns the ticket.
 
@@ -70,9 +83,14 @@ def put_shards(store: Any, array: Any, sharding: NamedSharding, write: Callable[
     devices = list(sharding.mesh.devices.flat)
     lanes = {device: lane for lane, device in enumerate(jax.local_devices(backend=devices[0].platform))}
     numbers: dict[Any, int] = {}
+    written: dict[Any, int] = {}  # by part
     try:
         for device, index in sharding.addressable_devices_indices_map(tuple(array.shape)).items():
-            numbers[device] = write(shard(device, index), lanes[device])
+            part = _bounds(index, array.shape)
+            if part in written:
+                numbers[device] = store._native.share(written[part], lanes[device])
+            else:
+                numbers[device] = written[part] = write(shard(device, index), lanes[device])
     except BaseException:
         for number in numbers.values():
             store._native.remove(number)
@@ -123,9 +141,14 @@ def distinct(parts: dict[Any, tuple[Any, Any]], shape: Sequence[int]) -> list[tu
     """One shard of those that hold the same part, as (index without None, shard)."""
     found: dict[tuple[Any, ...], tuple[tuple[slice, ...], Any]] = {}
     for index, shard in parts.values():
-        bounds = tuple(at.indices(size)[:2] for at, size in zip(index, shape, strict=True))
+        bounds = _bounds(index, shape)
         found.setdefault(bounds, (tuple(slice(*pair) for pair in bounds), shard))
     return list(found.values())
+
+
+def _bounds(index: Any, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Of a shard: where it begins and ends along each axis."""
+    return tuple(at.indices(size)[:2] for at, size in zip(index, shape, strict=True))
 
 
 def read_rows(parts: dict[Any, tuple[Any, Any]], shape: tuple[int, ...], dtype: Any, begin: int, end: int) -> Any:

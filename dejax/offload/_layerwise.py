@@ -8,6 +8,7 @@ limit of the norm of all gradients, these are kept, and a second loop updates th
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -20,9 +21,11 @@ import numpy as np
 from jax import Array
 
 from dejax import _compat
+from dejax.offload._disk_shards import divided, require_one_mesh, shard_bytes
 from dejax.offload._layerwise_run import Run, count
-from dejax.offload._layerwise_settings import Kept, Place, Split, StackSettings, StackState
-from dejax.offload._moments import Tier, depends_on_inputs, require_one_device, shardings_of, tier_of
+from dejax.offload._layerwise_settings import Kept, Place, Seen, Split, StackSettings, StackState
+from dejax.offload._moments import Tier, depends_on_inputs, shardings_of, tier_of
+from dejax.offload._shard_rows import require_whole_rows
 from dejax.offload._state_store import StateStore
 from dejax.offload._store import ActivationStore
 
@@ -62,12 +65,13 @@ class StackStep(StackSettings):
         outer, layers = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, layers))
         if self.streams or self.path is not None:
             why = "with streams=True" if self.path is None else "with a path"
-            require_one_device((outer, layers), "stack_step", why)
+            require_one_mesh((outer, layers), "stack_step", why)
         flat, layers_tree = jax.tree.flatten(layers)
         count(flat)
         outer_split, split = self.split(outer, layers)
         where = self.places(self.params, layers)
-        flat = [self._put(x, at) for x, at in zip(flat, where, strict=True)]
+        known = shardings_of(layers, layers)
+        flat = [self._put(x, at, sharding) for x, at, sharding in zip(flat, where, known, strict=True)]
         trained = outer_split.trained(jax.tree.leaves(outer))
         outside, outside_tree = jax.tree.flatten(self.tx.init(trained))
         mine = {id(x) for x in jax.tree.leaves(outer)}
@@ -76,7 +80,7 @@ class StackStep(StackSettings):
         outside = [x if at is None else jax.device_put(x, at) for x, at in zip(outside, near, strict=True)]
         moments = self._moments(split.trained(jax.tree.leaves(layers)))
         norm = None if self.clip_norm is None else _zeros([jnp.zeros(())], shardings_of([jnp.zeros(())], layers))[0]
-        return StackState(
+        state = StackState(
             outer,
             jax.tree.unflatten(layers_tree, flat),
             jax.tree.unflatten(outside_tree, outside),
@@ -84,11 +88,22 @@ class StackStep(StackSettings):
             norm,
             self._kept(split, layers) if self.gradients == "host" else None,
         )
+        self._seen[:] = [Seen.in_state(state)]
+        return state
 
-    def _put(self, x: Any, at: Tier) -> Any:
+    def _put(self, x: Any, at: Tier, sharding: Any) -> Any:
+        """An array [layers, ...] in its place, in which each device has its shard."""
+        several = divided(sharding)
+        if several and (at == "disk" or (at == "host" and self.streams)):
+            require_whole_rows(x, sharding)
+        if several and at != "disk" and not divided(x.sharding):  # not on the mesh yet
+            return jax.device_put(x, sharding.with_memory_kind("pinned_host" if at == "host" else None))
         if tier_of(x) == at:
             return x
-        return self.disk.put(x, x.nbytes // x.shape[0]) if at == "disk" else jax.device_put(x, _SPACE[at])
+        if at != "disk":
+            return jax.device_put(x, _SPACE[at])
+        row = shard_bytes(sharding, x.shape, x.dtype) // x.shape[0]
+        return self.disk.put(x, row, sharding if several else None)
 
     def _moments(self, layers: Any) -> Any:
         """The optimizer's state of the trained parameters of the stack."""
@@ -111,9 +126,9 @@ class StackStep(StackSettings):
                 near = place == "device" or isinstance(first, jax.core.Tracer)
                 # Not jnp's: the device never holds an array that belongs elsewhere.
                 value = jnp.broadcast_to(first, leaf.shape) if near else np.broadcast_to(np.asarray(first), leaf.shape)
-            if sharding is not None:
+            if sharding is not None and place != "disk":
                 value = jax.device_put(value, sharding.with_memory_kind("pinned_host") if place == "host" else sharding)
-            made.append(self._put(value, place))
+            made.append(self._put(value, place, sharding))
         return jax.tree.unflatten(treedef, made)
 
     def _kept(self, split: Split, layers: Any) -> Any:
@@ -127,12 +142,33 @@ class StackStep(StackSettings):
 
     def jit(self, state: StackState) -> Any:
         """The step, jitted for a state that is donated: the new state takes the memory of the old one."""
+        seen = Seen.in_state(state)
+        self._seen[:] = [seen]
         where = jax.tree.map(lambda x: x.sharding, state)
-        return jax.jit(self, donate_argnums=0, in_shardings=(where, None), out_shardings=(where, None))
+        return jax.jit(self._step_of(seen), donate_argnums=0, in_shardings=(where, None), out_shardings=(where, None))
 
     def __call__(self, state: StackState, batch: Any) -> tuple[StackState, Array]:
         """One step: the new state, and the loss (mean over microbatches) before it."""
         return self._traced(state, batch).step(batch)
+
+    def _step_of(self, seen: Seen) -> Callable[[StackState, Any], tuple[StackState, Array]]:
+        """The step for states that are divided so, always the same function: `jit` traces it once for them."""
+        if not any(map(divided, seen.layers)):
+            return self
+
+        def step(state: StackState, batch: Any) -> tuple[StackState, Array]:
+            return self._traced(state, batch, seen).step(batch)
+
+        return self._steps.setdefault(seen, step)
+
+    @functools.cached_property
+    def _steps(self) -> dict[Seen, Callable[[StackState, Any], tuple[StackState, Array]]]:
+        return {}
+
+    @functools.cached_property
+    def _seen(self) -> list[Seen]:
+        """Of the last state that `init` has made or `jit` got."""
+        return []
 
     def loss(self, state: StackState, batch: Any) -> Array:
         """The loss of a batch, for validation: forward alone. The state stays as it is.
@@ -141,10 +177,10 @@ class StackStep(StackSettings):
         """
         return self._traced(state, batch).loss(batch)
 
-    def _traced(self, state: StackState, batch: Any) -> Run:
-        run = Run(self, state)
+    def _traced(self, state: StackState, batch: Any, seen: Seen | None = None) -> Run:
+        run = Run(self, state, seen or (self._seen[0] if self._seen else Seen()))
         inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch)))
-        if run.streams and not inside and _compat.staging_trace() is None:
+        if run.moved and not inside and _compat.staging_trace() is None:
             raise ValueError(
                 "stack_step: a step with state in host memory must run in jax.jit, got arrays outside of it; call "
                 "step.jit(state) or jax.jit(step.loss), or give streams=False"
@@ -220,21 +256,25 @@ def stack_step(
         frozen: (path, array) -> whether a parameter stays as it is. Paths begin with "outer" or "layers", as
             "layers['w']". A frozen parameter has no gradient and no optimizer state, may have any dtype, and is never
             written back to host memory.
-        streams: who copies between host and device. True: dejax, for state on one device. False: XLA, also for sharded
-            state. None: True if jax has one device and the native extension is installed.
+        streams: who copies between host memory and device. True: dejax; where a mesh divides the state, each device its
+            shards. False: XLA. None: dejax if jax has one device and the native extension is installed. What is on disk
+            dejax copies.
         store: for activations; None: the current one.
         min_bytes: arrays with fewer bytes per layer stay on the device.
         ahead: number of layers whose arrays are on their way to the device at one time.
-        path: of arrays on disk: a folder on a fast drive, several folders, or a `StateStore`.
+        path: of arrays on disk: a folder on a fast drive, several folders, or a `StateStore`. Of arrays that a mesh
+            divides each device reads and writes its own shards.
 
     Returns:
         The step: `state = step.init(outer, layers)`, `run = step.jit(state)`, then `state, loss = run(state, batch)`.
 
     Raises:
         TypeError: `tx` is no Optax transformation.
-        ValueError: a number or a place is out of range; as it is traced: `tx` mixes parameters, the batch cannot be
-            divided, the stack has no layers or not equally many in each array, or the state lies elsewhere. The step
-            runs outside of `jit`, with state in host memory.
+        ValueError: a number or a place is out of range; as `init` runs, with `path` or `streams=True`: parameters on
+            several devices have no mesh in common, or one that divides the first axis of `layers`; as it is traced:
+            `tx` mixes parameters, the batch cannot be divided, the stack has no layers or not equally many in each
+            array, or the state lies elsewhere. The step runs outside of `jit`, with state in host memory, or inside of
+            `jax.shard_map`, with state that a mesh divides.
         FileNotFoundError, PermissionError: as `init` runs: `path` cannot be used.
         RuntimeError: as `init` runs: the drive is full.
         NativeExtensionError: with `streams=True` or `path`, the extension is missing.

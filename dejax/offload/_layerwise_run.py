@@ -15,25 +15,32 @@ from jax.extend import core
 
 from dejax import _native
 from dejax.offload import _calls
-from dejax.offload._layerwise_settings import StackSettings, StackState
+from dejax.offload._layerwise_settings import Seen, StackSettings, StackState
 from dejax.offload._moments import needs_of, tier_of
 from dejax.offload._rows import HostRows, Walk
+from dejax.offload._shard_rows import ShardRows, rows_of
 from dejax.offload._state_store import is_on_disk
 from dejax.offload._store import binding_of
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _SITE = 1 << 41
-STAGED_LAYERS = 4  # two on their way to the device and two on their way back
 
 # (carry, the layer's arrays by number, the iteration's own) -> (carry, new arrays by number, result)
 Layer = Callable[[Any, dict[int, Any], Any], tuple[Any, dict[int, Any], Any]]
 
 
 class Run:
-    """One step. Arrays [layers, ...] have numbers: parameters, then moments, then gradients that are kept."""
+    """One step. Arrays [layers, ...] have numbers: parameters, then moments, then gradients that are kept.
 
-    def __init__(self, config: StackSettings, state: StackState) -> None:
+    Args:
+        config: of the step.
+        state: that it goes on from.
+        seen: how the state is divided.
+    """
+
+    def __init__(self, config: StackSettings, state: StackState, seen: Seen) -> None:
         self.config = config
+        self.seen = seen
         self.state = state
         self.params = jax.tree.leaves(state.layers, is_leaf=is_on_disk)
         self.moments, self.moments_tree = jax.tree.flatten(state.layer_moments, is_leaf=is_on_disk)
@@ -59,26 +66,29 @@ class Run:
                 f"{self.leaves[wrong[0]].shape} in {tier_of(self.leaves[wrong[0]])} memory; make the state with this "
                 "step's init, or jit it with step.jit"
             )
-        self.streams = bool(self.far) and _streams(config.streams)
-        if "disk" in places and not self.streams:
+        if "disk" in places and config.streams is False:
             raise ValueError(
-                "stack_step: state on disk must be copied by dejax, got streams=False or several devices; give "
-                "streams=True and state of one device"
+                "stack_step: state on disk must be copied by dejax, got streams=False; leave `streams` at None"
             )
-        self.rows: HostRows | None = None
+        copied = ("host", "disk") if _streams(config.streams) else ("disk",)
+        self.moved = [i for i in self.far if places[i] in copied]
+        self.shardings = seen.of(self.leaves)
+        self.rows: HostRows | ShardRows | None = None
         self.ticket = jnp.zeros((2,), jnp.uint32)
         self._check_update(trained)
 
     def loss(self, batch: Any) -> Array:
         """The loss, and nothing else."""
+        self.moved = [i for i in self.moved if i < len(self.params)]
         embedded, loss = self._ends(batch)
         outer = self.outer_split.trained(jax.tree.leaves(self.state.outer))
-        self.far = [i for i in self.far if i < len(self.params)]
-        self.streams = self.streams and bool(self.far)
         self._open(changes=False)
         x, _ = self._forward(embedded(outer), keep=False)
         value = loss(outer, x)
-        return value if self.rows is None else self.rows.finish_reading(self.ticket, value)
+        if self.rows is not None:
+            ticket, value = jax.lax.optimization_barrier((self.ticket, value))
+            self.rows.finish_reading(ticket, [value] if isinstance(self.rows, ShardRows) else [])
+        return value
 
     def _ends(self, batch: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Array]]:
         """Trained outer parameters -> the first layer's input; these and the last layer's output -> loss."""
@@ -117,18 +127,23 @@ class Run:
             self._update(norm)
         gradient = self._clipped(gradient, norm if config.gradients != "freed" else self._likely(norm))
         updates, outer_moments = config.tx.update(gradient, self.state.outer_moments, outer)
-        return self._new_state(_add(outer, updates), leaves, outer_moments, norm), value
+        outer = self.outer_split.join(_add(outer, updates), leaves)
+        if isinstance(self.rows, ShardRows):
+            results = [*jax.tree.leaves((outer, outer_moments)), norm, value]
+            arrays = self.rows.finish(self.ticket, list(zip(results, [*self.seen.outer, None, None], strict=False)))
+        else:
+            arrays = [] if self.rows is None else self.rows.finish(self.ticket)
+        for i, array in zip(self.moved, arrays, strict=True):
+            self.leaves[i] = array
+        return self._new_state(outer, outer_moments, norm), value
 
-    def _new_state(self, outer: Any, outer_leaves: list[Any], outer_moments: Any, norm: Array) -> StackState:
-        if self.rows is not None:
-            for i, value in zip(self.far, self.rows.finish(self.ticket), strict=True):
-                self.leaves[i] = value
+    def _new_state(self, outer: Any, outer_moments: Any, norm: Array) -> StackState:
         first = self.moment_numbers[-1] + 1 if self.moment_numbers else len(self.params)
         kept = None
         if self.config.gradients == "host":
             kept = jax.tree.unflatten(jax.tree.structure(self.state.gradients), self.leaves[first:])
         return StackState(
-            self.outer_split.join(outer, outer_leaves),
+            outer,
             self.split.treedef.unflatten(self.leaves[: len(self.params)]),
             outer_moments,
             jax.tree.unflatten(self.moments_tree, self.leaves[len(self.params) : first]),
@@ -145,11 +160,10 @@ class Run:
         return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
 
     def _open(self, *, changes: bool) -> None:
-        if not self.streams:
+        if not self.moved:
             return
-        arrays = [self.leaves[i] for i in self.far]
-        layer = sum(math.prod(x.shape[1:]) * np.dtype(x.dtype).itemsize for x in arrays)
-        self.rows = HostRows(arrays, STAGED_LAYERS * (self.config.ahead + 1) // 2 * layer)
+        arrays = [self.leaves[i] for i in self.moved]
+        self.rows = rows_of(arrays, [self.shardings[i] for i in self.moved], self.config.ahead)
         self.ticket = self.rows.begin(changes=changes)
 
     def _forward(self, x: Any, *, keep: bool = True) -> tuple[Any, Any]:
@@ -222,10 +236,8 @@ class Run:
             given: arrays [layers, ...] that `layer` gets besides, or None.
             reverse: the last layer comes first.
         """
-        rows, far = self.rows, set(self.far)
-        travels = lambda numbers: [i for i in numbers if rows is not None and i in far]  # noqa: E731
-        taken, put = travels(sorted(reads)), travels(sorted(writes))
-        at = {number: position for position, number in enumerate(self.far)}
+        rows, far, at = self.rows, set(self.far), {number: position for position, number in enumerate(self.moved)}
+        taken, put = [i for i in sorted(reads) if i in at], [i for i in sorted(writes) if i in at]
         walk = Walk(tuple(at[i] for i in taken), self.length, reverse, self.config.ahead)
         if rows is not None and taken:
             self.ticket = rows.first_rows(self.ticket, walk)

@@ -53,6 +53,30 @@ class StackState(NamedTuple):
     gradients: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """How the arrays of a state are divided: traced arrays do not tell.
+
+    Attributes:
+        layers: shardings of the arrays [layers, ...]; None where they are not known.
+        outer: of `outer` and `outer_moments`.
+    """
+
+    layers: tuple[Any, ...] = ()
+    outer: tuple[Any, ...] = ()
+
+    @classmethod
+    def in_state(cls, state: StackState) -> Seen:
+        trees = ((state.layers, state.layer_moments, state.gradients), (state.outer, state.outer_moments))
+        leaves = (jax.tree.leaves(tree, is_leaf=is_on_disk) for tree in trees)
+        return cls(*(tuple(getattr(x, "sharding", None) for x in some) for some in leaves))
+
+    def of(self, arrays: Sequence[Any]) -> list[Any]:
+        """Of each array [layers, ...] of a state, as far as it is known."""
+        known = [*self.layers, *[None] * len(arrays)]
+        return [x.sharding if is_on_disk(x) else known[i] for i, x in enumerate(arrays)]
+
+
 @dataclass(frozen=True, eq=False)  # jax.jit keeps it by identity, in a weak reference
 class StackSettings:
     """The arguments of `stack_step`."""

@@ -69,8 +69,8 @@ def optimizer(
         path: keeps the state on disk, in files of this folder (or several, or a `StateStore`) on a fast drive. Pieces
             are read `ahead`, and written while later ones are updated; host memory holds no others. `init` runs outside
             of `jax.jit` and `update` inside. State of parameters that a mesh divides is divided as they are: each
-            device reads and writes its own shards, and of replicated parameters a copy of its own. `StateStore` says
-            how long the files live.
+            device reads and writes its own shards; of those that hold the same part, one writes. `StateStore` says how
+            long the files live.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the same `init` and `update`; its state is a pytree like `tx`'s,
@@ -101,7 +101,7 @@ def optimizer(
 
     def init(params: Any) -> Any:
         if path is not None:
-            _disk_shards.require_one_mesh(params)
+            _disk_shards.require_one_mesh(params, "offload.optimizer", "with a path")
         elif streams:
             require_one_device(params, "offload.optimizer", "with streams=True")
         state = first_state(tx.init, params, moved.is_large, moved.put, piece_bytes)

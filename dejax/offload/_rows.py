@@ -16,11 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax import _native
+from dejax import _compat, _native
 from dejax.offload._chain import BEGIN, BETWEEN, COMMIT, FINISH, LOOP, OPEN, new_site
 from dejax.offload._state_store import is_on_disk
 
 _EMPTY = np.zeros(0, np.int64)
+_SEVERAL = (
+    "stack_step: `state` must come from this step's init if it lies on several devices, got one that the step has not "
+    "seen; place parameters and batches on one mesh, make the state by init, and call step.jit(state)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,33 +58,47 @@ class HostRows:
     Args:
         arrays: in host memory or on disk, [rows, ...], all with as many rows.
         staging_bytes: cap of staging memory on the device.
+        marks: of the calls of one device of several, whose arrays are its shards: how each array on disk is divided.
     """
 
-    def __init__(self, arrays: Sequence[Any], staging_bytes: int) -> None:
+    def __init__(self, arrays: Sequence[Any], staging_bytes: int, marks: Sequence[int] | None = None) -> None:
         _native.extension("offload.stack_step")
         self.arrays = list(arrays)
         self._near = [k for k, x in enumerate(arrays) if not is_on_disk(x)]
         self._on_disk = [k for k, x in enumerate(arrays) if is_on_disk(x)]
         self._changed: set[int] = set()  # of those on disk
-        self._avals = [jax.typeof(arrays[k]) for k in self._near]
         self._rows = [math.prod(x.shape[1:]) * np.dtype(x.dtype).itemsize for x in arrays]
         self._staging_bytes = staging_bytes
+        self._marks = marks
         self._site = new_site()
         self._slots = 0
 
-    def begin(self, *, changes: bool = True) -> Array:
-        """Makes the arrays the program's own if it changes them; returns the ticket that the next call takes."""
+    def begin(self, *, changes: bool = True, place: Any = None) -> Array:
+        """Makes the arrays the program's own if it changes them; returns the ticket that the next call takes.
+
+        Args:
+            changes: whether the program changes arrays.
+            place: of this device in the mesh, where the arrays are shards.
+        """
         near = [self.arrays[k] for k in self._near]
         if changes and near:
-            near = list(self._ffi(BEGIN, self._avals, {k: k for k in range(len(near))}, self._near)(*near))
+            near = list(
+                self._ffi(BEGIN, list(map(jax.typeof, near)), {k: k for k in range(len(near))}, self._near)(*near)
+            )
             for k, array in zip(self._near, near, strict=True):
                 self.arrays[k] = array
         ticket = jnp.zeros((2,), jnp.uint32)
+        if self._marks is None:
+            ticket = _compat.on_one_device(ticket, _SEVERAL)
         ticket = self._ffi(BETWEEN, [jax.typeof(ticket)], {0: 0}, self._near)(ticket, *near)[0]
         if not self._on_disk:
             return ticket
         sizes = {"pull_bytes": np.array([self.arrays[k].nbytes for k in self._on_disk], np.int64)}
         tickets = jnp.stack([self.arrays[k].ticket for k in self._on_disk])
+        if self._marks is not None:
+            sizes["marks"] = np.array(self._marks, np.int64)
+            own = jnp.full((len(self._on_disk), 1), jnp.asarray(place, jnp.uint32))
+            tickets = jnp.concatenate((tickets, own), axis=1)
         return self._ffi(OPEN, [jax.typeof(ticket)], {0: 0}, self._on_disk, sizes)(ticket, tickets)[0]
 
     def first_rows(self, ticket: Array, walk: Walk) -> Array:
@@ -119,7 +137,7 @@ class HostRows:
         if not near:
             self._finish_disk(self._ffi(FINISH, [jax.typeof(ticket)], {0: 0}, ())(*waited)[0])
             return self.arrays
-        near = list(self._ffi(FINISH, self._avals, through, self._near)(*near, *waited))
+        near = list(self._ffi(FINISH, list(map(jax.typeof, near)), through, self._near)(*near, *waited))
         for k, array in zip(self._near, near, strict=True):
             self.arrays[k] = array
         self._finish_disk(ticket)
@@ -135,11 +153,9 @@ class HostRows:
             # The chain's ticket holds zeros, which XLA does not know. A barrier with one used result would not wait.
             self.arrays[k] = self.arrays[k].next_version(self.arrays[k].ticket + ticket[0])
 
-    def finish_reading(self, ticket: Array, value: Array) -> Array:
+    def finish_reading(self, ticket: Array, after: Sequence[Array] = ()) -> None:
         """Ends a program that only reads: the call has side effects, so it runs although nothing uses its result."""
-        ticket, value = jax.lax.optimization_barrier((ticket, value))
-        self._ffi(FINISH, [jax.typeof(ticket)], {0: 0}, ())(ticket)
-        return value
+        self._ffi(FINISH, [jax.typeof(ticket)], {0: 0}, ())(ticket, *after)
 
     def _loop(
         self,
@@ -184,7 +200,7 @@ class HostRows:
             "staging_bytes": np.int64(self._staging_bytes),
             "slot": np.int64(0),
             "pull_iterations": np.int64(0),
-            "sharded": np.int64(0),
+            "sharded": np.int64(0 if self._marks is None else 2),
             "marks": _EMPTY,
             "arrays": np.array(list(numbers), np.int64),
             "pull_bytes": _EMPTY,

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from dejax import _compat
 from dejax.offload import _disk_shards
@@ -109,7 +109,7 @@ class _Chains:
         mapped = jax.shard_map(
             body, mesh=self._mesh, in_specs=specs, out_specs=(self._each, list(results)), check_vma=False
         )
-        self._ticket, made = mapped(*self._placed((self._ticket, *values), specs))
+        self._ticket, made = mapped(*_disk_shards.placed_as(self._mesh, (self._ticket, *values), specs))
         return made
 
     def finish(self) -> dict[int, DiskArray]:
@@ -129,15 +129,6 @@ class _Chains:
 
         each = [self._each] * len(self.arrays)
         return self.run(with_tickets, [array.ticket for array in self.arrays.values()], each, each)
-
-    def _placed(self, values: Sequence[Any], specs: Sequence[PartitionSpec]) -> list[Any]:
-        """Where axes of the mesh are explicit: values divided as the chain takes them. Elsewhere XLA sees to it."""
-        if AxisType.Explicit not in self._mesh.axis_types:
-            return list(values)
-        return [
-            jax.sharding.reshard(value, NamedSharding(self._mesh, spec))
-            for value, spec in zip(values, specs, strict=True)
-        ]
 
 
 class _Shards:

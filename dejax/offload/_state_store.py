@@ -7,6 +7,7 @@ programs carry as data, says which array it is and which version.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import os
 import weakref
@@ -376,7 +377,17 @@ def _parts(array: Any, unit: int) -> Any:
         return
     rows = unit // row
     for at in range(0, array.shape[0], rows):
-        yield at * row, np.ascontiguousarray(np.asarray(array[at : at + rows]))
+        with _on_its_device(array):
+            part = array[at : at + rows]
+        yield at * row, np.ascontiguousarray(np.asarray(part))
+
+
+def _on_its_device(array: Any) -> Any:
+    """A context for a slice of a shard: where the caller has set a mesh, jax accepts no array of one device."""
+    devices = array.devices() if isinstance(array, jax.Array) else ()
+    if len(devices) != 1 or jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(jax.sharding.Mesh(np.array(list(devices)), ("device",)))
 
 
 def _release(native: Any, claims: list[_files.Claim], process: int) -> None:

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dejax.offload._layerwise_run import STAGED_LAYERS
 from dejax.offload._moments import Tier
 from dejax.offload._profile import NOTHING, Tiers, Traffic, place
+
+_STAGED_LAYERS = 4  # two on their way to the device and two on their way back
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ def predict(
     params = sum(leaf.nbytes for leaf in away if leaf.is_param)
     back = sum(leaf.nbytes for leaf in away if not leaf.is_frozen)
     # What is on its way to and from the drive: two layers that are read, and as much as the staging memory to write.
-    held = moved - drive.nbytes + (2 + STAGED_LAYERS) * drive.nbytes / num_layers
+    held = moved - drive.nbytes + (2 + _STAGED_LAYERS) * drive.nbytes / num_layers
     stored = num_layers * cost.input_bytes if activations == "host" else 0
     ring = min(stored, 2 * cost.input_bytes)
     forward = num_layers * cost.forward_seconds
@@ -162,7 +163,7 @@ def predict(
         stall += _ends(seconds, traffic, tiers) / num_layers
     inputs = 0 if activations == "host" else num_layers * cost.input_bytes
     device = state_bytes - moved + cost.base_bytes + num_layers * cost.layer_bytes + inputs - kept.far_bytes
-    staging = ring + STAGED_LAYERS * (moved + kept.far_bytes) / num_layers
+    staging = ring + _STAGED_LAYERS * (moved + kept.far_bytes) / num_layers
     return StepWay(
         frozenset(leaf.path for leaf in far),
         frozenset(leaf.path for leaf in drive.leaves),

@@ -58,6 +58,7 @@ void BindState(nb::module_& m) {
                   nb::arg("checksum"))
       .def_prop_ro("number", &StateDisk::number)
       .def("create", &StateDisk::Create, nb::arg("nbytes"), nb::arg("unit_bytes"), nb::arg("lane") = 0, Release())
+      .def("share", &StateDisk::Share, nb::arg("array"), nb::arg("lane"), Release())
       .def("join", &StateDisk::Join, nb::arg("arrays"), Release())
       .def("remove", &StateDisk::Remove, nb::arg("array"), Release())
       .def(

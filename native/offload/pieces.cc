@@ -329,6 +329,7 @@ class Pieces {
     const auto writes = array->disk->Write(array->array, array->version + 1, offset, static_cast<int64_t>(bytes),
                                            host_bytes, context_);
     array->pushed += bytes;
+    if (writes.empty()) return;  // another device writes them
     Staging* staging = nullptr;
     if (device_ >= 0) {
       staging = TakeStaging(bytes, host_bytes);

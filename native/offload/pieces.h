@@ -67,8 +67,9 @@ void AbandonPieces(int device, int64_t run, int64_t site);
 //      words: the place in the mesh of the device whose shard it is, and that of the device that makes the call.
 //   5, commit: the next version of these arrays was pushed whole.
 //        arguments, results: ticket
-// Other attributes: sharded: 1 for the chain of one device of several (inside of a shard_map), whose failures together.h
-// raises on all of them; site: of the program; arrays: numbers of the host arrays; pull_array (a position in `arrays`),
+// Other attributes: sharded: 1 or 2 for the chain of one device of several (inside of a shard_map), whose failures
+// together.h raises on all of them; 2: on a CPU by `finish`, which waits for the step's results: the CPU's devices run a
+// program in different orders, and one that raised early could leave others waiting in a collective operation; site: of the program; arrays: numbers of the host arrays; pull_array (a position in `arrays`),
 // pull_offset, pull_bytes: pieces to pull; push_array, push_offset: destinations of the pieces to push; first_tag: number
 // of pieces that earlier calls have returned; staging_bytes: cap of staging memory on the device, exceeded if need be.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(PiecesCpu);

@@ -150,9 +150,10 @@ void Do(int device, Stream compute, ffi::RunId run, const ffi::RemainingArgs& ar
   if (!between) CopyArrays(request, rets);
 }
 
-// The pieces of a step that failed: NaN.
-void FillPieces(int device, Stream compute, const ffi::RemainingRets& rets) {
-  for (size_t i = 1; i < rets.size(); ++i) {
+// The pieces, and the host arrays, of a step that failed: NaN.
+void FillResults(int device, Stream compute, const ffi::RemainingRets& rets, const Attributes& attributes) {
+  const bool arrays = attributes.mode == kBegin || (attributes.mode == kFinish && attributes.arrays.size() > 0);
+  for (size_t i = arrays ? 0 : 1; i < rets.size(); ++i) {
     auto out = rets.get<ffi::AnyBuffer>(i);
     if (!out.has_value()) continue;
     const auto bytes = static_cast<int64_t>((*out)->size_bytes());
@@ -165,23 +166,30 @@ void FillPieces(int device, Stream compute, const ffi::RemainingRets& rets) {
 }
 
 // A call of one device's chain, which fails together with those of the other devices: see together.h. A state that no
-// device can go on from is refused at once: all of them open it at the same place of the program.
+// device can go on from is refused at once, or with the last call (pieces.h): all devices make it at the same place of
+// the program.
 void DoOnShard(int device, Stream compute, ffi::RunId run, const ffi::RemainingArgs& args,
                const ffi::RemainingRets& rets, const Attributes& attributes) {
-  BeginTogether(run.run_id);
-  if (!HasFailedTogether(run.run_id)) {
-    try {
-      Do(device, compute, run, args, rets, attributes);
-      return;
-    } catch (const FailsEverywhere&) {
-      BeginTogether(run.run_id);  // as this step began, the one before failed on another device: that is the cause
-      throw;
-    } catch (const std::exception& error) {
-      FailTogether(run.run_id, error.what(), /*of_state=*/true);
+  const bool late = attributes.sharded == 2 && device < 0 && attributes.mode != kFinish;
+  try {
+    BeginTogether(run.run_id);
+    if (!HasFailedTogether(run.run_id)) {
+      try {
+        Do(device, compute, run, args, rets, attributes);
+        return;
+      } catch (const FailsEverywhere& error) {
+        BeginTogether(run.run_id);  // as this step began, the one before failed on another device: that is the cause
+        if (!late) throw;
+        RefuseTogether(run.run_id, error.what());
+      } catch (const std::exception& error) {
+        FailTogether(run.run_id, error.what(), /*of_state=*/true);
+      }
     }
+  } catch (const std::exception&) {
+    if (!late) throw;
   }
   AbandonPieces(device, run.run_id, attributes.site);
-  FillPieces(device, compute, rets);
+  FillResults(device, compute, rets, attributes);
 }
 
 ffi::Error Run(int device, Stream compute, ffi::RunId run, const ffi::RemainingArgs& args,

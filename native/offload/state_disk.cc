@@ -100,27 +100,41 @@ int64_t StateDisk::Create(int64_t bytes, int64_t unit_bytes, int lane) {
   array->lane = lane;
   array->bytes = bytes;
   array->unit_bytes = unit_bytes;
-  array->units.resize(static_cast<size_t>((bytes + unit_bytes - 1) / unit_bytes));
+  array->units->resize(static_cast<size_t>((bytes + unit_bytes - 1) / unit_bytes));
   std::lock_guard<std::mutex> lock(mutex_);
   if (closing_) throw std::runtime_error("offload: the StateStore is closed");
   MakeLane(lane);
   try {
-    for (size_t i = 0; i < array->units.size(); ++i) {
+    for (size_t i = 0; i < array->units->size(); ++i) {
       const int64_t size = std::min(unit_bytes, bytes - static_cast<int64_t>(i) * unit_bytes);
-      for (std::vector<Chunk>& chunks : array->units[i].chunks) {
+      for (std::vector<Chunk>& chunks : (*array->units)[i].chunks) {
         for (int64_t at = 0; at < WholePages(size); at += options_.chunk_bytes) {
           chunks.push_back(disk_->Allocate(std::min(options_.chunk_bytes, WholePages(size) - at)));
         }
       }
     }
   } catch (...) {
-    for (const StateArray::Unit& unit : array->units) {
+    for (const StateArray::Unit& unit : *array->units) {
       for (const std::vector<Chunk>& chunks : unit.chunks) {
         for (const Chunk& chunk : chunks) disk_->Free(chunk);
       }
     }
     throw;
   }
+  arrays_[next_] = array;
+  return next_++;
+}
+
+int64_t StateDisk::Share(int64_t number, int lane) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const std::shared_ptr<StateArray> original = ArrayOf(number);
+  auto array = std::make_shared<StateArray>();
+  array->lane = lane;
+  array->bytes = original->bytes;
+  array->unit_bytes = original->unit_bytes;
+  array->units = original->units;
+  array->writes = false;
+  MakeLane(lane);
   arrays_[next_] = array;
   return next_++;
 }
@@ -137,8 +151,10 @@ void StateDisk::Remove(int64_t number) {
   arrays_.erase(number);
   array->removed = true;
   done_.wait(lock, [&] { return IsIdle(); });
-  if (disk_ == nullptr) return;
-  for (const StateArray::Unit& unit : array->units) {
+  const bool shared = std::any_of(arrays_.begin(), arrays_.end(),
+                                  [&](const auto& other) { return other.second->units == array->units; });
+  if (disk_ == nullptr || shared) return;
+  for (const StateArray::Unit& unit : *array->units) {
     for (const std::vector<Chunk>& chunks : unit.chunks) {
       for (const Chunk& chunk : chunks) disk_->Free(chunk);
     }
@@ -163,7 +179,7 @@ std::vector<StateIoPtr> StateDisk::Units(int64_t number, int64_t version, int64_
     io->unit = static_cast<size_t>(at / array->unit_bytes);
     io->slot = static_cast<int>(version % 2);
     io->bytes = std::min(array->unit_bytes, array->bytes - at);
-    io->left = array->units[io->unit].chunks[io->slot].size();
+    io->left = (*array->units)[io->unit].chunks[io->slot].size();
     found.push_back(io);
   }
   return found;
@@ -171,7 +187,7 @@ std::vector<StateIoPtr> StateDisk::Units(int64_t number, int64_t version, int64_
 
 // Waits for the last write of a unit's slot. Throws where it failed.
 void StateDisk::WaitForWrite(std::unique_lock<std::mutex>& lock, StateArray* array, size_t unit, int slot) {
-  StateIoPtr& writing = array->units[unit].writing[slot];
+  StateIoPtr& writing = (*array->units)[unit].writing[slot];
   if (writing == nullptr) return;
   const StateIoPtr io = writing;
   done_.wait(lock, [&] { return io->done; });
@@ -230,8 +246,9 @@ std::vector<StateIoPtr> StateDisk::Write(int64_t number, int64_t version, int64_
     StateArray* const array = found.front()->array.get();
     if (version != array->latest + 1) Stale(version - 1, array->latest);
     array->started = version;
+    if (!array->writes) return {};
     for (const StateIoPtr& io : found) {
-      StateIoPtr& writing = array->units[io->unit].writing[io->slot];
+      StateIoPtr& writing = (*array->units)[io->unit].writing[io->slot];
       const StateIoPtr before = writing;  // of a step that failed, or of the version before the last one
       if (before != nullptr) done_.wait(lock, [&] { return before->done; });
       writing = io;
@@ -319,7 +336,7 @@ void StateDisk::Drain() {
   std::unique_lock<std::mutex> lock(mutex_);
   done_.wait(lock, [&] { return IsIdle(); });
   for (const auto& [number, array] : arrays_) {
-    for (size_t i = 0; i < array->units.size(); ++i) {
+    for (size_t i = 0; i < array->units->size(); ++i) {
       WaitForWrite(lock, array.get(), i, static_cast<int>(array->latest % 2));
     }
   }

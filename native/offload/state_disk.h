@@ -7,7 +7,8 @@
 //
 // An array of several devices lies as its shards, each an array of its own, and together they are a family. A version of
 // a family is complete when every shard of this process is: the shards of a step that fails on one device stay as they
-// were. Each device has a lane: threads, queues and host memory of its own. So no device waits for memory or threads that
+// were. Shards that hold the same part, as of a replicated array, share their files: the first of them writes, and every
+// device reads. Each device has a lane: threads, queues and host memory of its own. So no device waits for memory or threads that
 // another one's writes hold: these may wait for a collective operation, and so for the device itself.
 #pragma once
 
@@ -59,7 +60,8 @@ struct StateArray {
   // Of an array that is in a family: its members' numbers, and the last version that was written whole, in which run.
   std::shared_ptr<const std::vector<int64_t>> family;
   int64_t written = 0, written_in = 0;
-  std::vector<Unit> units;
+  bool writes = true;  // false: another array, which has the same units, writes them
+  std::shared_ptr<std::vector<Unit>> units = std::make_shared<std::vector<Unit>>();
 };
 
 class StateDisk {
@@ -84,6 +86,8 @@ class StateDisk {
   // Room for two versions of an array, which is read and written in `lane`. Throws where the file system or disk_bytes
   // does not hold them.
   int64_t Create(int64_t bytes, int64_t unit_bytes, int lane);
+  // An array that has the files of another one, reads them in `lane` and never writes them. Both must be in one family.
+  int64_t Share(int64_t array, int lane);
   // From now on versions of these arrays are complete together.
   void Join(const std::vector<int64_t>& arrays);
   void Remove(int64_t array);
@@ -100,7 +104,7 @@ class StateDisk {
   void Check(int64_t array, int64_t version, int64_t bytes, bool newest = false);
   // Begins to read whole units.
   std::vector<StateIoPtr> Read(int64_t array, int64_t version, int64_t offset, int64_t bytes, Context context);
-  // Host memory for whole units, which the caller fills and submits.
+  // Host memory for whole units, which the caller fills and submits. None where another array writes them.
   std::vector<StateIoPtr> Write(int64_t array, int64_t version, int64_t offset, int64_t bytes, int64_t host_bytes,
                                 Context context);
   void Submit(const StateIoPtr& io);

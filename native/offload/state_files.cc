@@ -92,7 +92,7 @@ void StateDisk::Work(Lane* lane) {
     lane->writing -= job.io->write;
     if (job.io->write) lane->ready.notify_all();
     (job.io->write ? stats_.written_bytes : stats_.read_bytes) +=
-        job.io->array->units[job.io->unit].chunks[job.io->slot][job.chunk].bytes;
+        (*job.io->array->units)[job.io->unit].chunks[job.io->slot][job.chunk].bytes;
     if (!error.empty()) job.io->error = error;
     if (--job.io->left == 0) {
       job.io->done = true;
@@ -119,7 +119,7 @@ std::string StateDisk::Do(const Job& job) {
       interceptor = interceptor_;
     }
     if (interceptor) interceptor->Before(io.write ? Operation::kWrite : Operation::kRead);
-    Chunk& chunk = io.array->units[io.unit].chunks[io.slot][job.chunk];
+    Chunk& chunk = (*io.array->units)[io.unit].chunks[io.slot][job.chunk];
     char* const data = io.buffer->data + static_cast<int64_t>(job.chunk) * options_.chunk_bytes;
     if (!io.write) {
       disk_->Read(chunk, data);

@@ -22,10 +22,12 @@ struct State {
   std::set<int64_t> failed;  // all runs that have failed
   std::string why;
   bool of_state = false;
+  bool refused = false;  // by the run that raises it
   bool raised = false;
   int64_t raised_in = 0;  // the run whose calls all raise it
 
   std::string Message() const {
+    if (refused) return why;
     if (of_state) {
       return why + " (on one device of several: the updates of that step are NaN, and no device keeps its new state. Go on "
                    "from the parameters and the state before that step, or from a checkpoint)";
@@ -81,7 +83,18 @@ void FailTogether(int64_t run, const std::string& why, bool of_state) {
   state.failed_run = run;
   state.why = why;
   state.of_state = of_state;
-  state.raised = false;
+  state.refused = state.raised = false;
+}
+
+void RefuseTogether(int64_t run, const std::string& why) {
+  State& state = Get();
+  std::lock_guard<std::mutex> lock(state.mutex);
+  state.failed.insert(run);
+  if (state.any) return;
+  state.any = state.refused = state.raised = true;
+  state.failed_run = 0;
+  state.raised_in = run;
+  state.why = why;
 }
 
 bool HasFailedTogether(int64_t run) {

@@ -25,6 +25,9 @@ void CountTogether(int64_t run, int device, int64_t bytes);
 // of_state: a call on an optimizer's state failed, not one on activations.
 void FailTogether(int64_t run, const std::string& why, bool of_state = false);
 
+// All devices refuse what this run begins with: from now on its calls throw `why`.
+void RefuseTogether(int64_t run, const std::string& why);
+
 bool HasFailedTogether(int64_t run);
 
 // The same, also after a later run has raised it.

@@ -158,7 +158,7 @@ def test_each_device_has_its_shard(tmp_path):
             shards = mu[name].shards()
             assert set(shards) == set(params["w"].sharding.device_set)
             assert all(shard.size == whole // parts for _, shard in shards.values())
-            assert len({int(shard.ticket[1]) for _, shard in shards.values()}) == 4  # copies have files of their own
+            assert len({int(shard.ticket[1]) for _, shard in shards.values()}) == 4  # also of copies, which share files
             assert mu[name].sharding.is_equivalent_to(params[name].sharding, params[name].ndim)
         held = store.stats()["disk_bytes"]
         store.remove(state)
@@ -191,6 +191,31 @@ def test_reading_and_writing(mesh, tmp_path):
                 )
         one = store.put(x := jnp.arange(9.0))
         np.testing.assert_array_equal(one.on_devices("pinned_host"), x)
+
+
+def test_devices_that_hold_the_same_part_share_its_files(tmp_path):
+    """A part is written once, by the first of them."""
+    sizes = {}
+    for name in MESHES:
+        params = params_of(name)
+        with StateStore(tmp_path, chunk_bytes=4096) as store:
+            tx = optimizer(optax.adam(1e-2), **SMALL, path=store)
+            state = tx.init(params)
+            begun = store.stats()
+            _, state, _ = train(tx, params, 2, state=state)
+            store.drain()
+            stats = store.stats()
+            sizes[name] = stats["disk_bytes"]
+            whole = 2 * sum(x.nbytes for x in params.values())
+            written = stats["written_bytes"] - begun["written_bytes"]
+            assert 2 * whole <= written < 2 * whole + stats["disk_bytes"]  # in whole pages
+            odd, first = np.asarray(state[0].mu["odd"]), state[0].mu["odd"].shards()
+            store._native.remove(int(np.asarray(next(iter(first.values()))[1].ticket)[1]))
+            assert store.stats()["disk_bytes"] <= sizes[name]
+            if name == "replicated":  # the other ones still have the files
+                assert store.stats()["disk_bytes"] == sizes[name]
+                np.testing.assert_array_equal(list(first.values())[1][1], odd)
+    assert sizes["replicated"] <= min(sizes.values())
 
 
 def test_two_optimizers_in_one_step_and_donated_state(tmp_path):

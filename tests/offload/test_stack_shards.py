@@ -1,0 +1,377 @@
+"""A step layer by layer whose state a mesh divides: each device copies its shards, and the numbers stay the same."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dejax import _native
+from dejax.offload import ActivationStore, DiskArray, StateStore, master_weights, restore, stack_step
+from tests.offload.processes import python
+from tests.offload.test_shards import collectives
+
+pytestmark = [
+    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
+    pytest.mark.skipif(len(jax.devices()) < 4, reason="four devices"),
+]
+LAYERS, WIDTH = 3, 16
+MESHES = {  # shape, names, and how w [layers, 16, 16], b [layers, 16] and odd [layers, 9, 16] are divided
+    "fsdp": ((4,), ("data",), {"w": P(None, "data"), "b": P(None, "data"), "odd": P(None, None, "data")}),
+    "data and tensor": ((2, 2), ("data", "tensor"), {"w": P(None, "data", "tensor"), "b": P(None, "tensor")}),
+    "replicated": ((4,), ("data",), {}),
+    "three devices": ((3,), ("data",), {"odd": P(None, "data")}),  # which divide no other array
+}
+PLACES = {
+    "moments on disk": {"path": True},
+    "all on disk": {"path": True, "params": "disk", "ahead": 2},
+    "disk, and host memory by XLA": {"path": True, "moments": "host", "params": "disk"},
+    "disk and host memory": {"path": True, "params": "host", "streams": True},
+    "host memory": {"params": "host", "streams": True, "ahead": 2},
+}
+
+
+def embed(outer, batch):
+    return outer["in"][batch["tokens"]]
+
+
+def body(p, x):
+    return x + jnp.tanh(x @ p["w"] + p["b"]) @ p["w"].T + jnp.tanh(x @ p["odd"].T) @ p["odd"] / 4
+
+
+def head(outer, x, batch):
+    scores = x @ outer["out"]
+    return optax.softmax_cross_entropy_with_integer_labels(scores, batch["labels"]).mean()
+
+
+def mesh_of(name, kind=AxisType.Auto):
+    shape, names, _ = MESHES[name]
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return jax.sharding.Mesh(devices, names, axis_types=(kind,) * len(names))
+
+
+def model(name, dtype=jnp.float32, kind=AxisType.Auto):
+    """Parameters on a mesh; `None`: on one device."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    outer = {"in": jax.random.normal(keys[0], (11, WIDTH)), "out": jax.random.normal(keys[1], (WIDTH, 11)) / 4}
+    layers = {
+        "w": jax.random.normal(keys[2], (LAYERS, WIDTH, WIDTH)) / 4,
+        "b": jnp.zeros((LAYERS, WIDTH)),
+        "odd": jax.random.normal(keys[3], (LAYERS, 9, WIDTH)) / 4,
+    }
+    outer, layers = jax.tree.map(lambda x: x.astype(dtype), (outer, layers))
+    if name is None:
+        return outer, layers
+    mesh, specs = mesh_of(name, kind), MESHES[name][2]
+    layers = {key: jax.device_put(x, NamedSharding(mesh, specs.get(key, P()))) for key, x in layers.items()}
+    return jax.device_put(outer, NamedSharding(mesh, P())), layers
+
+
+def batch(name, i, kind=AxisType.Auto):
+    tokens = jax.random.randint(jax.random.key(i), (12, 7), 0, 11)
+    found = {"tokens": tokens, "labels": (tokens * 3 + 1) % 11}
+    return found if name is None else jax.device_put(found, NamedSharding(mesh_of(name, kind), P("data")))
+
+
+def make(tx=None, **options):
+    tx = optax.adamw(1e-2) if tx is None else tx
+    return stack_step(embed, body, head, tx, **{"min_bytes": 100, "moments": None, **options})
+
+
+def is_on_disk(x):
+    return isinstance(x, DiskArray)
+
+
+def in_memory(state):
+    return jax.tree.map(np.asarray, state, is_leaf=is_on_disk)
+
+
+def equal(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def undonated(step, state):
+    where = jax.tree.map(lambda x: x.sharding, state)
+    return jax.jit(step, in_shardings=(where, None), out_shardings=(where, None))
+
+
+def train(step, name, steps=2, first=0, state=None, dtype=jnp.float32):
+    """Losses, the state, and the collective operations of a step."""
+    state = step.init(*model(name, dtype)) if state is None else state
+    run, losses = step.jit(state).lower(state, batch(name, 0)).compile(), []
+    for i in range(first, first + steps):
+        state, loss = run(state, batch(name, i))
+        losses.append(float(loss))
+    return losses, state, collectives(run)
+
+
+@functools.cache
+def on_the_devices(name, steps=2):
+    losses, state, found = train(make(moments="device"), name, steps)
+    return losses, in_memory(state), found
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("places", PLACES)
+def test_the_numbers_and_the_communication_of_state_on_the_devices(places, name, tmp_path):
+    how = {**PLACES[places]}
+    how["path"] = tmp_path if how.get("path") else None
+    losses, state, found = train(make(**how), name)
+    want, want_state, want_found = on_the_devices(name)
+    assert losses == want and found <= want_found
+    equal(in_memory(state), want_state)
+    for key in ("w", "b", "odd"):
+        for x in (state.layers[key], state.layer_moments[0].mu[key]):
+            assert x.sharding.spec == MESHES[name][2].get(key, P())
+
+
+OPTIONS = {
+    "exact limit": {"clip_norm": 0.05},
+    "exact limit, gradients in host memory": {"clip_norm": 0.05, "gradients": "host", "streams": True},
+    "limit by the last norm": {"clip_norm": 0.05, "gradients": "freed"},
+    "microbatches": {"microbatches": 3},
+    "activations": {"activations": "host"},
+    "master weights": {"tx": master_weights(optax.adam(1e-2))},
+    "frozen": {"frozen": lambda path, x: path == "layers['odd']"},
+    "adafactor": {"tx": optax.adafactor(1e-2)},
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_other_arguments(options, tmp_path):
+    how = OPTIONS[options]
+    dtype = jnp.bfloat16 if options == "master weights" else jnp.float32
+    found = []
+    with ActivationStore(host_bytes=1 << 22):
+        for places in ({"moments": "device"}, {"path": tmp_path, "params": "disk"}):
+            losses, state, _ = train(make(**{**how, **places}), "data and tensor", dtype=dtype)
+            found.append((losses, in_memory(state)))
+    if options in ("exact limit", "adafactor"):  # XLA may round apart what it compiles apart, on one device, too
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), *found)
+    else:
+        equal(*found)
+
+
+@pytest.mark.parametrize("how", [{"path": True}, {"streams": True}])
+def test_the_loss_alone_leaves_the_state_as_it_is(how, tmp_path):
+    step = make(params="host" if how.get("streams") else "disk", **{**how, "path": tmp_path if "path" in how else None})
+    _, state, _ = train(step, "fsdp")
+    before = in_memory(state)
+    alone = jax.jit(step.loss)
+    losses = [float(alone(state, batch("fsdp", 2))) for _ in range(2)]
+    equal(in_memory(state), before)
+    assert losses == train(step, "fsdp", 1, 2, state)[0] * 2 == on_the_devices("fsdp", 3)[0][2:] * 2
+
+
+def test_axes_of_a_mesh_that_are_explicit(tmp_path):
+    """The batch is divided by hand: XLA does not choose."""
+    found = []
+    for how in ({"moments": "device"}, {"path": tmp_path, "params": "host", "streams": True}):
+        step = make(**how)
+        with jax.set_mesh(mesh_of("replicated", AxisType.Explicit)):
+            state = step.init(*model("replicated", kind=AxisType.Explicit))
+            run = step.jit(state)
+            for i in range(2):
+                state, loss = run(state, batch(None, i))
+        found.append((loss, in_memory(state)))
+    equal(found[1], found[0])
+
+
+def test_arrays_that_are_not_on_the_mesh_yet_and_small_ones(tmp_path):
+    outer, layers = model("fsdp")
+    layers["odd"] = np.asarray(layers["odd"])  # replicated, therefore
+    for how in ({"path": tmp_path, "params": "disk"}, {"params": "host", "streams": True}):
+        step = make(min_bytes=200, **how)  # rows of b have 64 bytes
+        state = step.init(*jax.tree.map(lambda x: x if isinstance(x, np.ndarray) else jnp.copy(x), (outer, layers)))
+        assert state.layers["odd"].sharding.is_fully_replicated and len(state.layers["odd"].sharding.device_set) == 4
+        assert isinstance(state.layers["b"], jax.Array) and state.layers["b"].sharding.memory_kind != "pinned_host"
+        state, _ = step.jit(state)(state, batch("fsdp", 0))
+        assert np.isfinite(in_memory(state).layers["w"]).all()
+
+
+def test_one_device_of_several(tmp_path):
+    """Without `streams`: dejax reads files, XLA copies host memory."""
+    want, want_state, _ = on_the_devices(None)
+    losses, state, _ = train(make(path=tmp_path, params="host"), None)
+    assert losses == want
+    equal(in_memory(state), want_state)
+    assert state.layer_moments[0].mu["w"].sharding is None and is_on_disk(state.layer_moments[0].mu["w"])
+
+
+ENDED = """
+import os, sys
+import jax, numpy as np
+from tests.offload.test_stack_shards import StateStore, batch, in_memory, interceptor, make, train
+folder = sys.argv[1]
+store = StateStore(folder)
+step = make(path=store, params="disk")
+losses, state, _ = train(step, "data and tensor", 1)
+np.savez(folder + "/saved.npz", **{f"{i}": x for i, x in enumerate(jax.tree.leaves(in_memory(state)))})
+interceptor(store).slow(0.2)
+step.jit(state)(state, batch("data and tensor", 1))
+print(losses[0], flush=True)
+os._exit(9)
+"""
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ["data and tensor", "fsdp"])
+def test_a_process_that_ends_in_a_step_and_a_new_one_on_the_same_mesh_or_another(name, tmp_path):
+    """Files go with their process: a checkpoint has whole arrays, which any mesh divides again."""
+    ended = python(ENDED, str(tmp_path))
+    assert ended.returncode == 9, ended.stderr
+    saved = np.load(tmp_path / "saved.npz")
+    assert len(list(tmp_path.iterdir())) == 2  # and what the process left
+    found = []
+    for how in ({"path": tmp_path, "params": "disk"}, {"params": "host", "streams": True}, {"moments": "device"}):
+        step = make(**how)
+        like = step.init(*model(name))
+        if "path" in how:
+            assert len(list(tmp_path.iterdir())) == 2  # its own in place of it
+        treedef = jax.tree.structure(in_memory(like))
+        state = restore(like, jax.tree.unflatten(treedef, [saved[str(i)] for i in range(treedef.num_leaves)]))
+        losses, state, _ = train(step, name, 2, 1, state)
+        found.append((losses, in_memory(state)))
+    equal(found[0], found[2])
+    equal(found[1], found[2])
+    if name == "data and tensor":
+        want, want_state, _ = on_the_devices(name, 3)
+        equal(found[2], (want[1:], want_state))
+        assert float(ended.stdout) == want[0]
+
+
+class TestAnotherMesh:
+    """State that comes with another mesh than it was made on is right, or an error."""
+
+    def test_tickets_of_another_division(self, tmp_path):
+        step = make(path=tmp_path)
+        old, like = step.init(*model("fsdp")), step.init(*model("replicated"))
+        leaves = [
+            jax.device_put(np.asarray(a), b.sharding) if a.dtype == np.uint32 else b
+            for a, b in zip(*map(jax.tree.leaves, (old, like)), strict=True)
+        ]
+        state = jax.tree.unflatten(jax.tree.structure(like), leaves)
+        with pytest.raises(Exception, match="must be divided as it was made, got arrays of another mesh"):
+            jax.block_until_ready(step.jit(state)(state, batch("replicated", 0)))
+        with contextlib.suppress(Exception):
+            jax.effects_barrier()
+
+    def test_parameters_and_state_of_two_meshes(self, tmp_path):
+        step = make(path=tmp_path)
+        a, b = step.init(*model("fsdp")), step.init(*model("data and tensor"))
+        mixed = a._replace(layer_moments=(a.layer_moments[0]._replace(nu=b.layer_moments[0].nu), *a.layer_moments[1:]))
+        with pytest.raises(ValueError, match="`state` must be of one mesh, got arrays of Mesh"):
+            jax.jit(step)(mixed, batch("fsdp", 0))
+        one = make(path=tmp_path).init(*model(None))
+        mixed = a._replace(
+            layer_moments=(a.layer_moments[0]._replace(nu=one.layer_moments[0].nu), *a.layer_moments[1:])
+        )
+        with pytest.raises(ValueError, match="`state` must be of one mesh, got an array of shape .* on one device"):
+            jax.jit(step)(mixed, batch("fsdp", 0))
+
+    def test_state_that_the_step_has_not_seen(self):
+        made, other = (make(params="host", streams=True) for _ in range(2))
+        state = made.init(*model("fsdp"))
+        with pytest.raises(ValueError, match="must come from this step's init if it lies on several devices"):
+            jax.jit(other)(state, batch("fsdp", 0))
+        _, loss = other.jit(state)(state, batch("fsdp", 0))
+        assert float(loss) == on_the_devices("fsdp")[0][0]
+
+
+def test_bad_arguments(tmp_path):
+    outer, layers = model("fsdp")
+    four = {key: jnp.concatenate((x, x[:1])) for key, x in layers.items()}
+    four = jax.device_put(four, NamedSharding(mesh_of("fsdp"), P("data")))
+    for how in ({"path": tmp_path, "params": "disk"}, {"params": "host", "streams": True}, {"path": tmp_path}):
+        with pytest.raises(ValueError, match=r"`layers` must be divided along other axes than the first one, because"):
+            make(**how).init(outer, four)
+        with pytest.raises(ValueError, match="stack_step: `params` must lie on one mesh with .*, got Mesh"):
+            make(**how).init(outer, model("data and tensor")[1])
+    step = make(path=tmp_path)
+    state = step.init(outer, layers)
+    mesh = mesh_of("fsdp")
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with pytest.raises(ValueError, match="must be called outside of jax.shard_map where a mesh divides its state"):
+        jax.jit(mapped)(state, batch("fsdp", 0))
+    with pytest.raises(ValueError, match="must be copied by dejax, got streams=False; leave `streams` at None"):
+        jax.jit(make(path=tmp_path, streams=False))(state, batch("fsdp", 0))
+
+
+def interceptor(store):
+    return _native.extension("tests").offload_testing.Interceptor.of_state(store._native)
+
+
+class TestFaults:
+    """A call that fails on one device would leave others waiting in collective operations: the next step raises."""
+
+    @pytest.fixture
+    def store(self, tmp_path):
+        with StateStore(tmp_path, chunk_bytes=4096) as store:
+            yield store
+        with contextlib.suppress(Exception):
+            jax.effects_barrier()
+        assert not _native.extension("tests").take_failure_of_shards()
+
+    @pytest.mark.parametrize("count", [1, 5])
+    def test_a_failed_read(self, store, count):
+        step = make(path=store, params="disk")
+        state = step.init(*model("data and tensor"))
+        run = undonated(step, state)
+        interceptor(store).inject("read", count)
+        after, loss = jax.block_until_ready(run(state, batch("data and tensor", 0)))
+        interceptor(store).inject("read", 0)  # devices give up before they have read everything
+        assert np.isnan(after.outer["in"]).any()
+        with pytest.raises(RuntimeError, match="must be of a step that ended, got version 1"):
+            in_memory(after)
+        with pytest.raises(Exception, match=r"a read failed: injected fault \(on one device of several"):
+            jax.block_until_ready(run(after, batch("data and tensor", 1)))
+        losses = []
+        for i in range(2):  # goes on from the state before
+            state, loss = run(state, batch("data and tensor", i))
+            losses.append(float(loss))
+        want, want_state, _ = on_the_devices("data and tensor")
+        equal((losses, in_memory(state)), (want, want_state))
+
+    def test_a_failed_write(self, store):
+        step = make(path=store)
+        state = step.init(*model("fsdp"))
+        run = undonated(step, state)
+        interceptor(store).inject("write", 1)
+        after, loss = jax.block_until_ready(run(state, batch("fsdp", 0)))
+        assert np.isfinite(loss)  # of the parameters before the update
+        with pytest.raises(RuntimeError, match="a write failed: injected fault"):
+            store.drain()
+        with pytest.raises(RuntimeError, match="a write failed: injected fault"):
+            in_memory(after)
+
+    def test_an_old_state(self, store):
+        step = make(path=store)
+        first = step.init(*model("fsdp"))
+        run = undonated(step, first)
+        second, _ = jax.block_until_ready(run(first, batch("fsdp", 0)))
+        with pytest.raises(Exception, match="must be the newest state on disk, got version 0 of an array whose files"):
+            jax.block_until_ready(run(first, batch("fsdp", 0)))
+        in_memory(second)
+
+    def test_a_failed_read_next_to_state_in_host_memory(self, store):
+        """Which is changed in place: it is lost."""
+        step = make(path=store, params="host", streams=True)
+        state = step.init(*model("fsdp"))
+        run = undonated(step, state)
+        before = np.asarray(state.layers["w"])
+        interceptor(store).inject("read", 1)
+        after, _ = jax.block_until_ready(run(state, batch("fsdp", 0)))
+        assert np.isnan(after.layers["w"]).all()
+        np.testing.assert_array_equal(state.layers["w"], before)  # it was not donated
+        with pytest.raises(Exception, match="a read failed: injected fault"):
+            jax.block_until_ready(run(after, batch("fsdp", 1)))
+        _, loss = run(state, batch("fsdp", 0))
+        assert float(loss) == on_the_devices("fsdp")[0][0]
