@@ -5,12 +5,14 @@ And programs in float64 with the rewrites for products that are rounded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
@@ -31,27 +33,20 @@ def rounded(function: Callable[..., Any], relative: float) -> Callable[..., Any]
       relative: the largest error, as a share of each element.
 
     Returns:
-      A function of a random key and the arguments of `function`.
+      A function of the same arguments. Its errors are constants, the same each time: random numbers made by XLA would
+      take most of the time to compile.
     """
 
-    def disturbed(key: jax.Array, *args: Any) -> Any:
+    def disturbed(*args: Any) -> Any:
         jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        leaves = _evaluate(jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves(args), _Keys(key), relative)
+        disturb = functools.partial(_disturb, np.random.default_rng(0), relative)
+        leaves = _evaluate(jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves(args), disturb)
         return jax.tree.unflatten(jax.tree.structure(shape), leaves)
 
     return disturbed
 
 
-class _Keys:
-    def __init__(self, key: jax.Array) -> None:
-        self._key = key
-
-    def next(self) -> jax.Array:
-        self._key, key = jax.random.split(self._key)
-        return key
-
-
-def _evaluate(jaxpr: Jaxpr, consts: list[Any], args: list[Any], keys: _Keys, relative: float) -> list[Any]:
+def _evaluate(jaxpr: Jaxpr, consts: list[Any], args: list[Any], disturb: Callable[[Any], Any]) -> list[Any]:
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
     def read(atom: Any) -> Any:
@@ -61,20 +56,20 @@ def _evaluate(jaxpr: Jaxpr, consts: list[Any], args: list[Any], keys: _Keys, rel
         operands = [read(atom) for atom in equation.invars]
         inner = next((v for v in equation.params.values() if isinstance(v, ClosedJaxpr)), None)
         if inner is not None and len(inner.jaxpr.invars) == len(operands):
-            results = _evaluate(inner.jaxpr, inner.consts, operands, keys, relative)
+            results = _evaluate(inner.jaxpr, inner.consts, operands, disturb)
         else:
             found = equation.primitive.bind(*operands, **equation.params)
             results = list(found) if equation.primitive.multiple_results else [found]
             if equation.primitive.name in _ROUNDED:
-                results = [_disturb(x, keys.next(), relative) for x in results]
+                results = [disturb(x) for x in results]
         values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _disturb(x: Any, key: jax.Array, relative: float) -> Any:
+def _disturb(rng: np.random.Generator, relative: float, x: Any) -> Any:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
-    return x * (1 + relative * jax.random.uniform(key, x.shape, x.dtype, -1, 1))
+    return x * (1 + relative * rng.uniform(-1, 1, x.shape)).astype(x.dtype)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def run(program: Any, graph: RelGraph, arrays: list[Any], options: Options, rela
         return program(graph, arrays, options=options), results, pull(cotangents)[0]
 
     if relative:
-        return jax.jit(rounded(all_of, relative))(jax.random.key(0), graph, arrays)
+        return jax.jit(rounded(all_of, relative))(graph, arrays)
     return jax.jit(all_of)(graph, arrays)
 
 
