@@ -22,7 +22,7 @@ DEMO_ARGS ?= --seeds 3
 
 BIN := $(VENV)/bin
 EXTRA := $(if $(CUDA),cuda$(CUDA))
-BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/* native/*/* native/*/*/* dejax/include/*/*)
+BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/* native/*/* native/*/*/* dejax/include/*)
 PIP := -m pip --disable-pip-version-check --no-input install --quiet
 # The dependencies of some extras. They are installed while the extension compiles, and without bytecode, which Python
 # makes of what is imported.
