@@ -92,6 +92,7 @@ OPTIMISE: tuple[tuple[str, Pass], ...] = (
     ("compact", compact),
     ("dce", dce),
     ("hoist", hoist),
+    ("compact", compact),
     ("dce", dce),
     ("reuse_rows", reuse_rows),
     ("merge_gemms", merge_gemms),

@@ -9,6 +9,7 @@ and so do elementwise functions of values that are there already. Edges then gat
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import COMPOSED_VIAS, ROWWISE, Builder, Op, Program, Space
+from dejax.rgnn.ir.rules import is_float
 from dejax.rgnn.passes._rewrite import Counts
 
 # An anchor has the name of the map from edges to it; "edge" and "all" are the finest and the coarsest.
@@ -131,9 +132,13 @@ class _Compaction:
         return builder.op("select", count, x, builder.const(1.0, op.dtype, op.space))
 
     def may_be_infinite(self, x: int) -> bool:
-        """Whether a value of nodes or types is made with a quotient, say by the number of edges, which may be 0."""
+        """Whether a value of nodes or types is made with a quotient, say by the number of edges, which may be 0.
+
+        Or whether it is an input with one element a row: a user may have made it with such a quotient.
+        """
         if x not in self.infinite:
-            op, found = self.builder.ops[x], False
+            op = self.builder.ops[x]
+            found = op.name == "input" and op.width == 1 and is_float(op.dtype)
             if op.name in _REACH_INFINITY:
                 found = not self.is_positive(op.args[op.name == "div"])
             if op.name == "linear" or (op.name in ROWWISE and op.name != "select"):
