@@ -18,7 +18,7 @@ from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.passes import PASSES
 from tests.budget import examples
 from tests.rgnn.lowering.test_h200 import stablehlo
-from tests.rgnn.random_programs import Recipe, recipes
+from tests.rgnn.random_programs import Input, Recipe, recipes
 from tests.rgnn.rounding import as_with_rounded_products, rounded
 from tests.rgnn.strategies import CHUNK, EdgeList, edge_lists
 
@@ -196,3 +196,39 @@ def test_gradients_of_gradients(recipe: Recipe, edges: EdgeList) -> None:
 
     with jax.enable_x64(True):
         assert_same(twice(Options(backend="xla")), twice(PLAIN), 1e-8)
+
+
+def test_backward_rounds_scores_as_forward_did() -> None:
+    """Shares did not sum to 1: of a score that is a product, forward's maximum and backward's exponent differed."""
+    lines = (
+        "v0 = g.node(a[0])",
+        "v1 = g.src(v0)",
+        "v2 = g.per_edge_type(a[1])",
+        "v3 = v2 * g.in_degree()",
+        "v4 = g.sum_to_dst(rgnn.edge_softmax(v3, 'relation') * v1)",
+        "v5 = g.node(a[2])",
+        "v6 = rgnn.edge_softmax(rgnn.where_positive(g.src(v5), v3, -inf), within='dst')",
+        "v7 = (0 + v6 * 1.0)",
+        "v8 = g.source_pair(a[3])",
+        "v9 = g.src(v8)",
+        "v10 = g.src(v5)",
+        "v11 = g.per_edge_type(a[4])",
+        "v12 = g.per_edge_type(a[5])",
+        "v13 = ((v9 @ v11 + v12)).reshape(2, 2)",
+        "v14 = g.per_edge_type(a[6])",
+        "v15 = (v9 @ v14).reshape(2, 2)",
+    )
+    wide = Input("etype", (3, 4), scale=0.5773502691896257)
+    inputs = (
+        Input("node", (2, 3), spread=3.0),
+        Input("etype", (2, 3), spread=3.0),
+        Input("node", (), values="mask"),
+        Input("source_pair", (3,)),
+        wide,
+        Input("etype", (4,)),
+        wide,
+    )
+    receivers = np.array([0, 0, 0, 4, *[0] * 12], np.int32)
+    edges = EdgeList(np.zeros(16, np.int32), receivers, np.zeros(16, np.int32), 7, 1, None, 1)
+    options, dtype, _, tolerance = RUNS["xla_float32_scaled"]
+    check(Recipe(lines, inputs, ("v4", "v7", "v10", "v13", "v15")), edges, options, dtype, tolerance)

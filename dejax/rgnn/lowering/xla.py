@@ -59,6 +59,9 @@ class Evaluator:
         # Backward compares these with their extremum: XLA must not compute them once for that and once to be kept, and
         # round the two differently.
         self.compared = {op.args[0] for op in program.ops if op.is_extremum}
+        # Backward has the largest score of forward: what it subtracts that from must be rounded as it was there.
+        exponents = (program.ops[op.args[0]] for op in program.ops if op.name == "exp")
+        self.compared |= {op.args[0] for op in exponents if op.name == "sub"}
 
     def compute(self, wanted: tuple[int, ...], env: dict[int, jax.Array]) -> None:
         """Adds the wanted values to `env`, computed from what is there; intermediates are not kept."""
