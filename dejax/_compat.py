@@ -99,10 +99,14 @@ sharding_group_p.def_impl(lambda x, *, group: x)
 sharding_group_p.def_abstract_eval(lambda x, *, group: x)
 
 
-def _lower_sharding_group(ctx: Any, x: Any, *, group: int) -> list[Any]:
-    # Inside of shard_map what is local has no sharding, and no group reaches beyond it.
+def _on_several_devices(ctx: Any) -> bool:
+    """Whether what is lowered is divided among devices by XLA; inside of shard_map it is local."""
     where = ctx.module_context.axis_context
-    if not getattr(where, "manual_axes", None) and getattr(where, "num_devices", 1) > 1:
+    return not getattr(where, "manual_axes", None) and (getattr(where, "num_devices", None) or 1) > 1
+
+
+def _lower_sharding_group(ctx: Any, x: Any, *, group: int) -> list[Any]:
+    if _on_several_devices(ctx):  # what is local has no sharding, and no group reaches beyond it
         sdy.ShardingGroupOp(x, group)
     return [x]
 
@@ -121,8 +125,7 @@ on_one_device_p.def_abstract_eval(lambda x, *, otherwise: x)
 
 
 def _lower_on_one_device(ctx: Any, x: Any, *, otherwise: str) -> list[Any]:
-    where = ctx.module_context.axis_context
-    if not getattr(where, "manual_axes", None) and (getattr(where, "num_devices", None) or 1) > 1:
+    if _on_several_devices(ctx):
         raise ValueError(otherwise)
     return [x]
 

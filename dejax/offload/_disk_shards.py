@@ -2,9 +2,8 @@
 
 The ticket of a divided array has a row on each device. So each device's chain of calls opens its own shard. Devices of
 this process that hold the same part, as of a replicated parameter, share its files: the first one writes, each reads. A
-row ends with a mark of the division and
-the device's place in the mesh. So state that comes with another division, or from another mesh, is an error and never a
-wrong number.
+row ends with a mark of the division and the device's place in the mesh. So state that comes with another division, or
+from another mesh, is an error and never a wrong number.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """State on disk of parameters that a mesh divides: each device has its shard, with the numbers of state in memory."""
 
-import contextlib
 import functools
 import os
 import socket
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from dejax import _native
 from dejax.offload import DiskArray, StateStore, master_weights, optimizer, restore
 from tests.offload.processes import popen, python
+from tests.offload.state_faults import interceptor, store_of_shards
 from tests.offload.test_shards import collectives, mesh_of
 
 pytestmark = [
@@ -439,20 +439,13 @@ def test_first_states_that_are_no_constants(name, tmp_path):
         assert x.sharding.is_equivalent_to(params[key].sharding, x.ndim)
 
 
-def interceptor(store):
-    return _native.extension("tests").offload_testing.Interceptor.of_state(store._native)
-
-
 class TestFaults:
     """A call that fails on one device would leave others waiting in collective operations: the next step raises."""
 
     @pytest.fixture
     def store(self, tmp_path):
-        with StateStore(tmp_path, chunk_bytes=4096) as store:
+        with store_of_shards(tmp_path) as store:
             yield store
-        with contextlib.suppress(Exception):
-            jax.effects_barrier()
-        assert not _native.extension("tests").take_failure_of_shards()
 
     def first(self, store):
         params = params_of("data and tensor")

@@ -12,8 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dejax import _native
-from dejax.offload import ActivationStore, DiskArray, StateStore, master_weights, restore, stack_step
+from dejax.offload import ActivationStore, DiskArray, master_weights, restore, stack_step
 from tests.offload.processes import python
+from tests.offload.state_faults import interceptor, store_of_shards
 from tests.offload.test_shards import collectives
 
 pytestmark = [
@@ -209,7 +210,9 @@ def test_one_device_of_several(tmp_path):
 ENDED = """
 import os, sys
 import jax, numpy as np
-from tests.offload.test_stack_shards import StateStore, batch, in_memory, interceptor, make, train
+from dejax.offload import StateStore
+from tests.offload.state_faults import interceptor
+from tests.offload.test_stack_shards import batch, in_memory, make, train
 folder = sys.argv[1]
 store = StateStore(folder)
 step = make(path=store, params="disk")
@@ -305,20 +308,13 @@ def test_bad_arguments(tmp_path):
         jax.jit(make(path=tmp_path, streams=False))(state, batch("fsdp", 0))
 
 
-def interceptor(store):
-    return _native.extension("tests").offload_testing.Interceptor.of_state(store._native)
-
-
 class TestFaults:
     """A call that fails on one device would leave others waiting in collective operations: the next step raises."""
 
     @pytest.fixture
     def store(self, tmp_path):
-        with StateStore(tmp_path, chunk_bytes=4096) as store:
+        with store_of_shards(tmp_path) as store:
             yield store
-        with contextlib.suppress(Exception):
-            jax.effects_barrier()
-        assert not _native.extension("tests").take_failure_of_shards()
 
     @pytest.mark.parametrize("count", [1, 5])
     def test_a_failed_read(self, store, count):

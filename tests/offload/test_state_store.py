@@ -10,6 +10,7 @@ import pytest
 
 from dejax import _native
 from dejax.offload import DiskArray, StateStore, master_weights, optimizer, restore, stack_step
+from tests.offload.state_faults import interceptor
 from tests.offload.test_layerwise import LAYERS, WIDTH, batch, body, embed, head, model
 from tests.offload.test_optimizer import PARAMS, TRANSFORMATIONS, after_steps
 
@@ -32,10 +33,6 @@ def train(step, steps=3, first=0, state=None):
         state, loss = run(state, batch(i))
         losses.append(float(loss))
     return losses, state
-
-
-def interceptor(store):
-    return _native.extension("tests").offload_testing.Interceptor.of_state(store._native)
 
 
 def equal(a, b):

@@ -191,9 +191,7 @@ def exponents(x: Array, axis: int | tuple[int, ...] | None, *, finite: bool = Fa
     `finite`: of the largest finite magnitude. So rows are stored, of which a masked score may be -inf: its neighbours
     in the row keep their digits.
     """
-    largest = lax.abs(x)
-    if finite:
-        largest = where(lax.lt(largest, np.float32(np.inf)), largest, 0.0)  # of NaN, too
+    largest = finite_magnitude(x) if finite else lax.abs(x)
     if axis is None:
         largest = whole_max(largest)
     else:

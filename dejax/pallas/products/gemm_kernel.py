@@ -274,7 +274,8 @@ def _place_in_w(tile: _Tile, k: jax.Array) -> tuple[tuple[Any, ...], jax.Array |
 def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any, by_type: bool) -> jax.Array:
     """The product of two tiles in float16; powers of two that are not given are found here.
 
-    `x_power` are those of rows, [rows, 1], and `w_power` those of columns, [1, columns].
+    `x_power` are those of rows, [rows, 1], and `w_power` those of columns, [1, columns]. `by_type`: all columns of `w`
+    have about one scale, and so one power.
     """
     float16 = jnp.float16
     if w_power is None:

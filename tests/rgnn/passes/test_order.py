@@ -28,7 +28,13 @@ PASSES_OFF = [(), ("combine_products", "compact", "cse", "gemm", "hoist", "unit_
 
 @pytest.mark.parametrize(
     ("nodes", "edges", "types", "passes_off"),
-    [(1, 0, 1, PASSES_OFF[:1]), (4, 9, 2, PASSES_OFF), (2, 6, 4, PASSES_OFF[1:2])],
+    [
+        (1, 0, 1, PASSES_OFF[:1]),
+        (4, 9, 2, PASSES_OFF),
+        (2, 6, 4, PASSES_OFF[1:2]),
+        pytest.param(1, 0, 1, PASSES_OFF[1:], marks=pytest.mark.slow),
+        pytest.param(2, 6, 4, PASSES_OFF[::2], marks=pytest.mark.slow),
+    ],
 )
 def test_a_traversal_stores_what_another_would_store_too_late(nodes, edges, types, passes_off):
     rng = np.random.default_rng(0)
