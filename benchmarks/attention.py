@@ -2,6 +2,7 @@
 
     python -m benchmarks.attention --out benchmarks/results
     python -m benchmarks.attention --graphs small --models gatv2          # a part of it
+    python -m benchmarks.attention --turbo                                # next to turbo-gnn
 
 First GATv2, which gets projected rows, and the graph transformer's attention, for three shapes of heads on two graphs
 with skewed degrees: 169,343 nodes with 2.3 million edges, and 716,847 nodes with 20 million. Then five layers, 64 wide,
@@ -12,15 +13,18 @@ forward, and for forward with the gradients of all inputs.
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import jax
+import jax.numpy as jnp
 import numpy as np
+from attention_inputs import edges_of, rows_of
 from clock import rounds
 from provenance import save
 
@@ -48,21 +52,11 @@ def transformer(g: Any, rows: dict[str, Any]) -> Any:
     return g.sum_to_dst(rgnn.edge_softmax(score)[..., None] * g.src(rows["value"]))
 
 
-def attention_rows(model: str, nodes: int, heads: int, width: int) -> dict[str, jax.Array]:
-    names = ("source", "destination") if model == "gatv2" else ("query", "key", "value")
-    keys = jax.random.split(jax.random.key(0), len(names) + 1)
-    rows = {name: jax.random.normal(key, (nodes, heads, width)) for name, key in zip(names, keys, strict=False)}
-    return rows | ({"attention": jax.random.normal(keys[-1], (heads, width))} if model == "gatv2" else {})
-
-
 ATTENTION = {"gatv2": gatv2, "transformer": transformer}
 
 
-def skewed_graph(nodes: int, edges: int, seed: int = 0) -> rgnn.RelGraph:
-    """Sources are uniform; the r-th node has a share of the edges that falls as r^(-0.6)."""
-    rng = np.random.default_rng(seed)
-    receivers = (nodes * rng.random(edges) ** 2.5).astype(np.int32)
-    return rgnn.RelGraph.from_edges(rng.integers(0, nodes, edges), rng.permutation(nodes)[receivers], num_nodes=nodes)
+def skewed_graph(nodes: int, edges: int) -> rgnn.RelGraph:
+    return rgnn.RelGraph.from_edges(*edges_of(nodes, edges), num_nodes=nodes)
 
 
 def graph_of_one(nodes: int, edges: int, share: float, seed: int = 0) -> rgnn.RelGraph:
@@ -92,22 +86,47 @@ def times(program: Callable[..., Any], graph: rgnn.RelGraph, inputs: Any, second
 
 
 def measure_attention(args: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
+    found, samples = [], []
     for name in args.graphs:
         nodes, edges = (max(2, int(n * args.scale)) for n in GRAPHS[name])
         graph = jax.block_until_ready(skewed_graph(nodes, edges))
         for model in args.models:
             for heads, width in HEADS:
-                inputs = attention_rows(model, nodes, heads, width)
+                inputs = jax.tree.map(jnp.asarray, rows_of(model, nodes, heads, width))
                 ms = times(ATTENTION[model], graph, inputs, args.seconds)
-                found.append({"edges": edges, "model": model, "heads": heads, "width": width, **ms})
-                ratio = ms["training"] / ms["forward"]
+                samples.append(np.asarray(ATTENTION[model](graph, inputs)[:: max(1, nodes // 100)]))
+                found.append({"nodes": nodes, "edges": edges, "model": model, "heads": heads, "width": width, **ms})
+                print(f"{_case(found[-1])}, {ms['training'] / ms['forward']:4.1f} x", flush=True)
+    if args.turbo:
+        add_peer(found, samples, args)
+    return found
+
+
+def _case(case: dict[str, Any]) -> str:
+    return (
+        f"{case['edges']:>10,} edges, {case['model']:11} {case['heads']} x {case['width']:<3}  "
+        f"forward {case['forward']:8.3f} ms, training {case['training']:8.3f} ms"
+    )
+
+
+def add_peer(found: list[dict[str, Any]], samples: list[np.ndarray], args: argparse.Namespace) -> None:
+    """Adds turbo-gnn to each case: its times, and how far some result rows are apart, relative to the largest."""
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [{k: case[k] for k in ("nodes", "edges", "model", "heads", "width")} for case in found]
+        file = Path(folder) / "cases.json"
+        file.write_text(json.dumps({"cases": cases, "seconds": args.seconds}), encoding="utf-8")
+        command = [args.python, str(Path(__file__).resolve().parent / "peers" / "attention_turbo.py"), str(file)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for case, sample, line in zip(found, samples, process.stdout or (), strict=False):
+                peer = json.loads(line)
+                theirs = np.asarray(peer.pop("sample"))
+                case["turbo_gnn"] = {k: peer[k] for k in ("forward", "training", "autotuning_s")}
+                case["difference"] = float(np.abs(sample - theirs).max() / np.abs(theirs).max())
+                ratios = [peer[k] / case[k] for k in ("forward", "training")]
                 print(
-                    f"{edges:>10,} edges, {model:11} {heads} x {width:<3}  forward {ms['forward']:8.3f} ms, "
-                    f"training {ms['training']:8.3f} ms, {ratio:4.1f} x",
+                    f"turbo-gnn {_case(peer)}: {ratios[0]:.2f} x, {ratios[1]:.2f} x, {case['difference']:.1e}",
                     flush=True,
                 )
-    return found
 
 
 def layers(nodes: int) -> dict[str, tuple[Callable[..., Any], Any]]:
@@ -124,7 +143,9 @@ def layers(nodes: int) -> dict[str, tuple[Callable[..., Any], Any]]:
         "rgat": (lambda g, a: rgnn.library.rgat(g, *a), (x, {"weight": normal(12, *by_type), **vectors})),
         "hgt": (lambda g, a: rgnn.library.hgt(g, *a), (x, hgt)),
     }
-    return found | {name: (program, attention_rows(name, nodes, 1, 64)) for name, program in ATTENTION.items()}
+    return found | {
+        name: (program, jax.tree.map(jnp.asarray, rows_of(name, nodes, 1, 64))) for name, program in ATTENTION.items()
+    }
 
 
 def measure_long_segments(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -143,6 +164,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", nargs="*", default=list(GRAPHS), choices=GRAPHS, help="graphs of the first part")
     parser.add_argument("--models", nargs="*", default=list(ATTENTION), choices=ATTENTION, help="its models")
+    parser.add_argument("--turbo", action="store_true", help="measure turbo-gnn, too, in a process of its own")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter with turbo-gnn and torch")
     parser.add_argument("--skip-long", action="store_true", help="leave out the part with one node of many edges")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the nodes and edges, to try it out")
     parser.add_argument("--seconds", type=float, default=0.2, help="seconds to spend on a round of one function")

@@ -29,8 +29,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import rgnn_report
 from peers import case, runner
 from peers.case import Settings

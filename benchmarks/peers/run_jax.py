@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from device_time import profile_jax
-
 from peers import case, jax_layers
 from peers.case import Graph, Settings
 from peers.jax_layers import LAYERS, Layer, NotInstalled

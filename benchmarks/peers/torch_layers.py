@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from peers.case import Graph, Settings
 
 Tensors = dict[str, torch.Tensor]

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from device_time import profile_jax
-
 from peers import case
 from peers.case import Graph, Settings
 from peers.jax_layers import LAYERS

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from device_time import profile_torch
-
 from peers import case
 from peers.case import Graph, Settings
 from peers.timing import Limits, measure
