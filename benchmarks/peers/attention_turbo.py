@@ -41,7 +41,8 @@ def call_of(model: str, graph: Any, rows: dict[str, torch.Tensor]) -> Any:
         )
     scale = rows["key"].shape[-1] ** -0.5
     return lambda: turbo_gnn.graph_transformer_aggr(
-        graph, rows["query"], Q=rows["query"], K=rows["key"], V=rows["value"], scale=scale, **how
+        # It calls Q what is read at sources.
+        graph, rows["key"], Q=rows["key"], K=rows["query"], V=rows["value"], scale=scale, **how
     )
 
 
