@@ -15,6 +15,7 @@ from dejax.rgnn.ir.intra import Kernels, verify_kernels
 from dejax.rgnn.passes._rewrite import Counts
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
+from dejax.rgnn.passes.combine_node_products import combine_node_products
 from dejax.rgnn.passes.combine_products import combine_products
 from dejax.rgnn.passes.compact import compact
 from dejax.rgnn.passes.concat_parts import concat_parts
@@ -107,6 +108,7 @@ LATE: tuple[tuple[str, Pass], ...] = (
     ("contract", contract),
     ("factor_weights", factor_weights),
     ("concat_parts", concat_parts),
+    ("combine_node_products", combine_node_products),
     ("dce", dce),
 )
 # What runs in place of `LATE` where there are no gradients.

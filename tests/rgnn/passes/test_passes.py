@@ -18,6 +18,7 @@ from dejax.rgnn.ir.templates import access_by
 from dejax.rgnn.passes import LATE, PASSES, RENAMED, Counts, differentiated, lower_to_kernels, optimise, run_passes
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
+from dejax.rgnn.passes.combine_node_products import combine_node_products
 from dejax.rgnn.passes.combine_products import combine_products
 from dejax.rgnn.passes.compact import compact
 from dejax.rgnn.passes.concat_parts import concat_parts
@@ -261,6 +262,18 @@ def two_halves(b: Tiny) -> int:
     return b.op("add", high, low)
 
 
+@program("combine_node_products")
+def gradients_of_both_ends(b: Tiny) -> list[int]:
+    """Also three terms; a product that has another reader, and one of rows that are read, stay."""
+    x, y, z, w = b.node("x", 3), b.node("y", 3), b.node("z", 3), b.given("w", Space.GRAPH, 4, 3)
+    rows, kept = b.node("rows", 4), b.node("kept", 3)
+    product = lambda a: b.op("linear", a, w, spec="n,kn->k", via="all")  # noqa: E731
+    weights = [b.op("outer", rows, a, spec="k,n->kn", via="all", dtype="float32") for a in (x, y)]
+    three = b.op("add", b.op("add", product(x), product(y)), product(z))
+    alone = product(kept)
+    return [three, b.op("add", *weights), b.op("add", alone, product(x)), alone]
+
+
 @program("compact")
 def by_pair(b: Tiny) -> list[int]:
     x, w, c = b.node("x", 4), b.weight("w", 4, 3), b.weight("c", 3)
@@ -421,6 +434,7 @@ GOLDEN: list[tuple[str, Program, Callable[[Program, Counts], Program]]] = [
     ("contract", inner_product_of_a_sum, contract),
     ("factor_weights", vector_after_product, factor_weights),
     ("concat_parts", two_halves, concat_parts),
+    ("combine_node_products", gradients_of_both_ends, combine_node_products),
 ]
 
 
