@@ -194,25 +194,42 @@ def rows_of(arrays: Sequence[Any], shardings: Sequence[Any], ahead: int) -> Host
     staging_bytes = 2 * (ahead + 1) * row
     if not any(map(_disk_shards.divided, shardings)):
         return HostRows(arrays, staging_bytes)
+    if why := why_no_rows(arrays, shardings):
+        raise ValueError(f"stack_step: {why}")
+    return ShardRows(arrays, shardings, staging_bytes)
+
+
+def why_no_rows(arrays: Sequence[Any], shardings: Sequence[Any]) -> str | None:
+    """What keeps the devices of a mesh from copying the rows of arrays, and the remedy; None where nothing does."""
     if _compat.on_several_devices():
-        raise ValueError(
-            "stack_step: the step must be called outside of jax.shard_map where a mesh divides its state, got a call "
-            "inside of one; it makes its own"
+        return (
+            "the step must be called outside of jax.shard_map where a mesh divides its state, got a call inside of "
+            "one; it makes its own"
         )
     for x, sharding in zip(arrays, shardings, strict=True):
         if not _disk_shards.divided(sharding):
-            raise ValueError(f"stack_step: `state` must be of one mesh, got an array of shape {x.shape} on one device")
-        require_whole_rows(x, sharding)
+            return f"`state` must be of one mesh, got an array of shape {x.shape} on one device"
+        if not isinstance(sharding, NamedSharding):
+            return (
+                f"`state` must have a NamedSharding, got {type(sharding).__name__}; place parameters with "
+                "jax.device_put(params, NamedSharding(mesh, spec))"
+            )
+        if why := _why_no_whole_rows(x, sharding):
+            return why
     meshes = list(dict.fromkeys(sharding.mesh for sharding in shardings))
-    if len(meshes) > 1:
-        raise ValueError(f"stack_step: `state` must be of one mesh, got arrays of {meshes[0]} and {meshes[1]}")
-    return ShardRows(arrays, shardings, staging_bytes)
+    return None if len(meshes) == 1 else f"`state` must be of one mesh, got arrays of {meshes[0]} and {meshes[1]}"
 
 
 def require_whole_rows(x: Any, sharding: NamedSharding) -> None:
     """Raises ValueError where some devices hold other rows than others."""
-    if sharding.shard_shape(tuple(x.shape))[0] != x.shape[0]:
-        raise ValueError(
-            "stack_step: `layers` must be divided along other axes than the first one, because layers travel one by "
-            f"one, got {sharding.spec} for an array of shape {tuple(x.shape)}; place it with PartitionSpec(None, ...)"
-        )
+    if why := _why_no_whole_rows(x, sharding):
+        raise ValueError(f"stack_step: {why}")
+
+
+def _why_no_whole_rows(x: Any, sharding: NamedSharding) -> str | None:
+    if sharding.shard_shape(tuple(x.shape))[0] == x.shape[0]:
+        return None
+    return (
+        "`layers` must be divided along other axes than the first one, because layers travel one by one, got "
+        f"{sharding.spec} for an array of shape {tuple(x.shape)}; place it with PartitionSpec(None, ...)"
+    )

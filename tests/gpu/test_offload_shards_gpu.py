@@ -29,10 +29,11 @@ MESHES = {  # how w [6, 512, 512] and b [6, 512] are divided
 PLACES = {
     "moments on disk": {"path": True},
     "all on disk": {"path": True, "params": "disk", "ahead": 2},
-    "disk, and host memory by XLA": {"path": True, "moments": "host", "params": "disk"},
+    "disk, and host memory by default": {"path": True, "moments": "host", "params": "disk"},
     "disk and host memory": {"path": True, "params": "host", "streams": True},
     "host memory": {"moments": "host", "params": "host", "streams": True, "ahead": 2},
     "moments in host memory": {"moments": "host", "streams": True},
+    "host memory by default": {"moments": "host", "params": "host"},
 }
 OPTIONS = {
     "gradients in host memory": {"clip_norm": 0.05, "gradients": "host", "streams": True},
