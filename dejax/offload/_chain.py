@@ -1,7 +1,7 @@
 """The FFI calls of one update, one after the other, for arrays of state in host memory.
 
-`native/offload/pieces.h` says how the copies run. `_pieces.py` evaluates the update between the calls. `_disk_chain.py`
-makes the calls for arrays on disk.
+`native/offload/pieces.h` says how the copies run. `_pieces.py` evaluates the update between the calls. `_loop_chain.py`
+makes the calls for arrays on disk, and for those of several devices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dejax import _native
+from dejax import _compat, _native
 
 BETWEEN, BEGIN, FINISH, LOOP, OPEN, COMMIT = range(6)  # native/offload/pieces.h
 _sites = itertools.count(1)
@@ -27,6 +27,12 @@ NO_LOOP = {
     **dict.fromkeys(("pull_stride", "push_stride", "take_array", "take_offset", "take_stride"), np.zeros(0, np.int64)),
 }
 """Attributes of a call that is in no loop, for arrays on one device."""
+SEVERAL = (
+    "offload.optimizer: `state` must come from this transformation's init, called outside of jax.jit, if it lies on "
+    "several devices and dejax copies it, got one that it has not seen; call init on the parameters before the first "
+    "update, and restore the state into what it makes, or give streams=False"
+)
+"""The message where a program of several devices has the calls of one."""
 
 
 def new_site() -> int:
@@ -111,6 +117,7 @@ class Chain:
 
     def begin(self) -> None:
         """Makes the host arrays the program's own."""
+        self._ticket = _compat.on_one_device(self._ticket, SEVERAL)
         numbers = sorted(self.arrays)
         mine = self._ffi(BEGIN, numbers, [jax.typeof(self.arrays[i]) for i in numbers])(
             *(self.arrays[i] for i in numbers)

@@ -25,8 +25,9 @@ from dejax.offload._disk_shards import divided, require_one_mesh, shard_bytes
 from dejax.offload._layerwise_run import Run, count
 from dejax.offload._layerwise_settings import Kept, Place, Seen, Split, StackSettings, StackState
 from dejax.offload._moments import Tier, depends_on_inputs, shardings_of, tier_of
+from dejax.offload._placements import Placements
 from dejax.offload._shard_rows import require_whole_rows
-from dejax.offload._state_store import StateStore
+from dejax.offload._state_store import StateStore, is_on_disk
 from dejax.offload._store import ActivationStore
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -88,7 +89,7 @@ class StackStep(StackSettings):
             norm,
             self._kept(split, layers) if self.gradients == "host" else None,
         )
-        self._seen[:] = [Seen.in_state(state)]
+        self._note(state)
         return state
 
     def _put(self, x: Any, at: Tier, sharding: Any) -> Any:
@@ -142,8 +143,7 @@ class StackStep(StackSettings):
 
     def jit(self, state: StackState) -> Any:
         """The step, jitted for a state that is donated: the new state takes the memory of the old one."""
-        seen = Seen.in_state(state)
-        self._seen[:] = [seen]
+        seen = self._note(state)
         where = jax.tree.map(lambda x: x.sharding, state)
         return jax.jit(self._step_of(seen), donate_argnums=0, in_shardings=(where, None), out_shardings=(where, None))
 
@@ -166,9 +166,14 @@ class StackStep(StackSettings):
         return {}
 
     @functools.cached_property
-    def _seen(self) -> list[Seen]:
-        """Of the last state that `init` has made or `jit` got."""
-        return []
+    def _seen(self) -> Placements[Seen]:
+        """Of the states that `init` has made or `jit` got."""
+        return Placements()
+
+    def _note(self, state: StackState) -> Seen:
+        seen = Seen.in_state(state)
+        self._seen.note(_leaves(state), seen)
+        return seen
 
     def loss(self, state: StackState, batch: Any) -> Array:
         """The loss of a batch, for validation: forward alone. The state stays as it is.
@@ -178,9 +183,11 @@ class StackStep(StackSettings):
         return self._traced(state, batch).loss(batch)
 
     def _traced(self, state: StackState, batch: Any, seen: Seen | None = None) -> Run:
-        run = Run(self, state, seen or (self._seen[0] if self._seen else Seen()))
-        inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch)))
-        if run.moved and not inside and _compat.staging_trace() is None:
+        found = self._seen.of(_leaves(state)) if seen is None else [seen]
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch)))
+        inside = traced or _compat.staging_trace() is not None
+        run = Run(self, state, found[-1] if found else Seen(), certain=inside and len(found) == 1)
+        if run.moved and not inside:
             raise ValueError(
                 "stack_step: a step with state in host memory must run in jax.jit, got arrays outside of it; call "
                 "step.jit(state) or jax.jit(step.loss), or give streams=False"
@@ -257,8 +264,10 @@ def stack_step(
             "layers['w']". A frozen parameter has no gradient and no optimizer state, may have any dtype, and is never
             written back to host memory.
         streams: who copies between host memory and device. True: dejax; where a mesh divides the state, each device its
-            shards. False: XLA. None: dejax if jax has one device and the native extension is installed. What is on disk
-            dejax copies.
+            shards. False: XLA. None: dejax where it can, else XLA. dejax needs the native extension. On several devices
+            it also needs a state that this step's `init` has placed on one mesh, or that `jit` got, and a call inside
+            of `jax.jit` and outside of `jax.shard_map`; the mesh divides other axes than the first one. If this step
+            has seen states of equal shapes on two meshes, call `jit`. What is on disk dejax always copies.
         store: for activations; None: the current one.
         min_bytes: arrays with fewer bytes per layer stay on the device.
         ahead: number of layers whose arrays are on their way to the device at one time.
@@ -313,6 +322,10 @@ def stack_step(
         ahead=ahead,
         path=path,
     )
+
+
+def _leaves(state: StackState) -> list[Any]:
+    return jax.tree.leaves(state, is_leaf=is_on_disk)
 
 
 def _zeros(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:

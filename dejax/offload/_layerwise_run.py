@@ -15,10 +15,11 @@ from jax.extend import core
 
 from dejax import _native
 from dejax.offload import _calls
+from dejax.offload._disk_shards import divided
 from dejax.offload._layerwise_settings import Seen, StackSettings, StackState
 from dejax.offload._moments import needs_of, tier_of
 from dejax.offload._rows import HostRows, Walk
-from dejax.offload._shard_rows import ShardRows, rows_of
+from dejax.offload._shard_rows import ShardRows, rows_of, why_no_rows
 from dejax.offload._state_store import is_on_disk
 from dejax.offload._store import binding_of
 
@@ -36,9 +37,10 @@ class Run:
         config: of the step.
         state: that it goes on from.
         seen: how the state is divided.
+        certain: no doubt about that, and the step is traced.
     """
 
-    def __init__(self, config: StackSettings, state: StackState, seen: Seen) -> None:
+    def __init__(self, config: StackSettings, state: StackState, seen: Seen, *, certain: bool) -> None:
         self.config = config
         self.seen = seen
         self.state = state
@@ -70,9 +72,9 @@ class Run:
             raise ValueError(
                 "stack_step: state on disk must be copied by dejax, got streams=False; leave `streams` at None"
             )
-        copied = ("host", "disk") if _streams(config.streams) else ("disk",)
-        self.moved = [i for i in self.far if places[i] in copied]
         self.shardings = seen.of(self.leaves)
+        copied = ("host", "disk") if self._streams(certain) else ("disk",)
+        self.moved = [i for i in self.far if places[i] in copied]
         self.rows: HostRows | ShardRows | None = None
         self.ticket = jnp.zeros((2,), jnp.uint32)
         self._check_update(trained)
@@ -89,6 +91,19 @@ class Run:
             ticket, value = jax.lax.optimization_barrier((self.ticket, value))
             self.rows.finish_reading(ticket, [value] if isinstance(self.rows, ShardRows) else [])
         return value
+
+    def _streams(self, certain: bool) -> bool:
+        """Whether dejax copies what is in host memory."""
+        if self.config.streams is not None:
+            return self.config.streams
+        if _native.unavailable_reason() is not None:
+            return False
+        if jax.device_count() == 1:
+            return True
+        shardings = [self.shardings[i] for i in self.far]
+        if not certain or not any(map(divided, shardings)):
+            return False
+        return why_no_rows([self.leaves[i] for i in self.far], shardings) is None
 
     def _ends(self, batch: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Array]]:
         """Trained outer parameters -> the first layer's input; these and the last layer's output -> loss."""
@@ -378,9 +393,3 @@ def _row(x: Any, k: Any) -> Any:
 
 def _with_row(x: Any, row: Any, k: Any) -> Any:
     return jax.lax.dynamic_update_index_in_dim(x, row, k, 0)
-
-
-def _streams(wanted: bool | None) -> bool:
-    if wanted is not None:
-        return wanted
-    return jax.device_count() == 1 and _native.unavailable_reason() is None

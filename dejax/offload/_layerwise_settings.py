@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from dejax.offload._moments import Tier
+from dejax.offload._placements import shardings_in
 from dejax.offload._state_store import StateStore, is_on_disk, store_at
 from dejax.offload._store import ActivationStore
 
@@ -68,8 +69,7 @@ class Seen:
     @classmethod
     def in_state(cls, state: StackState) -> Seen:
         trees = ((state.layers, state.layer_moments, state.gradients), (state.outer, state.outer_moments))
-        leaves = (jax.tree.leaves(tree, is_leaf=is_on_disk) for tree in trees)
-        return cls(*(tuple(getattr(x, "sharding", None) for x in some) for some in leaves))
+        return cls(*(shardings_in(jax.tree.leaves(tree, is_leaf=is_on_disk)) for tree in trees))
 
     def of(self, arrays: Sequence[Any]) -> list[Any]:
         """Of each array [layers, ...] of a state, as far as it is known."""

@@ -52,20 +52,6 @@ def shardings_of(moments: Any, params: Any) -> list[Any]:
     return found
 
 
-def require_one_device(arrays: Any, caller: str, why: str) -> None:
-    """Raises ValueError where an array lies on several devices: XLA would end with an internal error."""
-    counts = [len(x.sharding.device_set) for x in jax.tree.leaves(arrays) if hasattr(x, "sharding") and _is_known(x)]
-    if max(counts, default=1) > 1:
-        raise ValueError(
-            f"{caller}: `params` must lie on one device {why}, got arrays on {max(counts)} devices; keep the state in "
-            "host memory and leave `streams` at None, so that XLA copies the shards"
-        )
-
-
-def _is_known(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-
-
 def tier_of(x: Any) -> Tier:
     if is_on_disk(x):
         return "disk"

@@ -18,9 +18,10 @@ from dejax._optional import optional
 from dejax.offload import _disk_shards
 from dejax.offload._evaluation import Demand, inlined
 from dejax.offload._first_state import LazyArray, first_state, placed
-from dejax.offload._moments import require_one_device, shardings_of
+from dejax.offload._moments import shardings_of
 from dejax.offload._pieces import PIECE_BYTES, stream_state, unit_of
-from dejax.offload._shard_pieces import is_divided, stream_shards
+from dejax.offload._placements import Placements, shardings_in
+from dejax.offload._shard_pieces import stream_shards, why_no_shards
 from dejax.offload._state_store import StateStore, is_on_disk, store_at
 
 _HOST = jax.memory.Space.Host
@@ -60,9 +61,11 @@ def optimizer(
         min_bytes: smaller arrays of the state stay on the device.
         streams: True: dejax copies, on one stream for each direction and ahead of need, in pieces of a parameter where
             its update is elementwise. Both directions of the bus are busy at once, and no array of state is on the
-            device as a whole. For state on one device, and not under `jax.vmap`. False: XLA copies, parameter by
-            parameter, one direction after the other; works with sharded state. None: True where a GPU is jax's only
-            device and dejax's native extension is there.
+            device as a whole. Where a mesh divides the state, each device copies its own shards. Not under `jax.vmap`.
+            False: XLA copies, parameter by parameter, one direction after the other. None: dejax where it can, else
+            XLA. dejax needs the native extension and GPUs. On several GPUs it also needs a state that this
+            transformation's `init` has placed on one mesh, outside of `jax.jit`, and an update outside of
+            `jax.shard_map`. Make a transformation for each mesh.
         piece_bytes: with `streams`: size of a piece of one array. Device memory for staging, outside of XLA's pool:
             `2 * (ahead + 1)` pieces of each array of state that a parameter has (two for Adam).
         ahead: with `streams`: number of pieces that are copied to the device before they are needed.
@@ -78,9 +81,10 @@ def optimizer(
 
     Raises:
         TypeError: `tx` has no `init` and `update`.
-        ValueError: `piece_bytes` or `ahead` is not positive; `path` with `streams=False`; as `init` runs: parameters on
-            several devices, with `streams=True`, or, with `path`, without a mesh in common; with `path`: as `init` runs
-            inside of `jax.jit`, or `update` outside, or, with divided state, inside of `jax.shard_map`.
+        ValueError: `piece_bytes` or `ahead` is not positive; `path` with `streams=False`; with `streams=True` or
+            `path`: as `init` runs: parameters on several devices have no mesh in common; as `update` runs, with divided
+            state: inside of `jax.shard_map`; with `streams=True`: state on several devices that `init` has not placed;
+            with `path`: as `init` runs inside of `jax.jit`, or `update` outside.
         FileNotFoundError, PermissionError: as `init` runs: `path` cannot be used.
         RuntimeError: as `init` runs: the drive is full.
         NativeExtensionError: with `streams=True` or `path`, the extension is missing.
@@ -98,14 +102,16 @@ def optimizer(
         raise ValueError("offload.optimizer: `streams` must be True or None with a path, got False: XLA reads no files")
     tx = optax.with_extra_args_support(tx)
     moved = _Moved(min_bytes, path, piece_bytes)
+    copies = _Copies(streams)
 
     def init(params: Any) -> Any:
-        if path is not None:
-            _disk_shards.require_one_mesh(params, "offload.optimizer", "with a path")
-        elif streams:
-            require_one_device(params, "offload.optimizer", "with streams=True")
+        if path is not None or streams:
+            why = "with streams=True" if path is None else "with a path"
+            _disk_shards.require_one_mesh(params, "offload.optimizer", why)
         state = first_state(tx.init, params, moved.is_large, moved.put, piece_bytes)
-        return state if state is not None else moved.put_all(tx.init(params), params)
+        state = state if state is not None else moved.put_all(tx.init(params), params)
+        copies.note(state, params)
+        return state
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         traced = _trace_update(tx, state, (updates, params, extra))
@@ -113,17 +119,15 @@ def optimizer(
         far = [is_on_disk(x) if on_disk else moved.is_large(x) for x in traced.state]
         # Outside of jit one operation follows the other: nothing could overlap.
         inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((traced.state, traced.others)))
-        own = _streams(streams) and inside
         if on_disk and not inside:
             raise ValueError("offload.optimizer: a state on disk must be updated in jax.jit, got arrays outside of it")
-        streamed = [
-            is_on_disk(x) or (own and is_far and x.ndim > 0 and _is_on_host(x) and not on_disk)
-            for x, is_far in zip(traced.state, far, strict=True)
-        ]
+        streamed, shardings = copies.of(traced.state, far, inside)
         evaluation = traced.demand(far, streamed)
         outputs: list[Any] = [None] * len(traced.jaxpr.outvars)
-        if any(map(is_divided, traced.state)):
-            stream_shards(evaluation, traced.state, streamed, traced.num_updates, outputs, ahead)
+        if shardings is not None:
+            stream_shards(
+                evaluation, traced.state, shardings, streamed, traced.num_updates, outputs, piece_bytes, ahead
+            )
         elif any(streamed):
             stream_state(evaluation, traced.state, streamed, traced.num_updates, outputs, piece_bytes, ahead)
         for i in _order(traced.jaxpr, traced.num_updates, far):
@@ -155,9 +159,9 @@ class _Moved:
 
     def put_all(self, state: Any, params: Any) -> Any:
         """A state that `tx.init` has made as a whole, in its place."""
-        if self.path is None:
-            return jax.tree.map(self.put, state)
         leaves, treedef = jax.tree.flatten(state)
+        if self.path is None and any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return jax.tree.map(self.put, state)
         return jax.tree.unflatten(treedef, map(self.put, leaves, shardings_of(state, params)))
 
     def put(self, x: Any, sharding: Any = None) -> Any:
@@ -165,12 +169,12 @@ class _Moved:
 
         Args:
             x: the array, or a `LazyArray`.
-            sharding: of a lazy array, or an array that goes to disk, on several devices.
+            sharding: of its parameter, on several devices.
         """
         if not self.is_large(x):
             return x
         if self.path is None:
-            return _in_host_memory(x, sharding) if isinstance(x, LazyArray) else jax.device_put(x, _HOST)
+            return _in_host_memory(x, sharding)
         if x.ndim == 0:
             value = jnp.asarray(x.on_devices() if isinstance(x, LazyArray) else x)
             return value if sharding is None else placed(value, sharding)
@@ -183,17 +187,77 @@ class _Moved:
         return self.disk.put(x, unit_of(sharding.shard_shape(x.shape), x.dtype, self.piece_bytes), sharding)
 
 
-def _in_host_memory(x: LazyArray, sharding: Any) -> Any:
+def _in_host_memory(x: Any, sharding: Any) -> Any:
     if sharding is None:
-        return jax.device_put(np.asarray(x), _HOST)
-    if (value := x.constant) is None:
-        return jax.device_put(x.on_devices(), _HOST)  # each device has its part
+        return jax.device_put(np.asarray(x) if isinstance(x, LazyArray) else x, _HOST)
+    if not isinstance(x, LazyArray) or (value := x.constant) is None:
+        whole = x.on_devices() if isinstance(x, LazyArray) else x
+        return jax.device_put(whole, sharding.with_memory_kind("pinned_host"))  # each device has its part
 
     def part(index: Any) -> np.ndarray[Any, Any]:
         shape = [len(range(*at.indices(size))) for at, size in zip(index, x.shape, strict=True)]
         return np.full(shape, value, x.dtype)
 
     return jax.make_array_from_callback(x.shape, sharding.with_memory_kind("pinned_host"), part)
+
+
+class _Copies:
+    """Who copies a state between host memory and devices.
+
+    Args:
+        streams: see `optimizer`.
+    """
+
+    def __init__(self, streams: bool | None) -> None:
+        self._streams = streams
+        self._seen: Placements[tuple[Any, ...]] = Placements()
+
+    def note(self, state: Any, params: Any) -> None:
+        """Remembers how the devices divide a state that `init` has made for parameters on one mesh."""
+        leaves, given = jax.tree.leaves(state, is_leaf=is_on_disk), jax.tree.leaves(params)
+        if any(isinstance(x, jax.core.Tracer) for x in (*leaves, *given)):
+            return
+        if len({getattr(at, "mesh", None) for at in shardings_in(given) if _disk_shards.divided(at)}) <= 1:
+            self._seen.note(leaves, shardings_in(leaves))
+
+    def of(self, state: Sequence[Any], far: Sequence[bool], inside: bool) -> tuple[list[bool], Any]:
+        """For each array of a state, whether dejax copies it; and, on several devices, the shardings of all.
+
+        Args:
+            state: its arrays.
+            far: which of them do not lie on the device.
+            inside: of `jax.jit`.
+        """
+        if any(map(is_on_disk, state)):
+            shardings = shardings_in([x if is_on_disk(x) else None for x in state])
+            return [is_on_disk(x) for x in state], shardings if any(map(_disk_shards.divided, shardings)) else None
+        host = [is_far and x.ndim > 0 and _is_on_host(x) for x, is_far in zip(state, far, strict=True)]
+        nothing = [False] * len(state)
+        if not inside or not any(host) or not (_by_default() if self._streams is None else self._streams):
+            return nothing, None
+        if jax.device_count() == 1:
+            return host, None
+        found = self._seen.of(state)
+        divided = [at for at in found if any(map(_disk_shards.divided, _chosen(at, host)))]
+        if self._streams is None:
+            can = len(found) == len(divided) == 1 and why_no_shards(_chosen(found[0], host)) is None
+            return (host, found[0]) if can else (nothing, None)
+        if not divided:
+            return host, None
+        if len(found) > 1:
+            raise ValueError(
+                "offload.optimizer: `state` must be divided as `init` divides every state of these shapes with "
+                f"streams=True, got {len(found)} ways; make an optimizer for each"
+            )
+        return host, found[0]
+
+
+def _chosen(values: Sequence[Any], where: Sequence[bool]) -> list[Any]:
+    return [value for value, yes in zip(values, where, strict=True) if yes]
+
+
+def _by_default() -> bool:
+    return jax.default_backend() == "gpu" and _native.unavailable_reason() is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +303,6 @@ def _trace_update(tx: Any, state: Any, others: tuple[Any, Any, Any]) -> _TracedU
     closed, out = jax.make_jaxpr(flat, return_shape=True)(*map(shape, (*state_leaves, *other_leaves)))
     num_updates = len(jax.tree.leaves(out[0]))
     return _TracedUpdate(inlined(closed), state_leaves, other_leaves, num_updates, jax.tree.structure(out))
-
-
-def _streams(wanted: bool | None) -> bool:
-    if wanted is not None:
-        return wanted
-    return jax.default_backend() == "gpu" and jax.device_count() == 1 and _native.unavailable_reason() is None
 
 
 def _is_on_host(x: Any) -> bool:

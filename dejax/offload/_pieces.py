@@ -16,8 +16,8 @@ import numpy as np
 from jax.extend import core
 
 from dejax.offload._chain import Chain, Group, Piece
-from dejax.offload._disk_chain import DiskChain
 from dejax.offload._evaluation import ELEMENTWISE, Demand
+from dejax.offload._loop_chain import LoopChain
 from dejax.offload._state_store import DiskArray, is_on_disk
 
 # 32 MiB take 0.65 ms over the bus: much longer than the launch of a piece, much shorter than a step.
@@ -49,7 +49,7 @@ def stream_state(
     pieces = [piece for group in groups for piece in _cut(evaluation, group, state, num_updates, piece_bytes)]
     arrays = {i: state[i] for group in groups for i in group.state}
     largest = max(sum(piece.span(state[i])[1] for i in piece.group.state) for piece in pieces)
-    kind = DiskChain if any(map(is_on_disk, arrays.values())) else Chain
+    kind = LoopChain if any(map(is_on_disk, arrays.values())) else Chain
     chain = kind(arrays, staging_bytes=2 * (ahead + 1) * largest)
     parts: dict[int, list[Any]] = {}
     chain.begin()
@@ -102,18 +102,28 @@ def groups_of(jaxpr: core.Jaxpr, streamed: list[int], num_updates: int, num_stat
 
 
 def _cut(evaluation: Demand, group: Group, state: Sequence[Any], num_updates: int, piece_bytes: int) -> list[Piece]:
-    shape = state[group.state[0]].shape
-    itemsize = max(np.dtype(state[i].dtype).itemsize for i in group.state)
-    row = int(np.prod(shape[1:], dtype=np.int64)) * itemsize
-    group.tails = {o: tail_of(evaluation, evaluation.jaxpr.outvars[o]) for o in group.outputs if o < num_updates}
-    group.shape = shape if row <= piece_bytes else (int(np.prod(shape, dtype=np.int64)),)
-    rows = max(1, piece_bytes // (row if row <= piece_bytes else itemsize))
-    if is_on_disk(state[group.state[0]]):
-        group.shape, rows = shape_on_disk([state[i] for i in group.state])
+    group.tails = tails_of(evaluation, group, num_updates)
+    group.shape, rows = cut_of([state[i] for i in group.state], piece_bytes)
     length = group.shape[0]
     if rows >= length or not is_elementwise(evaluation, group, num_updates):
         return [Piece(group, 0, length, whole=True)]
     return [Piece(group, at, min(length, at + rows), whole=False) for at in range(0, length, rows)]
+
+
+def tails_of(evaluation: Demand, group: Group, num_updates: int) -> dict[int, list[Any]]:
+    return {o: tail_of(evaluation, evaluation.jaxpr.outvars[o]) for o in group.outputs if o < num_updates}
+
+
+def cut_of(arrays: Sequence[Any], piece_bytes: int) -> tuple[tuple[int, ...], int]:
+    """The shape in which a group of arrays of one shape is cut, and rows of a piece."""
+    if is_on_disk(arrays[0]):
+        return shape_on_disk(arrays)
+    shape = arrays[0].shape
+    itemsize = max(np.dtype(x.dtype).itemsize for x in arrays)
+    row = int(np.prod(shape[1:], dtype=np.int64)) * itemsize
+    if row <= piece_bytes:
+        return shape, max(1, piece_bytes // row)
+    return (int(np.prod(shape, dtype=np.int64)),), max(1, piece_bytes // itemsize)
 
 
 def unit_of(shape: tuple[int, ...], dtype: Any, piece_bytes: int) -> int:

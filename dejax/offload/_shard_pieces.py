@@ -1,4 +1,4 @@
-"""An optimizer's update for state on disk that is divided among the devices of a mesh.
+"""An optimizer's update for state in host memory or on disk that is divided among the devices of a mesh.
 
 Each device updates its own shard, by a chain of calls of its own: the calls are in the bodies of `jax.shard_map`. What
 is elementwise is cut into pieces there, as `_pieces.py` does it on one device. What is not (Adafactor's means of rows)
@@ -10,50 +10,54 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dejax import _compat
 from dejax.offload import _disk_shards
 from dejax.offload._chain import Group, Piece
-from dejax.offload._disk_chain import DiskChain
 from dejax.offload._evaluation import Demand
+from dejax.offload._loop_chain import LoopChain
 from dejax.offload._pieces import (
+    cut_of,
     evaluate,
     groups_of,
     is_elementwise,
     joined,
-    shape_on_disk,
-    tail_of,
+    tails_of,
     wide_of,
     with_tail,
 )
-from dejax.offload._state_store import DiskArray
+from dejax.offload._shard_calls import ShardCalls, shapes_of_shards
+from dejax.offload._state_store import is_on_disk
 
 
 def stream_shards(
     evaluation: Demand,
     state: Sequence[Any],
+    shardings: Sequence[Any],
     streamed: Sequence[bool],
     num_updates: int,
     outputs: list[Any],
+    piece_bytes: int,
     ahead: int,
 ) -> None:
-    """`stream_state` for divided arrays on disk."""
+    """`stream_state` for arrays that a mesh divides; `shardings`: of the state's arrays."""
     numbers = [i for i, yes in enumerate(streamed) if yes]
     groups = groups_of(evaluation.jaxpr, numbers, num_updates, len(state))
     arrays = {i: state[i] for group in groups for i in group.state}
-    mesh = _mesh_of(list(arrays.values()))
-    local = {i: array.shard(None) for i, array in arrays.items()}
+    where = {i: shardings[i] for i in arrays}
+    if why := why_no_shards(list(where.values())):
+        raise ValueError(f"offload.optimizer: {why}")
+    local = dict(zip(arrays, shapes_of_shards(list(arrays.values()), list(where.values())), strict=True))
     near: list[Piece] = []  # of elementwise groups
     far: list[Piece] = []
     for group in groups:
-        pieces = _cut(evaluation, group, local, {arrays[i].sharding.spec for i in group.state}, num_updates)
+        pieces = _cut(evaluation, group, local, {where[i].spec for i in group.state}, num_updates, piece_bytes)
         (far if pieces[0].whole else near).extend(pieces)
     largest = max(sum(piece.span(local[i])[1] for i in piece.group.state) for piece in (*near, *far))
-    chain = _Chains(arrays, mesh, staging_bytes=2 * (ahead + 1) * largest)
+    chain = _Chains(arrays, where, staging_bytes=2 * (ahead + 1) * largest)
     if near:
         _update_in_pieces(evaluation, near, chain, num_updates, outputs, ahead, alone=len(groups) == 1)
     for piece in far:
@@ -62,26 +66,26 @@ def stream_shards(
         outputs[num_updates + i] = array
 
 
-class _Chains:
+class _Chains(ShardCalls):
     """The chains of all devices, as one.
 
     Args:
         arrays: divided ones, by their numbers.
-        mesh: of all of them.
+        shardings: of each, on one mesh.
         staging_bytes: cap of staging memory on each device.
     """
 
-    def __init__(self, arrays: dict[int, DiskArray], mesh: Any, staging_bytes: int) -> None:
-        self.arrays = arrays
-        self._mesh = mesh
-        self._each = PartitionSpec(mesh.axis_names)
-        marks = {i: _disk_shards.mark_of(x.sharding, x.shape) for i, x in arrays.items()}
-        self._chain = DiskChain({i: x.shard(None) for i, x in arrays.items()}, staging_bytes, marks)
-        self._ticket = jnp.zeros((mesh.size, 2), jnp.uint32)
-        self._with_tickets(lambda chain: chain.begin(jax.lax.axis_index(mesh.axis_names)))
+    def __init__(self, arrays: dict[int, Any], shardings: dict[int, NamedSharding], staging_bytes: int) -> None:
+        super().__init__(list(arrays.values()), [shardings[i] for i in arrays])
+        self.numbers = list(arrays)
+        marks = {i: _disk_shards.mark_of(x.sharding, x.shape) for i, x in arrays.items() if is_on_disk(x)}
+        shards = shapes_of_shards(self.arrays, [shardings[i] for i in arrays])
+        self._chain = LoopChain(dict(zip(self.numbers, shards, strict=True)), staging_bytes, marks)
+        self._ticket = self._first_ticket()
+        self._begin()
 
-    def specs(self, group: Group) -> list[PartitionSpec]:
-        return [self.arrays[i].sharding.spec for i in group.state]
+    def specs(self, numbers: Sequence[int]) -> list[PartitionSpec]:
+        return [self._specs[self.numbers.index(i)] for i in numbers]
 
     def run(
         self,
@@ -99,36 +103,34 @@ class _Chains:
             results: of the results.
         """
 
-        def body(ticket: Any, *shards: Any) -> Any:
-            self._chain._ticket = ticket[0]
+        def body(ticket: Any, *shards: Any) -> tuple[Any, list[Any]]:
+            self._chain._ticket = ticket
             made = calls(self._chain, *shards)
             self._chain.flush()
-            return self._chain._ticket[None], made
+            return self._chain._ticket, made
 
-        specs = (self._each, *given)
-        mapped = jax.shard_map(
-            body, mesh=self._mesh, in_specs=specs, out_specs=(self._each, list(results)), check_vma=False
-        )
-        self._ticket, made = mapped(*_disk_shards.placed_as(self._mesh, (self._ticket, *values), specs))
+        self._ticket, made = self._run(body, self._ticket, values, given, results)
         return made
 
-    def finish(self) -> dict[int, DiskArray]:
-        """The arrays with the tickets of their next version."""
-        tickets = self._with_tickets(lambda chain: chain.finish())
-        return {
-            i: DiskArray(ticket, x.shape, x.dtype, x.unit_bytes, x.store, x.sharding)
-            for (i, x), ticket in zip(self.arrays.items(), tickets, strict=True)
-        }
+    def _begin(self) -> None:
+        def calls(chain: LoopChain, *operands: Any) -> list[Any]:
+            chain.arrays.update(zip(self.numbers, self._own(operands), strict=True))
+            chain.begin(self._place())
+            return self._near([chain.arrays[i] for i in self.numbers])
 
-    def _with_tickets(self, calls: Callable[[DiskChain], Any]) -> Any:
-        def with_tickets(chain: DiskChain, *tickets: Any) -> list[Any]:
-            for (i, array), ticket in zip(self.arrays.items(), tickets, strict=True):
-                chain.arrays[i] = array.shard(ticket[0])
-            calls(chain)
-            return [chain.arrays[i].ticket[None] for i in self.arrays]
+        self._take_back(self.run(calls, self._operands(), self._operand_specs(), self._near(self._specs)))
 
-        each = [self._each] * len(self.arrays)
-        return self.run(with_tickets, [array.ticket for array in self.arrays.values()], each, each)
+    def finish(self) -> dict[int, Any]:
+        """The arrays with their new values."""
+
+        def calls(chain: LoopChain, *operands: Any) -> list[Any]:
+            chain.arrays.update(zip(self.numbers, self._own(operands), strict=True))
+            chain.finish()
+            return self._returned([chain.arrays[i] for i in self.numbers])
+
+        specs = self._operand_specs()
+        self._take_back(self.run(calls, self._operands(), specs, specs), all_of_them=True)
+        return dict(zip(self.numbers, self.arrays, strict=True))
 
 
 class _Shards:
@@ -143,15 +145,21 @@ class _Shards:
 
 
 def _cut(
-    evaluation: Demand, group: Group, local: dict[int, DiskArray], specs: set[PartitionSpec], num_updates: int
+    evaluation: Demand,
+    group: Group,
+    local: dict[int, Any],
+    specs: set[PartitionSpec],
+    num_updates: int,
+    piece_bytes: int,
 ) -> list[Piece]:
     """Pieces of every device's shard, or one that is whole where the update is not elementwise."""
-    group.tails = {o: tail_of(evaluation, evaluation.jaxpr.outvars[o]) for o in group.outputs if o < num_updates}
+    group.tails = tails_of(evaluation, group, num_updates)
     shards = [local[i] for i in group.state]
-    alike = len(specs) == 1 and len({(x.shape, x.unit_bytes // x.dtype.itemsize) for x in shards}) == 1
+    units = {x.unit_bytes // x.dtype.itemsize if is_on_disk(x) else None for x in shards}
+    alike = len(specs) == len(units) == len({x.shape for x in shards}) == 1
     if not alike or not is_elementwise(evaluation, group, num_updates):
         return [Piece(group, 0, shards[0].shape[0], whole=True)]
-    group.shape, rows = shape_on_disk(shards)
+    group.shape, rows = cut_of(shards, piece_bytes)
     length = group.shape[0]
     return [Piece(group, at, min(length, at + rows), whole=False) for at in range(0, length, rows)]
 
@@ -166,14 +174,14 @@ def _update_in_pieces(
     alone: bool,
 ) -> None:
     groups = list({id(piece.group): piece.group for piece in pieces}.values())
-    spec = {id(group): chain.specs(group)[0] for group in groups}
+    spec = {id(group): chain.specs(group.state)[0] for group in groups}
     reads = {(id(group), var): None for group in groups for var in _read_by(evaluation, group)}  # in order
     given = [PartitionSpec() if var.aval.shape == () else spec[group] for group, var in reads]
     values = [evaluation.value(var) for _, var in reads]
-    pushed = {num_updates + i for i in chain.arrays}
+    pushed = {num_updates + i for i in chain.numbers}
     kept = [(group, o) for group in groups for o in group.outputs if o not in pushed]
 
-    def calls(device_chain: DiskChain, *shards: Any) -> list[Any]:
+    def calls(device_chain: LoopChain, *shards: Any) -> list[Any]:
         known: dict[int, dict[Any, Any]] = {id(group): {} for group in groups}
         for (group, var), shard in zip(reads, shards, strict=True):
             known[group][var] = shard
@@ -207,41 +215,43 @@ def _read_by(evaluation: Demand, group: Group) -> list[Any]:
 def _update_whole(evaluation: Demand, piece: Piece, chain: _Chains, num_updates: int, outputs: list[Any]) -> None:
     group = piece.group
 
-    def read(device_chain: DiskChain) -> list[Any]:
+    def read(device_chain: LoopChain) -> list[Any]:
         device_chain.pull(piece)
         device_chain.call()
         return device_chain.call(take=piece)
 
-    taken = dict(zip(group.state, chain.run(read, results=chain.specs(group)), strict=True))
+    taken = dict(zip(group.state, chain.run(read, results=chain.specs(group.state)), strict=True))
     made = dict(zip(group.outputs, evaluate(evaluation, piece, taken, alone=False), strict=True))
-    pushed = [o for o in group.outputs if o - num_updates in chain.arrays and o >= num_updates]
+    pushed = [o for o in group.outputs if o - num_updates in chain.numbers]
 
-    def write(device_chain: DiskChain, *shards: Any) -> list[Any]:
+    def write(device_chain: LoopChain, *shards: Any) -> list[Any]:
         for output, shard in zip(pushed, shards, strict=True):
             device_chain.push(output - num_updates, piece, shard)
         return []
 
-    specs = [chain.arrays[o - num_updates].sharding.spec for o in pushed]
+    specs = chain.specs([o - num_updates for o in pushed])
     chain.run(write, [jnp.asarray(made[o]) for o in pushed], specs)
     for output, value in made.items():
         if output not in pushed:
             outputs[output] = with_tail(evaluation, value, group.tails.get(output, ()))
 
 
-def _mesh_of(arrays: Sequence[DiskArray]) -> Any:
+def why_no_shards(shardings: Sequence[Any]) -> str | None:
+    """What keeps the devices of a mesh from updating their shards, and the remedy; None where nothing does."""
     if _compat.on_several_devices():
-        raise ValueError(
-            "offload.optimizer: `update` must be called outside of jax.shard_map where the state on disk is divided, "
-            "got a call inside of one; it makes its own"
+        return (
+            "`update` must be called outside of jax.shard_map where the state is divided, got a call inside of one; it "
+            "makes its own"
         )
-    if any(array.sharding is None for array in arrays):
-        raise ValueError("offload.optimizer: `state` must be of one mesh, got some arrays on disk that are not divided")
-    meshes = list(dict.fromkeys(array.sharding.mesh for array in arrays))
-    if len(meshes) > 1:
-        raise ValueError(f"offload.optimizer: `state` must be of one mesh, got arrays of {meshes[0]} and {meshes[1]}")
-    return meshes[0]
-
-
-def is_divided(x: Any) -> bool:
-    """Whether an array of a state on disk has several devices."""
-    return isinstance(x, DiskArray) and x.sharding is not None
+    if not all(map(_disk_shards.divided, shardings)):
+        return (
+            "`state` must be of one mesh, got some arrays that are not divided; place all parameters on the mesh with "
+            "jax.device_put(params, NamedSharding(mesh, spec)) before init"
+        )
+    if others := [at for at in shardings if not isinstance(at, NamedSharding)]:
+        return (
+            f"`state` must have a NamedSharding, got {type(others[0]).__name__}; place parameters with "
+            "jax.device_put(params, NamedSharding(mesh, spec)) before init"
+        )
+    meshes = list(dict.fromkeys(at.mesh for at in shardings))
+    return None if len(meshes) == 1 else f"`state` must be of one mesh, got arrays of {meshes[0]} and {meshes[1]}"

@@ -29,10 +29,11 @@ MESHES = {  # how w [6, 512, 512] and b [6, 512] are divided
 PLACES = {
     "moments on disk": {"path": True},
     "all on disk": {"path": True, "params": "disk", "ahead": 2},
-    "disk, and host memory by XLA": {"path": True, "moments": "host", "params": "disk"},
+    "disk, and host memory by default": {"path": True, "moments": "host", "params": "disk"},
     "disk and host memory": {"path": True, "params": "host", "streams": True},
     "host memory": {"moments": "host", "params": "host", "streams": True, "ahead": 2},
     "moments in host memory": {"moments": "host", "streams": True},
+    "host memory by default": {"moments": "host", "params": "host"},
 }
 OPTIONS = {
     "gradients in host memory": {"clip_norm": 0.05, "gradients": "host", "streams": True},
@@ -117,11 +118,14 @@ def test_other_arguments(options, tmp_path):
         same(train("fsdp", path=tmp_path, params="disk", **how), want)
 
 
-@pytest.mark.parametrize("place", ["disk", "host"])
+HOW = {"disk": {"path": True}, "host, by dejax": {"streams": True}, "host, by default": {}}
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", MESHES)
-def test_an_optimizer(name, place, tmp_path):
+def test_an_optimizer(name, how, tmp_path):
     """Gradients from outside: nothing that makes them is fused in."""
-    where = {"path": tmp_path} if place == "disk" else {}
+    where = {key: tmp_path if key == "path" else value for key, value in HOW[how].items()}
     found = []
     for tx in (optimizer(optax.adamw(1e-2), min_bytes=100, **where), optax.adamw(1e-2)):
         params = model(name)[1]
@@ -132,8 +136,10 @@ def test_an_optimizer(name, place, tmp_path):
             return jax.lax.with_sharding_constraint(optax.apply_updates(params, updates), shardings), state
 
         state, run = tx.init(params), jax.jit(step, compiler_options=PLAIN)
+        communicated = collectives(run.lower(params, state, params).compile(PLAIN))
         for i in range(STEPS):
             grads = jax.tree.map(lambda x, i=i: jax.device_put(np.roll(np.asarray(x), i + 1), x.sharding), params)
             params, state = run(params, state, grads)
-        found.append(in_memory((params, state)))
-    jax.tree.map(np.testing.assert_array_equal, *found)
+        found.append((in_memory((params, state)), communicated))
+    jax.tree.map(np.testing.assert_array_equal, found[0][0], found[1][0])
+    assert found[0][1] <= found[1][1]  # nothing more is communicated

@@ -231,17 +231,6 @@ def test_the_first_state_of_sharded_parameters_is_sharded():
     assert single.mu.sharding.spec == rows.spec and single.count.sharding.device_set == rows.device_set
 
 
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
-def test_state_of_several_devices_is_refused_where_dejax_copies():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    params = jax.device_put(PARAMS["a"], rows)
-    with pytest.raises(
-        ValueError, match="`params` must lie on one device with streams=True, got arrays on 2 devices; keep"
-    ):
-        optimizer(optax.adam(1e-2), streams=True).init(params)
-
-
 @pytest.mark.parametrize("min_bytes", [1, 1024])
 def test_the_state_lies_on_the_device_of_its_parameters(min_bytes):
     second = jax.devices()[1]

@@ -31,9 +31,10 @@ MESHES = {  # shape, names, and how w [layers, 16, 16], b [layers, 16] and odd [
 PLACES = {
     "moments on disk": {"path": True},
     "all on disk": {"path": True, "params": "disk", "ahead": 2},
-    "disk, and host memory by XLA": {"path": True, "moments": "host", "params": "disk"},
+    "disk, and host memory by default": {"path": True, "moments": "host", "params": "disk"},
     "disk and host memory": {"path": True, "params": "host", "streams": True},
     "host memory": {"params": "host", "streams": True, "ahead": 2},
+    "host memory by default": {"params": "host"},
 }
 
 
@@ -199,7 +200,7 @@ def test_arrays_that_are_not_on_the_mesh_yet_and_small_ones(tmp_path):
 
 
 def test_one_device_of_several(tmp_path):
-    """Without `streams`: dejax reads files, XLA copies host memory."""
+    """Without `streams`, and without a mesh: dejax reads files, XLA copies host memory."""
     want, want_state, _ = on_the_devices(None)
     losses, state, _ = train(make(path=tmp_path, params="host"), None)
     assert losses == want
@@ -289,10 +290,84 @@ class TestAnotherMesh:
         assert float(loss) == on_the_devices("fsdp")[0][0]
 
 
-def test_bad_arguments(tmp_path):
+def first_axis_divided():
     outer, layers = model("fsdp")
     four = {key: jnp.concatenate((x, x[:1])) for key, x in layers.items()}
-    four = jax.device_put(four, NamedSharding(mesh_of("fsdp"), P("data")))
+    return outer, jax.device_put(four, NamedSharding(mesh_of("fsdp"), P("data")))
+
+
+def two_meshes():
+    outer, layers = model("fsdp")
+    return outer, layers | {"odd": model("data and tensor")[1]["odd"]}
+
+
+class TestWhoCopiesHostMemory:
+    """By default dejax where it can, else XLA, with the same numbers."""
+
+    @staticmethod
+    def dejax_copies(run, *args):
+        return "dejax_offload_pieces" in run.lower(*args).as_text()
+
+    @pytest.mark.parametrize("name", ["fsdp", "replicated"])
+    def test_dejax_copies_what_init_has_placed(self, name):
+        step = make(params="host")
+        state = step.init(*model(name))
+        assert self.dejax_copies(step.jit(state), state, batch(name, 0))
+        assert self.dejax_copies(jax.jit(step), state, batch(name, 0))
+        assert self.dejax_copies(jax.jit(step.loss), state, batch(name, 0))
+
+    @pytest.mark.parametrize("params", [first_axis_divided, two_meshes])
+    def test_xla_copies_what_dejax_cannot(self, params):
+        found = []
+        for where in ("host", "device"):
+            step = make(params=where, moments=where)
+            state = step.init(*params())
+            run = step.jit(state)
+            assert not self.dejax_copies(run, state, batch("fsdp", 0))
+            state, loss = run(state, batch("fsdp", 0))
+            found.append((loss, in_memory(state)))
+        equal(*found)
+
+    def test_xla_copies_without_the_extension(self, monkeypatch):
+        step = make(params="host")
+        state = step.init(*model("fsdp"))
+        monkeypatch.setattr(_native, "unavailable_reason", lambda: "it is not built")
+        assert not self.dejax_copies(step.jit(state), state, batch("fsdp", 0))
+
+    def test_xla_copies_state_that_the_step_has_not_seen(self):
+        made, other = (make(params="host") for _ in range(2))
+        state = made.init(*model("fsdp"))
+        assert not self.dejax_copies(jax.jit(other), state, batch("fsdp", 0))
+        _, loss = undonated(other, state)(state, batch("fsdp", 0))
+        assert float(loss) == on_the_devices("fsdp")[0][0]
+        assert self.dejax_copies(other.jit(state), state, batch("fsdp", 0))
+
+    def test_xla_copies_where_two_meshes_are_possible(self):
+        """`jit` knows which."""
+        step = make(params="host")
+        states = {name: step.init(*model(name)) for name in ("fsdp", "data and tensor")}
+        for name, state in states.items():
+            _, loss = undonated(step, state)(state, batch(name, 0))
+            assert float(loss) == on_the_devices(name)[0][0]
+            assert not self.dejax_copies(jax.jit(step), state, batch(name, 0))
+            assert self.dejax_copies(step.jit(state), state, batch(name, 0))
+
+    def test_xla_copies_outside_of_jit(self):
+        step = make(params="host")
+        _, loss = step(step.init(*model("fsdp")), batch("fsdp", 0))
+        np.testing.assert_allclose(loss, on_the_devices("fsdp")[0][0], rtol=1e-6)
+
+    def test_xla_copies_inside_of_shard_map(self):
+        step = make(params="host")
+        state = step.init(*model("replicated"))
+        mapped = jax.shard_map(step.loss, mesh=mesh_of("replicated"), in_specs=P(), out_specs=P(), check_vma=False)
+        assert not self.dejax_copies(jax.jit(mapped), state, batch(None, 0))
+        assert np.isfinite(jax.jit(mapped)(state, batch(None, 0)))
+
+
+def test_bad_arguments(tmp_path):
+    outer, layers = model("fsdp")
+    four = first_axis_divided()[1]
     for how in ({"path": tmp_path, "params": "disk"}, {"params": "host", "streams": True}, {"path": tmp_path}):
         with pytest.raises(ValueError, match=r"`layers` must be divided along other axes than the first one, because"):
             make(**how).init(outer, four)
