@@ -16,7 +16,6 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,22 +110,20 @@ def _case(case: dict[str, Any]) -> str:
 
 def add_peer(found: list[dict[str, Any]], samples: list[np.ndarray], args: argparse.Namespace) -> None:
     """Adds turbo-gnn to each case: its times, and how far some result rows are apart, relative to the largest."""
-    with tempfile.TemporaryDirectory() as folder:
-        cases = [{k: case[k] for k in ("nodes", "edges", "model", "heads", "width")} for case in found]
-        file = Path(folder) / "cases.json"
-        file.write_text(json.dumps({"cases": cases, "seconds": args.seconds}), encoding="utf-8")
-        command = [args.python, str(Path(__file__).resolve().parent / "peers" / "attention_turbo.py"), str(file)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            for case, sample, line in zip(found, samples, process.stdout or (), strict=False):
-                peer = json.loads(line)
-                theirs = np.asarray(peer.pop("sample"))
-                case["turbo_gnn"] = {k: peer[k] for k in ("forward", "training", "autotuning_s")}
-                case["difference"] = float(np.abs(sample - theirs).max() / np.abs(theirs).max())
-                ratios = [peer[k] / case[k] for k in ("forward", "training")]
-                print(
-                    f"turbo-gnn {_case(peer)}: {ratios[0]:.2f} x, {ratios[1]:.2f} x, {case['difference']:.1e}",
-                    flush=True,
-                )
+    cases = [{k: case[k] for k in ("nodes", "edges", "model", "heads", "width")} for case in found]
+    peer = Path(__file__).resolve().parent / "peers" / "attention_turbo.py"
+    command = [args.python, str(peer), json.dumps({"cases": cases, "seconds": args.seconds})]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for case, sample, line in zip(found, samples, process.stdout or (), strict=False):
+            their = json.loads(line)
+            theirs = np.asarray(their.pop("sample"))
+            case["turbo_gnn"] = {k: their[k] for k in ("forward", "training", "autotuning_s")}
+            case["difference"] = float(np.abs(sample - theirs).max() / np.abs(theirs).max())
+            ratios = [their[k] / case[k] for k in ("forward", "training")]
+            print(
+                f"turbo-gnn {_case(their)}: {ratios[0]:.2f} x, {ratios[1]:.2f} x, {case['difference']:.1e}",
+                flush=True,
+            )
 
 
 def layers(nodes: int) -> dict[str, tuple[Callable[..., Any], Any]]:

@@ -1,6 +1,6 @@
-"""Attention by turbo-gnn (arXiv 2605.31500), for `attention.py`: one line of JSON for each case of a file.
+"""Attention by turbo-gnn (arXiv 2605.31500), for `attention.py`: one line of JSON for each case.
 
-    python benchmarks/peers/attention_turbo.py CASES.json
+    python benchmarks/peers/attention_turbo.py '{"cases": [...], "seconds": 0.2}'
 
 It needs turbo-gnn, built from its sources against the torch that is installed. Its autotuning chooses the launch of the
 forward pass and the split by degree, as its users would switch it on; backward has its defaults.
@@ -42,7 +42,13 @@ def call_of(model: str, graph: Any, rows: dict[str, torch.Tensor]) -> Any:
     scale = rows["key"].shape[-1] ** -0.5
     return lambda: turbo_gnn.graph_transformer_aggr(
         # It calls Q what is read at sources.
-        graph, rows["key"], Q=rows["key"], K=rows["query"], V=rows["value"], scale=scale, **how
+        graph,
+        rows["key"],
+        Q=rows["key"],
+        K=rows["query"],
+        V=rows["value"],
+        scale=scale,
+        **how,
     )
 
 
@@ -77,7 +83,7 @@ def _ms(call: Any, seconds: float) -> float:
 
 
 def main() -> None:
-    given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    given = json.loads(sys.argv[1])
     graph, counts = None, None
     for case in given["cases"]:
         if counts != (case["nodes"], case["edges"]):

@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,22 @@ def test_every_benchmark_that_is_a_command_is_named() -> None:
     known = {"benchmarks/render_tables.py", "benchmarks/offload_curves.py", "benchmarks/scale_model_measured.py"}
     named = {str(script_of(shlex.split(command)).relative_to(ROOT)) for command in COMMANDS}
     assert not sorted(set(scripts) - named - known)
+
+
+def test_every_benchmark_is_a_module() -> None:
+    """`python -m benchmarks.NAME` finds what it imports; peers may need torch, which is not installed here."""
+    names = [Path(name).stem for name in tracked("benchmarks/*.py") if name.count("/") == 1]
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    try:\n"
+        "        importlib.import_module('benchmarks.' + name)\n"
+        "    except ModuleNotFoundError as error:\n"
+        "        assert error.name == 'torch', (name, error)\n"
+    )
+    command = [sys.executable, "-c", code, *names]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 @pytest.mark.parametrize("name", ["benchmarks/requirements.txt", "benchmarks/peers/requirements.txt"])

@@ -192,11 +192,17 @@ def test_mean(tmp_path: Path, width: int) -> None:
     assert (got[-1] == 111).all()
 
 
-@pytest.mark.parametrize(("op", "width"), [(0, 7), (1, 100), (3, 32)])
-def test_update(tmp_path: Path, op: int, width: int) -> None:
-    rows = aligned(RNG.standard_normal((37, width)).astype(np.float32))
-    before, first = rows.copy(), np.full((37, width), 0.5, np.float32)
-    kind = -1 if op == 0 else 0
+UPDATES = [(0, 7, "float32"), (1, 100, "float32"), (3, 32, "float32"), (3, 7, "float32"), (3, 10, "float16")]
+UPDATES += [(4, 64, "float32"), (4, 5, "float32"), (4, 24, "bfloat16"), (4, 7, "float16"), (4, 2, "bfloat16")]
+
+
+@pytest.mark.parametrize(("op", "width", "dtype"), UPDATES)
+def test_update(tmp_path: Path, op: int, width: int, dtype: str) -> None:
+    """Rows and state of every alignment; what no id names stays."""
+    rows = aligned(RNG.standard_normal((37, width)).astype(getattr(ml_dtypes, dtype, dtype)))
+    before = rows.astype(np.float32)
+    first, second = (aligned(np.full((37, width), x, np.float32)) for x in (0.5, 0.25))
+    kind = -1 if op == 0 else _types.RESULT_CODES[dtype]
     run = compiled(
         tmp_path,
         "update.cu",
@@ -206,19 +212,30 @@ def test_update(tmp_path: Path, op: int, width: int) -> None:
         UNIT=_types.store_unit(rows[0].nbytes),
         OP=op,
         TABLE=kind,
-        VALUES=kind,
+        VALUES=-1 if op == 0 else 0,
     )
     values = RNG.standard_normal((len(IDS), width)).astype(np.float32)
     order = np.argsort(IDS, kind="stable").astype(np.int32)
-    hyper = np.array([0.1, 0, 0, 1e-3, 1, 1, 0], np.float32)
-    run(rows, 37, rows[0].nbytes, first, first, IDS[order], order, len(IDS), values, hyper)
-    want, inside = before.copy(), (IDS >= 0) & (IDS < 37)
+    hyper = np.array([0.1, 0.9, 0.99, 1e-3, 0.5, 0.25, 0], np.float32)
+    run(rows, 37, rows[0].nbytes, first, second, IDS[order], order, len(IDS), values, hyper)
+    inside = (IDS >= 0) & (IDS < 37)
+    want, sums, named = before.copy(), np.zeros_like(before), np.isin(np.arange(37), IDS)[:, None]
+    np.add.at(sums, IDS[inside], values[inside])
+    moments = [np.full_like(before, 0.5), np.full_like(before, 0.25)]
     if op == 0:
         for i in np.flatnonzero(inside):
             want[IDS[i]] = values[i]
+    elif op == 1:
+        want += sums
+    elif op == 3:
+        moments[0] += sums**2
+        want -= 0.1 * sums / (np.sqrt(moments[0]) + 1e-3)
     else:
-        sums = np.zeros_like(want)
-        np.add.at(sums, IDS[inside], values[inside])
-        squares = 0.5 + sums**2
-        want = want + sums if op == 1 else want - 0.1 * sums / (np.sqrt(squares) + 1e-3) * (sums != 0)
-    np.testing.assert_allclose(rows, want, rtol=1e-4, atol=1e-4)
+        changed = [0.9 * 0.5 + 0.1 * sums, 0.99 * 0.25 + 0.01 * sums**2]
+        moments = [np.where(named, new, old) for new, old in zip(changed, moments, strict=True)]
+        step = 0.1 * moments[0] / 0.5 / (np.sqrt(moments[1] / 0.25) + 1e-3)
+        want -= np.where(named, step, 0)
+    tolerance = {"float32": 1e-4, "float16": 3e-3, "bfloat16": 2e-2}[dtype]
+    np.testing.assert_allclose(rows.astype(np.float32), want, rtol=tolerance, atol=tolerance)
+    for got, new in zip((first, second), moments, strict=True):
+        np.testing.assert_allclose(got, new, rtol=1e-4, atol=1e-6)
