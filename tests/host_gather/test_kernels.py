@@ -60,7 +60,7 @@ def compiled(folder: Path, file: str, call: str, types: str, **definitions: int 
     (folder / "kernel.cc").write_text(source)
     options = [f"-D{name}={value}" for name, value in definitions.items()]
     library = folder / f"kernel{abs(hash(tuple(options)))}.so"
-    flags = "-std=c++17 -shared -fPIC -w -fsanitize=undefined -fno-sanitize-recover=undefined -fno-sanitize=alignment"
+    flags = "-std=c++17 -shared -fPIC -w -fsanitize=undefined -fno-sanitize-recover=undefined"
     command = [CXX, *flags.split(), f"-I{HERE}", *options, str(folder / "kernel.cc"), "-o", str(library)]
     subprocess.run(command, check=True)
     function = ctypes.CDLL(str(library)).run
