@@ -22,7 +22,7 @@ from dejax import _compat
 
 def divided(sharding: Any) -> bool:
     """Whether it has several devices."""
-    return sharding is not None and len(sharding.device_set) > 1
+    return sharding is not None and bool(sharding.num_devices > 1)
 
 
 def require_one_mesh(params: Any, caller: str, why: str) -> None:

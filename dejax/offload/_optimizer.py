@@ -20,7 +20,7 @@ from dejax.offload._evaluation import Demand, inlined
 from dejax.offload._first_state import LazyArray, first_state, placed
 from dejax.offload._moments import shardings_of
 from dejax.offload._pieces import PIECE_BYTES, stream_state, unit_of
-from dejax.offload._placements import Placements, shardings_in
+from dejax.offload._placements import Placements, explicit_shardings, shardings_in
 from dejax.offload._shard_pieces import stream_shards, why_no_shards
 from dejax.offload._state_store import StateStore, is_on_disk, store_at
 
@@ -64,8 +64,8 @@ def optimizer(
             device as a whole. Where a mesh divides the state, each device copies its own shards. Not under `jax.vmap`.
             False: XLA copies, parameter by parameter, one direction after the other. None: dejax where it can, else
             XLA. dejax needs the native extension and GPUs. On several GPUs it also needs a state that this
-            transformation's `init` has placed on one mesh, outside of `jax.jit`, and an update outside of
-            `jax.shard_map`. Make a transformation for each mesh.
+            transformation's `init` has placed on one mesh, outside of `jax.jit`, or whose mesh has explicit axes; and
+            an update outside of `jax.shard_map`. Make a transformation for each mesh.
         piece_bytes: with `streams`: size of a piece of one array. Device memory for staging, outside of XLA's pool:
             `2 * (ahead + 1)` pieces of each array of state that a parameter has (two for Adam).
         ahead: with `streams`: number of pieces that are copied to the device before they are needed.
@@ -237,7 +237,7 @@ class _Copies:
             return nothing, None
         if jax.device_count() == 1:
             return host, None
-        found = self._seen.of(state)
+        found = self._known(state, host)
         divided = [at for at in found if any(map(_disk_shards.divided, _chosen(at, host)))]
         if self._streams is None:
             can = len(found) == len(divided) == 1 and why_no_shards(_chosen(found[0], host)) is None
@@ -250,6 +250,14 @@ class _Copies:
                 f"streams=True, got {len(found)} ways; make an optimizer for each"
             )
         return host, found[0]
+
+    def _known(self, state: Sequence[Any], host: Sequence[bool]) -> list[tuple[Any, ...]]:
+        """How the arrays in host memory may be divided."""
+        explicit = explicit_shardings(_chosen(state, host))
+        if explicit is None:
+            return self._seen.of(state)
+        rest = iter(explicit)
+        return [tuple(next(rest) if yes else None for yes in host)]
 
 
 def _chosen(values: Sequence[Any], where: Sequence[bool]) -> list[Any]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
+import jax
+from jax.sharding import AxisType, NamedSharding
+
 from dejax.offload._state_store import is_on_disk
 
 Value = TypeVar("Value")
@@ -31,6 +34,15 @@ class Placements(Generic[Value]):
 def shardings_in(arrays: Sequence[Any]) -> tuple[Any, ...]:
     """The sharding of each array outside of `jax.jit`; None where there is none."""
     return tuple(getattr(x, "sharding", None) for x in arrays)
+
+
+def explicit_shardings(arrays: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Of traced arrays whose types tell, because all axes of their meshes are explicit; None where one does not."""
+    found = [getattr(jax.typeof(x), "sharding", None) for x in arrays]
+    for at in found:
+        if not isinstance(at, NamedSharding) or set(at.mesh.axis_types) != {AxisType.Explicit}:
+            return None
+    return tuple(found)
 
 
 def _shapes(arrays: Sequence[Any]) -> tuple[Any, ...]:

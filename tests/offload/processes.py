@@ -1,10 +1,19 @@
 """Programs that tests run in processes of their own."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+JOINS = """
+import sys
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))
+arguments = sys.argv[3:]
+"""
 
 
 def python(code: str, *arguments: str, timeout: float = 120, **kwargs):
@@ -12,6 +21,28 @@ def python(code: str, *arguments: str, timeout: float = 120, **kwargs):
     process = popen(code, *arguments, **kwargs)
     out, err = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def two_processes(code: str, *arguments: str, timeout: float = 120):
+    """Runs a program in two processes of two devices each, which know one another; `arguments` has its arguments.
+
+    Returns:
+        For each, what it wrote to its two streams.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    before, os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", ""), flags
+    try:
+        both = [popen(JOINS + code, str(i), port, *arguments) for i in range(2)]
+    finally:
+        os.environ["XLA_FLAGS"] = before
+    try:
+        return [process.communicate(timeout=timeout) for process in both]
+    finally:
+        for process in both:
+            process.kill()
 
 
 def popen(code: str, *arguments: str, interpreter_options: Sequence[str] = (), **kwargs):

@@ -1,8 +1,6 @@
 """State on disk of parameters that a mesh divides: each device has its shard, with the numbers of state in memory."""
 
 import functools
-import os
-import socket
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from dejax import _native
 from dejax.offload import DiskArray, StateStore, master_weights, optimizer, restore
-from tests.offload.processes import popen, python
+from tests.offload.processes import python, two_processes
 from tests.offload.state_faults import interceptor, store_of_shards
 from tests.offload.test_shards import collectives, mesh_of
 
@@ -282,11 +280,7 @@ def test_a_new_process_goes_on_from_a_checkpoint_on_the_same_mesh_or_another(mes
 
 
 ONE_OF_TWO = """
-import sys
-index, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-import jax
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
+(path,) = arguments
 import jax.numpy as jnp, numpy as np, optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 from dejax.offload import StateStore, optimizer, restore
@@ -327,26 +321,16 @@ with StateStore(path) as store:
     params, state = train(far, 1, state, params, 2)
     for a, b in zip(shards((params, read(state))), shards(want), strict=True):
         np.testing.assert_array_equal(a, b)
+params, state = train(optimizer(tx, **SMALL, streams=True), 3)
+for a, b in zip(shards((params, state)), shards(want), strict=True):
+    np.testing.assert_array_equal(a, b)
 print("fine", flush=True)
 """
 
 
 @pytest.mark.full
 def test_two_processes_have_their_own_shards(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    before, os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", ""), flags
-    try:
-        both = [popen(ONE_OF_TWO, str(i), port, str(tmp_path)) for i in range(2)]
-    finally:
-        os.environ["XLA_FLAGS"] = before
-    try:
-        ends = [process.communicate(timeout=120) for process in both]
-    finally:
-        for process in both:
-            process.kill()
+    ends = two_processes(ONE_OF_TWO, str(tmp_path))
     assert all("fine" in out for out, _ in ends), ends
     assert not list(tmp_path.iterdir())
 

@@ -75,6 +75,16 @@ def test_axes_of_a_mesh_that_are_explicit(name):
     assert got[2] == want[2]
 
 
+def test_types_of_explicit_axes_tell_what_init_has_not_placed():
+    params = params_of("data and tensor", AxisType.Explicit)
+    tx, state = far(TRANSFORMATIONS["adamw"]), far(TRANSFORMATIONS["adamw"]).init(params)
+    with jax.set_mesh(params["w"].sharding.mesh):
+        got, want = train(tx, params, state=state), train(TRANSFORMATIONS["adamw"], params)
+    equal(got[:2], want[:2])
+    updates, _ = jax.jit(tx.update)(params, state, params)  # the mesh is nowhere but in the types
+    assert updates["w"].sharding.spec == params["w"].sharding.spec
+
+
 def test_two_optimizers_in_one_step_and_donated_state():
     txs = [TRANSFORMATIONS["adamw"], TRANSFORMATIONS["clipped"]]
 

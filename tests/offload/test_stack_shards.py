@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from dejax import _native
 from dejax.offload import ActivationStore, DiskArray, master_weights, restore, stack_step
-from tests.offload.processes import python
+from tests.offload.processes import python, two_processes
 from tests.offload.state_faults import interceptor, store_of_shards
 from tests.offload.test_shards import collectives
 
@@ -250,6 +250,57 @@ def test_a_process_that_ends_in_a_step_and_a_new_one_on_the_same_mesh_or_another
         want, want_state, _ = on_the_devices(name, 3)
         equal(found[2], (want[1:], want_state))
         assert float(ended.stdout) == want[0]
+
+
+ONE_OF_TWO = """
+(path,) = arguments
+import jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from dejax.offload import StateStore, restore
+from tests.offload.test_stack_shards import MESHES, batch, is_on_disk, make, mesh_of, model
+
+def place(x, spec=P()):
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh_of("fsdp"), spec), lambda at: x[at])
+def first_state(step, name):
+    outer, layers = model(None)
+    specs = MESHES[name][2]
+    return step.init(jax.tree.map(place, outer), {key: place(x, specs.get(key, P())) for key, x in layers.items()})
+def shards(tree):
+    return [np.asarray(shard.data) for array in jax.tree.leaves(tree) for shard in array.addressable_shards]
+def read(state):
+    return jax.tree.map(lambda x: x.on_devices("pinned_host") if is_on_disk(x) else x, state, is_leaf=is_on_disk)
+def train(step, state, steps):
+    run, losses = step.jit(state), []
+    for i in steps:
+        state, loss = run(state, jax.tree.map(lambda x: place(x, P("data")), batch(None, i)))
+        losses.append(float(loss))
+    return losses, state
+
+def compare(name, store):
+    step = make(moments="device", clip_norm=0.05, gradients="freed")
+    want, want_state = train(step, first_state(step, name), range(3))
+    for where in ({"path": store, "params": "disk"}, {"path": store, "params": "host"}, {"params": "host"}):
+        step = make(clip_norm=0.05, gradients="freed", **where)
+        losses, state = train(step, first_state(step, name), range(2))
+        state = restore(first_state(step, name), read(state))
+        last, state = train(step, state, range(2, 3))
+        assert losses + last == want, (losses, last, want)
+        for a, b in zip(shards(read(state)), shards(want_state), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+with StateStore(path) as store:
+    compare("fsdp", store)
+    compare("replicated", store)
+print("fine", flush=True)
+"""
+
+
+@pytest.mark.full
+def test_two_processes_have_their_own_shards(tmp_path):
+    ends = two_processes(ONE_OF_TWO, str(tmp_path))
+    assert all("fine" in out for out, _ in ends), ends
+    assert not list(tmp_path.iterdir())
 
 
 class TestAnotherMesh:

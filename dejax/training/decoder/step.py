@@ -247,7 +247,6 @@ def make_stack_step(config: DecoderConfig, recipe: Recipe, mesh: Mesh | None = N
         microbatches=recipe.accumulate,
         clip_norm=recipe.clip or None,
         gradients=recipe.gradients,
-        streams=None if mesh is None else False,
     )
 
 
