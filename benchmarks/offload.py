@@ -39,6 +39,7 @@ def words(variable: str, default: str) -> list[str]:
 SIZES: dict[str, tuple[int, ...]] = {
     "layers24": (24, 16384, 4096),
     "layers12": (12, 8192, 8192),
+    "shards": (12, 8192, 8192),
     "deep": (128, 4096, 8192),
     "nvme": (8, 8192, 16384),
     "plan": (12, 8192, 8192),
@@ -67,6 +68,7 @@ CASES: dict[str, Callable[[str], Any]] = {
     "optimizer": lambda disk: optimizer_state(8.0 if QUICK else 2.0),
     "layers24": lambda disk: stack("layers24", "host: host:8 value:6 jax", disk),
     "layers12": lambda disk: stack("layers12", "host: host:2 host:1 jax", disk),
+    "shards": lambda disk: stack("shards", "host:2 mesh:2 shard_map:2", disk),
     "deep": lambda disk: stack("deep", "host:1", disk),
     "gpt": lambda disk: gpt(*SIZES["gpt"], words("GPT", "saved remat inputs all names jax-inputs jax-names")),
     "gpt_plan": lambda disk: gpt_plan(*SIZES["gpt"], 0.6 if QUICK else 0.4),

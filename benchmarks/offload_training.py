@@ -19,6 +19,8 @@ def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> 
     import jax
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
 
     from dejax import _native
     from dejax.offload import ActivationStore, offload
@@ -53,14 +55,23 @@ def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> 
         "plain": layer,
     }
 
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    places: dict[str, Any] = {"mesh": (NamedSharding(mesh, P(None, "data")), NamedSharding(mesh, P("data")))}
+
+    def placed(kind: str) -> Any:
+        return jax.device_put((ws, x), places[kind]) if kind in places else (ws, x)
+
     @functools.cache  # one program for all stores: they differ only at run time
     def compiled(kind: str) -> Any:
-        return make(bodies[kind]).lower(ws, x).compile()
+        step = make(bodies["offload" if kind in ("mesh", "shard_map") else kind])
+        if kind == "shard_map":
+            step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+        return step.lower(*placed(kind)).compile()
 
     def run(name: str, kind: str, store: Any = None, reference: Any = None) -> dict[str, Any]:
         # Deep stacks take a second per step.
         how = {} if num * batch * width < 1 << 32 else {"seconds": 0.0, "dispatched": 1}
-        return measure(name, functools.partial(compiled, kind), (ws, x), store, reference, **how)
+        return measure(name, functools.partial(compiled, kind), placed(kind), store, reference, **how)
 
     rows: list[dict[str, Any]] = []
     tensor = batch * width * 2
@@ -74,6 +85,9 @@ def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> 
             rows.append(run("JAX's own offload", "jax", None, reference))
         elif kind == "plain":
             rows.append(run("all residuals saved", "plain"))
+        elif kind in ("mesh", "shard_map"):
+            with ActivationStore(device_bytes=int(float(size) * tensor)) as store:
+                rows.append(run(f"offload, {kind} of one device, ring of {size}", kind, store, reference))
         elif kind in ("host", "value"):
             with ActivationStore(device_bytes=int(float(size) * tensor) if size else None) as store:
                 if kind == "value":
