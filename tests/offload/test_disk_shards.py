@@ -110,7 +110,7 @@ ONE_MESH = {
 IN_CI = {("clipped", mesh) for mesh in MESHES} | set(ONE_MESH.items())
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("name", "mesh"), [pytest.param(*p, marks=() if p in IN_CI else pytest.mark.slow) for p in PAIRS]
 )
@@ -128,6 +128,7 @@ def test_the_numbers_and_the_communication_of_state_in_memory(name, mesh, tmp_pa
         assert jax.tree.structure(in_memory(state)) == jax.tree.structure(want_state)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["adamw", "lion", "master weights"])
 def test_the_bits_of_state_on_disk_of_one_device(name, tmp_path):
     tx = optimizer(TRANSFORMATIONS[name], **SMALL, path=tmp_path)
@@ -171,6 +172,7 @@ def test_each_device_has_its_shard(tmp_path):
         store.put(np.ones(100, np.float32))  # the room of shards that were written is given back
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_reading_and_writing(mesh, tmp_path):
     with StateStore(tmp_path) as store:
@@ -261,6 +263,7 @@ np.savez(folder + "/end.npz", **params, **{f"state{i}": x for i, x in enumerate(
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", ["data and tensor", "fsdp"])
 def test_a_new_process_goes_on_from_a_checkpoint_on_the_same_mesh_or_another(mesh, tmp_path):
     """Files go with their process: a checkpoint has whole arrays, which any mesh divides again."""
