@@ -48,6 +48,7 @@ def test_import_of_dejax_loads_no_submodule() -> None:
     assert python(code).stdout.split() == ["dejax"]
 
 
+@pytest.mark.newest_jax
 def test_import_time_without_jax() -> None:
     # The interpreter times the import of dejax alone, after that of jax. Other work on the machine disturbs this less
     # than the difference of two processes; the median of three limits it further.
@@ -250,6 +251,7 @@ def test_all_packages_but_the_bindings_need_jax_alone() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.newest_jax
 def test_what_needs_a_missing_package_says_which() -> None:
     graph = "from dejax.rgnn import interop, RelGraph; graph = RelGraph.from_edges([0], [0], num_nodes=1)"
     uses = {

@@ -144,8 +144,15 @@ def test_results_are_those_of_the_graph_at_destinations(name, backend, case):
             np.testing.assert_allclose(got, expected, rtol=0, atol=3e-3 * scale)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["everything", "rgat"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("everything", "kernels"),
+        ("rgat", "xla"),
+        pytest.param("everything", "xla", marks=pytest.mark.slow),
+        pytest.param("rgat", "kernels", marks=pytest.mark.slow),
+    ],
+)
 def test_the_graph_itself_takes_any_padding(name, backend):
     block, (program, params) = cases()["bounded edges"], PROGRAMS[name]
     one = jax.jit(functools.partial(run, program, params, BACKENDS[backend], None))
