@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).parent / "golden"
 # Node ids of tests that take long, one a line; `pytest --update-long 2` writes those that it saw take 2 seconds.
 LONG = Path(__file__).parent / "long_tests.txt"
 # What these tests are about makes little use of jax, or none.
-_NEWEST_JAX_ONLY = ("tests/datasets/", "tests/benchmarks/", "tests/native/")
+_NEWEST_JAX_ONLY = ("tests/datasets/", "tests/benchmarks/", "tests/native/", "tests/offload/native/")
 
 # deadline=None: the first example of a test compiles, which takes a hundred times as long as the second.
 hypothesis.settings.register_profile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -198,9 +199,10 @@ def results(run: Callable[[Any, Any], Any], cotangent: Any, x: Any, params: Any)
     return jax.jit(step)(x, params)
 
 
-def compare(name: str, case: str, backend: str) -> None:
-    """Outputs and gradients of float32 kernels on the parts against float64 on one device."""
-    (graph, _), split = CASES[case], split_of(case, loop_tables=True)
+@cache
+def on_one_device(name: str, case: str) -> tuple[Any, Any, Any, Any]:
+    """(features, cotangents, outputs, gradients) of a layer in float64 on the whole graph."""
+    graph, _ = CASES[case]
     layer, params = layer_of(name)
     rng = np.random.default_rng(1)
     x = rng.normal(size=(N, K))
@@ -211,6 +213,14 @@ def compare(name: str, case: str, backend: str) -> None:
         want, wanted = results(
             lambda x, p: layer(graph, x, p, options=exact), jnp.asarray(cotangent), jnp.asarray(x), params
         )
+    return x, cotangent, want, wanted
+
+
+def compare(name: str, case: str, backend: str) -> None:
+    """Outputs and gradients of float32 kernels on the parts against float64 on one device."""
+    split = split_of(case, loop_tables=True)
+    layer, params = layer_of(name)
+    x, cotangent, want, wanted = on_one_device(name, case)
     options = Options(backend=backend, precision="f32", interpret=True)
     there = split.shard_nodes(cotangent.astype(np.float32))
     rows = split.shard_nodes(x.astype(np.float32))
@@ -237,8 +247,8 @@ def close(got: Any, want: Any) -> None:
 
 # RGAT and HGT take long to trace, and read the same tables; tests below run RGAT where one part has all long segments.
 MODELS = [("rgcn", case) for case in CASES]
-MODELS += [("rgat", "no long segments")]
 MODELS += [("hgt", "long segments at borders")]
+MODELS += [pytest.param("rgat", "no long segments", marks=pytest.mark.slow)]
 
 
 @pytest.mark.newest_jax

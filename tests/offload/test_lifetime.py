@@ -18,7 +18,10 @@ from tests.offload.held import assert_given_back, eventually, held
 from tests.offload.processes import popen, python
 from tests.offload.tensors import MIB, Tensors
 
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
+pytestmark = [
+    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
+    pytest.mark.newest_jax,  # threads, files and processes of a store, of which jax's version is no part
+]
 
 ENGINES = ["tensorstore", "direct", "buffered"]
 

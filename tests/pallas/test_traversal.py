@@ -87,11 +87,12 @@ def test_chunks_are_merged_in_groups(width):
     score, rows = rng.normal(size=offsets[-1]), rng.normal(size=(offsets[-1], *width))
     wide = (slice(None),) * 2 + (None,) * len(width)
 
-    def run(segments):
+    @interpreted
+    def run(score, rows):
         found, _ = kernels.traverse(
             lambda s, x: ((s, jnp.ones((1, 1)), x, x * s[wide]), ()),
             None,
-            [jnp.asarray(score, jnp.float32), jnp.asarray(rows, jnp.float32)],
+            [score, rows],
             [kernels.Operand("entry")] * 2,
             reductions=[
                 kernels.Reduction("max", ()),
@@ -100,13 +101,13 @@ def test_chunks_are_merged_in_groups(width):
                 kernels.Reduction("sum", width),
             ],
             schedule=kernels.TraversalSchedule(2, 2, 1, 1),
-            segments=segments,
+            segments=kernels.Segments(offsets=jnp.asarray(offsets), num_entries=26, num_rows=4, long_segments=cut),
         )
         return found
 
-    made = kernels.Segments(offsets=jnp.asarray(offsets), num_entries=26, num_rows=4, long_segments=cut)
+    results = run(np.float32(score), np.float32(rows))
     for row, (first, last) in enumerate(itertools.pairwise(offsets)):
-        part = [found[row] for found in run(made)]
+        part = [found[row] for found in results]
         top = score[first:last].max(initial=-np.inf) if last > first else 0.0
         weight = np.exp(score[first:last] - top)
         each = (slice(None),) + (None,) * len(width)

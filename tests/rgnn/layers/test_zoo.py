@@ -68,7 +68,7 @@ def compare(name: str, edges: EdgeList, options: Options, seed: int = 0) -> None
     with jax.enable_x64(exact):
         given = {key: jnp.asarray(value, dtype) for key, value in arrays.items()}
         graph = edges.build(long_segment_chunk=LONG_SEGMENT_CHUNK)
-        found = both(lambda a: layer.run(graph, a, options), given, cotangents)
+        found = jax.jit(lambda a: both(lambda a: layer.run(graph, a, options), a, cotangents))(given)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         assert got.dtype == dtype and got.shape == want.shape, f"{name} {path}"

@@ -53,7 +53,16 @@ def inputs(program: Program, seed: int) -> dict[int, jax.Array]:
     return found
 
 
-@pytest.mark.parametrize("name", ["typed_sum", "heads", "kept heads", "halves", "rgat", "hgt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kept heads",
+        "halves",
+        "rgat",
+        "hgt",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("typed_sum", "heads")),
+    ],
+)
 def test_estimates_are_within_a_factor_of_the_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = 0
     for seed, program in enumerate(programs(name, monkeypatch)):
