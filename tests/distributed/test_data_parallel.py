@@ -38,7 +38,13 @@ def one_device():
 @pytest.mark.full
 @pytest.mark.newest_jax
 @pytest.mark.parametrize(
-    "devices, tables", [(2, "shared"), (4, "sharded"), pytest.param(4, "shared", marks=pytest.mark.slow)]
+    "devices, tables",
+    [
+        (2, "shared"),
+        (4, "sharded"),
+        pytest.param(2, "sharded", marks=pytest.mark.slow),
+        pytest.param(4, "shared", marks=pytest.mark.slow),
+    ],
 )
 def test_losses_of_a_sampled_job_are_those_of_one_device(one_device, devices, tables) -> None:
     losses, state = job.run(make_mesh(devices), 50, tables)
