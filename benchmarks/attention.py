@@ -54,6 +54,10 @@ def transformer(g: Any, rows: dict[str, Any]) -> Any:
 ATTENTION = {"gatv2": gatv2, "transformer": transformer}
 
 
+def inputs_of(model: str, nodes: int, heads: int, width: int) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(x) for name, x in rows_of(model, nodes, heads, width).items()}
+
+
 def skewed_graph(nodes: int, edges: int) -> rgnn.RelGraph:
     return rgnn.RelGraph.from_edges(*edges_of(nodes, edges), num_nodes=nodes)
 
@@ -91,7 +95,7 @@ def measure_attention(args: argparse.Namespace) -> list[dict[str, Any]]:
         graph = jax.block_until_ready(skewed_graph(nodes, edges))
         for model in args.models:
             for heads, width in HEADS:
-                inputs = jax.tree.map(jnp.asarray, rows_of(model, nodes, heads, width))
+                inputs = inputs_of(model, nodes, heads, width)
                 ms = times(ATTENTION[model], graph, inputs, args.seconds)
                 samples.append(np.asarray(ATTENTION[model](graph, inputs)[:: max(1, nodes // 100)]))
                 found.append({"nodes": nodes, "edges": edges, "model": model, "heads": heads, "width": width, **ms})
@@ -140,9 +144,7 @@ def layers(nodes: int) -> dict[str, tuple[Callable[..., Any], Any]]:
         "rgat": (lambda g, a: rgnn.library.rgat(g, *a), (x, {"weight": normal(12, *by_type), **vectors})),
         "hgt": (lambda g, a: rgnn.library.hgt(g, *a), (x, hgt)),
     }
-    return found | {
-        name: (program, jax.tree.map(jnp.asarray, rows_of(name, nodes, 1, 64))) for name, program in ATTENTION.items()
-    }
+    return found | {name: (program, inputs_of(name, nodes, 1, 64)) for name, program in ATTENTION.items()}
 
 
 def measure_long_segments(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -25,6 +25,12 @@ def divided(sharding: Any) -> bool:
     return sharding is not None and bool(sharding.num_devices > 1)
 
 
+def why_not_one_mesh(shardings: Sequence[NamedSharding]) -> str | None:
+    """Says which meshes divide the arrays of a state; None where it is one mesh."""
+    meshes = list(dict.fromkeys(at.mesh for at in shardings))
+    return None if len(meshes) == 1 else f"`state` must be of one mesh, got arrays of {meshes[0]} and {meshes[1]}"
+
+
 def require_one_mesh(params: Any, caller: str, why: str) -> None:
     """Raises ValueError where parameters on several devices have no mesh in common.
 

@@ -253,5 +253,4 @@ def why_no_shards(shardings: Sequence[Any]) -> str | None:
             f"`state` must have a NamedSharding, got {type(others[0]).__name__}; place parameters with "
             "jax.device_put(params, NamedSharding(mesh, spec)) before init"
         )
-    meshes = list(dict.fromkeys(at.mesh for at in shardings))
-    return None if len(meshes) == 1 else f"`state` must be of one mesh, got arrays of {meshes[0]} and {meshes[1]}"
+    return _disk_shards.why_not_one_mesh(shardings)

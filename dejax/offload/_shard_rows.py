@@ -148,8 +148,7 @@ def why_no_rows(arrays: Sequence[Any], shardings: Sequence[Any]) -> str | None:
             )
         if why := _why_no_whole_rows(x, sharding):
             return why
-    meshes = list(dict.fromkeys(sharding.mesh for sharding in shardings))
-    return None if len(meshes) == 1 else f"`state` must be of one mesh, got arrays of {meshes[0]} and {meshes[1]}"
+    return _disk_shards.why_not_one_mesh(shardings)
 
 
 def require_whole_rows(x: Any, sharding: NamedSharding) -> None:

@@ -45,6 +45,13 @@ def two_processes(code: str, *arguments: str, timeout: float = 120):
             process.kill()
 
 
+def assert_two_are_fine(code: str, folder: Path) -> None:
+    """Runs a program with a folder in two processes: both print "fine", and leave nothing in the folder."""
+    ends = two_processes(code, str(folder))
+    assert all("fine" in out for out, _ in ends), ends
+    assert not list(folder.iterdir())
+
+
 def popen(code: str, *arguments: str, interpreter_options: Sequence[str] = (), **kwargs):
     """Starts a program."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}

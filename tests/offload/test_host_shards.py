@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from dejax import _native
@@ -23,6 +23,7 @@ from tests.offload.test_disk_shards import (
     params_of,
     step_of,
     train,
+    two_in_one_step,
 )
 
 pytestmark = [
@@ -86,26 +87,7 @@ def test_types_of_explicit_axes_tell_what_init_has_not_placed():
 
 
 def test_two_optimizers_in_one_step_and_donated_state():
-    txs = [TRANSFORMATIONS["adamw"], TRANSFORMATIONS["clipped"]]
-
-    def run(wrap):
-        both = [wrap(tx) for tx in txs]
-        params = [params_of("data and tensor"), jax.tree.map(jnp.negative, params_of("data and tensor"))]
-        states = [tx.init(p) for tx, p in zip(both, params, strict=True)]
-        whole = NamedSharding(params[0]["w"].sharding.mesh, P())
-        states = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, whole), states)
-        where = jax.tree.map(lambda x: x.sharding, (params, states))
-
-        @functools.partial(jax.jit, donate_argnums=(0, 1), in_shardings=(*where, None), out_shardings=where)
-        def step(params, states, grads):
-            made = [tx.update(grads, s, p) for tx, p, s in zip(both, params, states, strict=True)]
-            return [optax.apply_updates(p, u) for p, (u, _) in zip(params, made, strict=True)], [s for _, s in made]
-
-        for i in range(3):
-            params, states = step(params, states, gradients(params_of("data and tensor"), i))
-        return params, in_memory(states)
-
-    equal(run(far), run(lambda tx: tx))
+    equal(two_in_one_step(far), two_in_one_step(lambda tx: tx))
 
 
 def test_several_updates_in_a_loop_of_one_program():

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from dejax import _native
 from dejax.offload import ActivationStore, DiskArray, master_weights, restore, stack_step
-from tests.offload.processes import python, two_processes
+from tests.offload.processes import assert_two_are_fine, python
 from tests.offload.state_faults import interceptor, store_of_shards
 from tests.offload.test_shards import collectives
 
@@ -298,9 +298,7 @@ print("fine", flush=True)
 
 @pytest.mark.full
 def test_two_processes_have_their_own_shards(tmp_path):
-    ends = two_processes(ONE_OF_TWO, str(tmp_path))
-    assert all("fine" in out for out, _ in ends), ends
-    assert not list(tmp_path.iterdir())
+    assert_two_are_fine(ONE_OF_TWO, tmp_path)
 
 
 class TestAnotherMesh:
