@@ -136,6 +136,14 @@ def state(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def _free_bytes() -> float:
+    """Bytes of XLA's pool of device memory that nothing holds; no limit where the backend does not say."""
+    import jax
+
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else float("inf")
+
+
 def large(options: argparse.Namespace) -> dict[str, Any]:
     import jax
 
@@ -151,8 +159,16 @@ def large(options: argparse.Namespace) -> dict[str, Any]:
     jax.block_until_ready(held)
     found: dict[str, Any] = {"init_s": time.perf_counter() - begin, "params": config.num_params, "options": str(how)}
     found |= {f"{tier}_gb": n / 1e9 for tier, n in step.bytes_by_tier(held.outer, held.layers).items()}
-    tokens = batch * sequence
-    model_flops = config.flops_per_token(sequence) * tokens
+    begin = time.perf_counter()
+    while True:
+        compiled = step.jit(held).lower(held, _tokens(batch, sequence, 0)).compile()
+        found |= {"batch": batch, "temp_gb": compiled.memory_analysis().temp_size_in_bytes / 1e9}
+        found["compile_s"] = time.perf_counter() - begin
+        say({name: found[name] for name in ("batch", "temp_gb", "compile_s")})
+        if batch == 1 or 1e9 * found["temp_gb"] < _free_bytes():
+            break
+        batch //= 2
+    model_flops = config.flops_per_token(sequence) * batch * sequence
     travels = found["host_gb"] * 1e9
     # Backward moves all that lies on the host each way, beside 3/4 of the arithmetic; forward brings the parameters.
     arithmetic = model_flops * 4 / 3 / RATE
@@ -160,14 +176,8 @@ def large(options: argparse.Namespace) -> dict[str, Any]:
     forward = max(0.25 * arithmetic, (config.num_params * 4 / 49e9) if options.params == "host" else 0.0)
     found["predicted_s"] = backward + forward
     found["predicted_tflops"] = model_flops / found["predicted_s"] / 1e12
-    say(found)
+    say({name: found[name] for name in ("predicted_s", "predicted_tflops")})
     keep(found)
-    begin = time.perf_counter()
-    example = _tokens(batch, sequence, 0)
-    compiled = step.jit(held).lower(held, example).compile()
-    found["compile_s"] = time.perf_counter() - begin
-    found["temp_gb"] = compiled.memory_analysis().temp_size_in_bytes / 1e9
-    say({"compile_s": found["compile_s"], "temp_gb": found["temp_gb"]})
     losses, times = [], []
     for at in range(2 if QUICK else options.steps):
         begin = time.perf_counter()
@@ -385,7 +395,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES, help="which cases to measure")
     parser.add_argument("--out", type=Path, default=Path("out/offload_llm.json"), help="file for the JSON")
     parser.add_argument("--size", default="12b", help="of the case large")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step; halved until the step fits")
     parser.add_argument("--microbatches", type=int, default=1, help="parts of a step, whose gradients are added")
     parser.add_argument("--steps", type=int, default=4, help="steps to time")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """A decoder-only language model, and its training: `examples/train_gpt.py` is the command.
 
-* `DecoderConfig`, `SIZES`: shapes of the model, 125 million to 12 billion parameters.
+* `DecoderConfig`, `SIZES`: shapes of the model, 125 million to 27 billion parameters.
 * `model`: the layers as functions of plain pytrees: rotary embeddings, grouped-query attention, SwiGLU, RMSNorm.
 * `text`: bytes of a folder or of the standard library, in random windows.
 * `Recipe`, `make_trainer`: the step: schedule, accumulation, offload, meshes.

@@ -87,6 +87,7 @@ SIZES: dict[str, DecoderConfig] = {
     "7b": _size(32, 4096, 32, 8, 128, 14336),
     "12b": _size(44, 5120, 40, 8, 128, 13824),
     "16b": _size(40, 6144, 48, 8, 128, 16384),
+    "27b": _size(60, 6656, 52, 4, 128, 17920),
 }
 """Configurations by name; the name is the number of parameters, rounded. The vocabulary is bytes, so nearly all of them
 are in the blocks."""
