@@ -31,6 +31,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "exact": {"state": "moments", "gradients": "device"},
     "host": {"state": "moments", "gradients": "host"},
 }
+NAMES = {
+    "device": "all on the device",
+    "freed": "moments in host memory, last step's norm",
+    "exact": "moments in host memory, exact norm",
+    "host": "moments and gradients in host memory",
+}
 
 
 def run(options: argparse.Namespace, way: str, steps: int, text: bytes) -> dict[str, Any]:
@@ -62,19 +68,29 @@ def run(options: argparse.Namespace, way: str, steps: int, text: bytes) -> dict[
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    """Draws the losses, smoothed over 5 steps."""
+    """Draws the losses of ways that ran all steps, as means of 5 steps, and how far each way is from the first."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    import numpy as np
 
-    figure, axes = plt.subplots(figsize=(6, 4))
+    figure, (above, below) = plt.subplots(2, 1, figsize=(6, 5), sharex=True, height_ratios=(2, 1))
+    first, longest = None, max(len(way["losses"]) for way in found.values())
     for (name, way), style in zip(found.items(), ("-", "--", ":", "-."), strict=False):
-        losses = way["losses"]
-        axes.plot(range(1, len(losses) + 1), losses, style, label=name)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats a byte")
-    axes.legend()
+        if len(losses := np.asarray(way["losses"])) < longest:
+            continue
+        smooth = np.convolve(losses, np.full(5, 0.2), "valid")
+        steps, first = np.arange(3, len(losses) - 1), smooth if first is None else first
+        (line,) = above.plot(steps, smooth, style, label=NAMES[name])
+        if smooth is not first:
+            below.plot(steps, smooth - first[: len(smooth)], style, color=line.get_color())
+    above.set_ylabel("loss, nats a byte")
+    above.set_ylim(bottom=0)
+    above.legend()
+    below.axhline(0, color="grey", linewidth=0.5)
+    below.set_ylabel("difference")
+    below.set_xlabel("step")
     figure.savefig(path, bbox_inches="tight")
     plt.close(figure)
 
