@@ -1,0 +1,123 @@
+"""The first call of a layer in a new process: tracing, lowering, compiling, and the call, without and with a cache.
+
+    python -m benchmarks.first_calls --out benchmarks/results
+    python -m benchmarks.first_calls --models gat,rgat --graph aifb
+
+One training step of each layer of `benchmarks/zoo.py` and of RGCN, RGAT and HGT, 64 to 64. Each runs in two new
+processes that share a folder for JAX's persistent compilation cache: the first finds it empty, the second finds its
+program. The device is ready before the clock starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from provenance import save
+
+RELATIONAL = ("rgcn", "rgat", "hgt")
+ZOO = ("gcn", "sage", "gin", "gated_gcn", "gat", "gatv2", "transformer", "rggnn")
+LIMIT = 120.0  # seconds of a process
+
+
+def _step(name: str, model: str) -> tuple[Any, tuple[Any, ...]]:
+    """A training step and its arguments."""
+    import jax
+    import jax.numpy as jnp
+    from peers.case import Settings, make_graph, parameters
+    from zoo import FUNCTIONS, shapes
+
+    from dejax.rgnn import RelGraph, library
+
+    data = make_graph(name)
+    if model in RELATIONAL:
+        from peers.jax_layers import rel_graph
+
+        layer, graph = getattr(library, model), rel_graph(data)[0]
+        params = {key: jnp.asarray(a) for key, a in parameters(model, data, Settings()).items()}
+    else:
+        layer = FUNCTIONS[model]
+        graph = RelGraph.from_edges(data.senders, data.receivers, num_nodes=data.num_nodes)
+        params = {key: jnp.zeros(shape) for key, shape in shapes(model, 64, 4).items()}
+    x = jnp.zeros((data.num_nodes, 64), jnp.float32)
+
+    def training(graph: Any, x: Any, params: Any) -> Any:
+        y, pull = jax.vjp(lambda x, p: layer(graph, x, p), x, params)
+        return y, pull(y)
+
+    return training, (graph, x, params)
+
+
+def child(name: str, model: str) -> dict[str, float]:
+    """Seconds of the parts of the first call in this process."""
+    import jax
+
+    training, given = _step(name, model)
+    jax.block_until_ready((given, jax.jit(lambda x: x + 1)(1.0)))
+    found, start = {}, time.perf_counter()
+    parts: dict[str, Callable[[Any], Any]] = {
+        "trace": lambda step: step.trace(*given),
+        "lower": lambda traced: traced.lower(),
+        "compile": lambda lowered: lowered.compile(),
+        "run": lambda compiled: jax.block_until_ready(compiled(*given)),
+    }
+    value: Any = jax.jit(training)
+    for part, function in parts.items():
+        begin = time.perf_counter()
+        value = function(value)
+        found[part] = time.perf_counter() - begin
+    return found | {"all": time.perf_counter() - start}
+
+
+def measure(name: str, model: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"graph": name, "model": model}
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        for way in ("cold", "cached"):
+            command = [sys.executable, __file__, "--graph", name, "--child", model]
+            try:
+                done = subprocess.run(
+                    command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=True
+                )
+                found[way] = json.loads(done.stdout.splitlines()[-1])
+            except subprocess.SubprocessError as error:
+                found[way] = {"error": f"{error}: {str(getattr(error, 'stderr', ''))[-300:]}"}
+    print(f"{model:<12}", *(f"{way}: {_shown(found[way])}" for way in ("cold", "cached")), sep="  ", flush=True)
+    return found
+
+
+def _shown(parts: dict[str, Any]) -> str:
+    if "error" in parts:
+        return parts["error"]
+    return f"{parts['all']:.2f} s (" + ", ".join(f"{key} {parts[key]:.2f}" for key in list(parts)[:-1]) + ")"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--graph", default="bgs", help="graph whose counts to use")
+    parser.add_argument("--models", default=",".join((*ZOO, *RELATIONAL)), help="layers, with commas")
+    parser.add_argument("--out", type=Path, help="folder for the JSON, first_calls.json")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.child:
+        print(json.dumps(child(args.graph, args.child)))
+        return
+    found = [measure(args.graph, model) for model in args.models.split(",")]
+    if args.out is not None:
+        save(args.out / "first_calls.json", {"results": found})
+
+
+if __name__ == "__main__":
+    main()
