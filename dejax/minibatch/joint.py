@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -34,7 +36,8 @@ def make_typed_blocks(
         sample: of `sample_blocks` on this topology.
         edge_type: int[edges], the relation of each edge, in the order of the lists that the topology was made from.
         num_edge_types: relations.
-        add_self_loops: adds an edge from each node to itself, of one more relation with the number `num_edge_types`.
+        add_self_loops: adds an edge from each destination to itself, of one more relation with the number
+            `num_edge_types`.
 
     Returns:
         One block for each layer, as of `make_blocks`. Their graphs have the relations as edge types.
@@ -76,16 +79,23 @@ def make_typed_blocks(
             senders, receivers, types = (some[slots] for some in (senders, receivers, types))
             # The first slot stands for edges that are not there.
             senders = jnp.where(jnp.arange(senders.shape[0]) < sample.edges_found[hops], senders, -1)
+        there, node_mask = senders >= 0, sample.nodes[: layout.count(hops + 1)] >= 0
+        destinations = layout.count(hops)
+        if add_self_loops:  # of destinations alone: results of other nodes are not used
+            own = jnp.arange(destinations, dtype=jnp.int32)
+            senders, receivers = jnp.concatenate([senders, own]), jnp.concatenate([receivers, own])
+            types = jnp.concatenate([types, jnp.full(destinations, num_edge_types, jnp.int32)])
+            there = jnp.concatenate([there, node_mask[:destinations]])
         graph = RelGraph.build_traced(
             jnp.maximum(senders, 0),
             receivers,
             types,
             num_nodes=layout.count(hops + 1),
-            num_edge_types=num_edge_types,
-            edge_mask=senders >= 0,
-            node_mask=sample.nodes[: layout.count(hops + 1)] >= 0,
-            add_self_loops=add_self_loops,
+            num_edge_types=num_edge_types + add_self_loops,
+            edge_mask=there,
+            node_mask=node_mask,
         )
+        graph = dataclasses.replace(graph, num_destinations=destinations)
         blocks.append(Block(graph, slots, hops, layout))
     return blocks
 

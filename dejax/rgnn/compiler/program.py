@@ -372,6 +372,11 @@ def _destination_outputs(graph: RelGraph, program: inter.Program) -> tuple[int, 
     """Indices of the results of which only the rows of destinations are returned."""
     if not graph.only_destinations:
         return ()
+    if graph.num_destinations is None:
+        raise ValueError(
+            "`num_destinations` of a graph with `only_destinations` must be a number, got None; take the graph from "
+            "`Block.bipartite`"
+        )
     return tuple(n for n, o in enumerate(program.outputs) if program.ops[o].space == Space.NODE)
 
 

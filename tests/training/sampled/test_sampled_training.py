@@ -41,6 +41,27 @@ def community_graph(seed: int = 0, per_group: int = 20) -> HeteroDataset:
     )
 
 
+def one_type_of(data: HeteroDataset) -> HeteroDataset:
+    """The same graph with the nodes of all types side by side as one type; features are zeros where there are none."""
+    first = dict(zip(data.num_nodes, np.cumsum([0, *data.num_nodes.values()]), strict=False))
+    count, width = sum(data.num_nodes.values()), next(iter(data.features.values())).shape[1]
+    features = np.zeros((count, width), np.float32)
+    for kind, rows in data.features.items():
+        features[first[kind] : first[kind] + len(rows)] = rows
+    labels = np.full(count, -1)
+    for kind, own in data.labels.items():
+        labels[first[kind] : first[kind] + len(own)] = own
+    return HeteroDataset(
+        name=data.name,
+        num_nodes={"node": count},
+        edges={("node", r[1], "node"): (u + first[r[0]], v + first[r[2]]) for r, (u, v) in data.edges.items()},
+        features={"node": features},
+        labels={"node": labels},
+        num_classes={"node": max(data.num_classes.values())},
+        splits={name: {"node": ids["paper"] + first["paper"]} for name, ids in data.splits.items()},
+    )
+
+
 TINY = {"hidden": 8, "heads": 2, "batch_size": 8, "fan_outs": (4, 2), "epochs": 6, "lr": 0.05}
 
 
@@ -115,6 +136,15 @@ def trained(data, **changes):
 )
 def test_layers_and_places(changes):
     trainer, state = trained(community_graph(), **changes)
+    assert trainer.accuracy(state)["test"] >= 0.8
+    assert int(state.lost) == 0
+
+
+@pytest.mark.parametrize("layer", ["rgcn", "rgat", "sage"])
+def test_relations_sampled_together(layer):
+    """The default of graphs with one node type, such as the standard library's."""
+    data = one_type_of(community_graph())
+    trainer, state = trained(data, layer=layer, joint=True, fan_outs=(8, 8))
     assert trainer.accuracy(state)["test"] >= 0.8
     assert int(state.lost) == 0
 
