@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
+from dejax._promotion import broadcasting
+from dejax.host_gather._ids import checked_ids
 from dejax.minibatch._layout import Layout
 from dejax.minibatch.blocks import Block
 from dejax.minibatch.sampling import SampledBlocks, edge_ids
@@ -14,10 +19,11 @@ from dejax.rgnn import RelGraph
 __all__ = ["make_typed_blocks"]
 
 
+@broadcasting
 def make_typed_blocks(
     topology: HeteroTopology,
     sample: SampledBlocks,
-    edge_type: Array,
+    edge_type: ArrayLike,
     num_edge_types: int,
     *,
     add_self_loops: bool = False,
@@ -34,13 +40,15 @@ def make_typed_blocks(
         sample: of `sample_blocks` on this topology.
         edge_type: int[edges], the relation of each edge, in the order of the lists that the topology was made from.
         num_edge_types: relations.
-        add_self_loops: adds an edge from each node to itself, of one more relation with the number `num_edge_types`.
+        add_self_loops: adds an edge from each destination to itself, of one more relation with the number
+            `num_edge_types`.
 
     Returns:
         One block for each layer, as of `make_blocks`. Their graphs have the relations as edge types.
 
     Raises:
         ValueError: a topology of several relations or types, or `edge_type` without one entry for each edge.
+        TypeError: edge types that are no integers.
 
     >>> import jax
     >>> from dejax.minibatch import HeteroTopology, sample_blocks
@@ -57,6 +65,7 @@ def make_typed_blocks(
             "use make_blocks"
         )
     count = topology.relations[0].num_edges
+    edge_type = checked_ids("make_typed_blocks", edge_type, num_edge_types, "edge_type")
     if edge_type.shape != (count,):
         raise ValueError(
             f"make_typed_blocks: `edge_type` must be int[{count}], one for each edge, got {edge_type.shape}"
@@ -76,16 +85,26 @@ def make_typed_blocks(
             senders, receivers, types = (some[slots] for some in (senders, receivers, types))
             # The first slot stands for edges that are not there.
             senders = jnp.where(jnp.arange(senders.shape[0]) < sample.edges_found[hops], senders, -1)
+        if add_self_loops:  # of destinations: other nodes have no incoming edges
+            nodes = jnp.arange(layout.count(hops), dtype=jnp.int32)
+            loops = (
+                jnp.where(sample.nodes[: nodes.shape[0]] >= 0, nodes, -1),
+                nodes,
+                jnp.full_like(nodes, num_edge_types),
+            )
+            senders, receivers, types = (
+                jnp.concatenate(both) for both in zip((senders, receivers, types), loops, strict=True)
+            )
         graph = RelGraph.build_traced(
             jnp.maximum(senders, 0),
             receivers,
             types,
             num_nodes=layout.count(hops + 1),
-            num_edge_types=num_edge_types,
+            num_edge_types=num_edge_types + add_self_loops,
             edge_mask=senders >= 0,
             node_mask=sample.nodes[: layout.count(hops + 1)] >= 0,
-            add_self_loops=add_self_loops,
         )
+        graph = dataclasses.replace(graph, num_destinations=layout.count(hops))
         blocks.append(Block(graph, slots, hops, layout))
     return blocks
 
