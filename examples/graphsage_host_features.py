@@ -95,6 +95,9 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         help="dejax: the compiled step gathers the features; cpu: numpy does",
     )
     args = parser.parse_args(arguments)
+    for name, value in vars(args).items():
+        if isinstance(value, int) and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
     topology, features, labels = make_graph(args.nodes, args.edges, args.width, args.classes)
     print(f"{topology.num_nodes} nodes, {args.edges} edges, {features}: {features.nbytes / 1e9:.2f} GB")

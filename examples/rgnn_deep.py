@@ -92,6 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         )
     parser.add_argument("--host-bytes", type=int, help="limit of host memory for activations")
     options = parser.parse_args(arguments)
+    for name, value in vars(options).items():
+        if isinstance(value, int) and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     graph, x, labels = make_data(options)
     params = init(jax.random.key(0), options)
     tx = optax.adam(1e-3)

@@ -87,6 +87,9 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--steps", type=int, default=200, help="training steps")
     parser.add_argument("--graphs", type=int, default=32, help="graphs of a batch")
     options = parser.parse_args(arguments)
+    for name, value in vars(options).items():
+        if isinstance(value, int) and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     rng = np.random.default_rng(0)
     parameters = initial(16, jax.random.key(0))
     optimizer = optax.adam(0.01)

@@ -94,6 +94,9 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     parser.add_argument("--steps", type=int, default=200, help="training steps")
     parser.add_argument("--width", type=int, default=32, help="features of an atom")
     options = parser.parse_args(arguments)
+    for name, value in vars(options).items():
+        if isinstance(value, int) and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     count = options.molecules
     positions, senders, receivers, owner = (jnp.asarray(a) for a in molecules(count, options.atoms))
     edges = segment.edge_plan(senders, receivers, positions.shape[0])

@@ -136,11 +136,15 @@ def _by_relation(edge: dict[str, Any]) -> dict[Any, dict[str, Any]]:
         return {(_ONE_TYPE, "to", _ONE_TYPE): edge}
     kind = _numpy(edge.pop("edge_type"))
     index = _numpy(edge.pop("edge_index"))
-    if kind.shape != index.shape[1:]:
-        raise ValueError(f"`edge_type` must be one integer an edge, [{index.shape[1]}], got {list(kind.shape)}")
+    if kind.shape != index.shape[1:] or (kind.size and kind.dtype.kind not in "iu"):
+        raise ValueError(
+            f"`edge_type` must be one integer an edge, [{index.shape[1]}], got {kind.dtype}{list(kind.shape)}"
+        )
+    if kind.size and kind.min() < 0:
+        raise ValueError(f"`edge_type` must be at least 0, got {kind.min()}")
     others = {key: _numpy(value) for key, value in edge.items()}
     found = {}
-    for number in range(int(kind.max(initial=-1)) + 1):
+    for number in range(_count(kind)):
         own = np.flatnonzero(kind == number)
         found[_ONE_TYPE, str(number), _ONE_TYPE] = {"edge_index": index[:, own]} | {
             k: v[own] for k, v in others.items()
@@ -170,13 +174,18 @@ def _dataset(
         dict(ends),
         features={kind: x.reshape(len(x), math.prod(x.shape[1:])) for kind, x in gathered(nodes, "features").items()},
         labels=labels,
-        num_classes={kind: int(values.max(initial=-1)) + 1 for kind, values in labels.items()},
+        num_classes={kind: _count(values) for kind, values in labels.items()},
         splits=splits,
         node_times=gathered(nodes, "node_times"),
         edge_times=gathered(edges, "edge_times"),
         edge_features=gathered(edges, "edge_features"),
         edge_weights={relation: w.reshape(-1) for relation, w in gathered(edges, "edge_weights").items()},
     )
+
+
+def _count(numbers: np.ndarray) -> int:
+    """How many numbers from 0 there are up to the greatest one."""
+    return max(int(numbers.max()) + 1, 0) if numbers.size else 0
 
 
 def _classes(kind: str, labels: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import decimal
 import os
 import sqlite3
 import warnings
@@ -21,6 +22,8 @@ Columns = dict[str, np.ndarray]
 ForeignKey = tuple[str, str, str]
 """(table, column, table that the column refers to)."""
 
+_EXACT_NUMBERS = (int, np.integer, decimal.Decimal)
+_NUMBERS = (int, float, np.floating, np.integer, np.bool_, decimal.Decimal)
 _EXACT = 2**53  # beyond, float64 does not have every integer: keys with missing values stay objects
 
 
@@ -84,7 +87,8 @@ def from_tables(
 
     Raises:
         ValueError: a table or column that does not exist; columns of different lengths; primary keys that are missing
-            or repeated; foreign keys that no row has; a label without times to split by.
+            or repeated; foreign keys that no row has; a label without times to split by, or with `valid_from` after
+            `test_from`; numbers that are infinite or complex.
         FileNotFoundError: no such SQLite file.
 
     >>> users = {"id": [10, 11], "age": [30.0, 50.0]}
@@ -127,7 +131,7 @@ def from_tables(
         if known_before is not None and table in times:
             fitted = times[table] < known_before
         parts = [
-            _features(values, fitted, max_categories, text_width)
+            _features(f"{table}.{column}", values, fitted, max_categories, text_width)
             for column, values in found.items()
             if (table, column) not in left_out
         ]
@@ -233,9 +237,11 @@ def _objects(values: list[Any]) -> np.ndarray:
         return np.array(values, bool)
     if known and all(issubclass(kind, int | np.integer) for kind in kinds) and len(known) == len(values):
         return np.array(values, np.int64)
-    wide = known and all(issubclass(kind, int | np.integer) for kind in kinds) and max(map(abs, known)) > _EXACT
-    if known and not wide and all(issubclass(kind, int | float | np.number | np.bool_) for kind in kinds):
+    wide = known and all(issubclass(kind, _EXACT_NUMBERS) for kind in kinds) and max(map(abs, known)) > _EXACT
+    if known and not wide and all(issubclass(kind, _NUMBERS) for kind in kinds):
         return np.array([np.nan if _is_missing(value) else value for value in values], np.float64)
+    if known and all(issubclass(kind, datetime.timedelta | np.timedelta64) for kind in kinds):
+        return np.array(["NaT" if _is_missing(value) else value for value in values], "timedelta64[us]")
     if known and all(issubclass(kind, datetime.date | np.datetime64) for kind in kinds):
         return np.array([np.datetime64("NaT") if _is_missing(value) else _moment(value) for value in values])
     array = np.empty(len(values), object)
@@ -246,13 +252,14 @@ def _objects(values: list[Any]) -> np.ndarray:
 def _as_numbers(values: np.ndarray) -> np.ndarray:
     """A column of objects as float64 if it has only integers, which `_objects` kept exact for keys."""
     known = [value for value in values if value is not None] if values.dtype.kind == "O" else []
-    if known and all(isinstance(value, int | np.integer) for value in known):
+    if known and all(isinstance(value, _EXACT_NUMBERS) for value in known):
         return np.array([np.nan if value is None else value for value in values], np.float64)
     return values
 
 
 def _is_missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float | np.floating | np.datetime64) and value != value)
+    floats = float | np.floating | np.datetime64 | np.timedelta64 | decimal.Decimal
+    return value is None or (isinstance(value, floats) and bool(value != value))
 
 
 def _moment(value: Any) -> np.datetime64:
@@ -313,7 +320,7 @@ def _edges(
         found = np.array([row_of[other].get(value, -1) for value in values[rows].tolist()], np.int32).reshape(-1)
         lost = found < 0
         if lost.any() and dangling == "error":
-            example = values[rows][lost][0]
+            example = values[rows][lost].tolist()[0]
             raise ValueError(
                 f"the foreign key {table}.{column} must refer to rows of {other!r}: {int(lost.sum())} values such as "
                 f"{example!r} do not; pass dangling='drop' to leave these edges out"
@@ -325,11 +332,11 @@ def _edges(
 # --------------------------------------------------------------------------------------------------- features
 
 
-def _features(values: np.ndarray, fitted: np.ndarray, max_categories: int, text_width: int) -> np.ndarray:
+def _features(column: str, values: np.ndarray, fitted: np.ndarray, max_categories: int, text_width: int) -> np.ndarray:
     """float32[rows, features] of one column."""
     values = _as_numbers(values)
     if values.dtype.kind != "O":
-        return _numbers(values, fitted)
+        return _numbers(column, values, fitted)
     known = ~_missing(values)
     texts = [str(value) if not isinstance(value, bytes) else value.hex() for value in values]
     categories = sorted({texts[row] for row in np.flatnonzero(known & fitted)})
@@ -348,11 +355,15 @@ def _features(values: np.ndarray, fitted: np.ndarray, max_categories: int, text_
     return made / np.maximum(np.linalg.norm(made, axis=1, keepdims=True), 1e-12)
 
 
-def _numbers(values: np.ndarray, fitted: np.ndarray) -> np.ndarray:
+def _numbers(column: str, values: np.ndarray, fitted: np.ndarray) -> np.ndarray:
+    if values.dtype.kind not in "biufmM":
+        raise ValueError(f"the column {column} must have numbers, times or text, got {values.dtype}")
     missing = _missing(values)
     numbers = _times(values, "").astype(np.float64) if values.dtype.kind == "M" else values.astype(np.float64)
     numbers = np.where(missing, 0.0, numbers)
-    known = numbers[fitted & ~missing & np.isfinite(numbers)]
+    if not np.isfinite(numbers).all():
+        raise ValueError(f"the column {column} must be finite, got infinity; replace it by NaN where it means missing")
+    known = numbers[fitted & ~missing]
     mean, deviation = (known.mean(), known.std()) if known.size else (0.0, 1.0)
     scaled = np.where(missing, 0.0, (numbers - mean) / (deviation if deviation > 0 else 1.0))
     parts = [scaled, missing] if missing.any() else [scaled]
@@ -401,6 +412,11 @@ def _labelled(
                 "to split rows"
             )
         valid, test, when = _time(label.valid_from), _time(label.test_from), times[label.table]
+        if not valid <= test:
+            raise ValueError(
+                f"label must have a `valid_from` no later than `test_from`, got {label.valid_from!r} and "
+                f"{label.test_from!r}; else rows would be in two splits"
+            )
         parts = {"train": when < valid, "valid": (when >= valid) & (when < test), "test": when >= test}
         splits = {split: {label.table: np.flatnonzero(known & part)} for split, part in parts.items()}
     return dataclasses.replace(

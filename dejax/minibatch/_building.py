@@ -212,10 +212,12 @@ def _blocks(size: int) -> Iterator[slice]:
 def from_csc(edge_type: EdgeType, pair: tuple[Any, Any], counts: Mapping[str, int]) -> Part:
     """The lists of one relation that are sorted already, checked."""
     checked_edge_type(edge_type, counts)
+    if len(pair) != 2:
+        raise ValueError(f"lists of {edge_type} must be (starts, senders), got {len(pair)} lists")
     starts, senders = pair
     tables = {"starts": starts, "senders": senders}
     plain = {
-        name: rows.numpy() if isinstance(rows, HostTable) else ids_of(f"{name} of {edge_type}", rows)
+        name: ids_of(f"{name} of {edge_type}", rows.numpy() if isinstance(rows, HostTable) else rows)
         for name, rows in tables.items()
     }
     source, target = counts[edge_type[0]], counts[edge_type[2]]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 EdgeType: TypeAlias = tuple[str, str, str]
@@ -101,14 +102,28 @@ def one_for_each(
         length = len(edges[edge_type][0])
         if array.shape != (length,):
             raise ValueError(f"`{name}` of {edge_type} must have shape ({length},), got {array.shape}")
-        if name == "times" and array.size and array.dtype.kind not in "iu":
-            raise TypeError(f"`times` of {edge_type} must be integers, got {array.dtype}; round them to a unit")
-        if name == "weights" and not (np.isfinite(array).all() and (array >= 0).all()):
-            raise ValueError(
-                f"`weights` of {edge_type} must be finite and at least 0, got {array.min()} to {array.max()}"
-            )
+        (_check_times if name == "times" else _check_weights)(edge_type, array)
         found[edge_type] = array
     return found
+
+
+def _check_times(edge_type: EdgeType, times: np.ndarray) -> None:
+    if not times.size:
+        return
+    if times.dtype.kind not in "iu":
+        raise TypeError(f"`times` of {edge_type} must be integers, got {times.dtype}; round them to a unit")
+    if int(times.max()) >= 2**63:
+        raise ValueError(f"`times` of {edge_type} must be below 2**63, got {times.max()}; subtract the first time")
+
+
+def _check_weights(edge_type: EdgeType, weights: np.ndarray) -> None:
+    if weights.dtype != np.bool_ and not jnp.issubdtype(weights.dtype, np.integer):
+        if not jnp.issubdtype(weights.dtype, np.floating):
+            raise TypeError(f"`weights` of {edge_type} must be real numbers, got {weights.dtype}")
+    if not (np.isfinite(weights).all() and (weights >= 0).all()):
+        raise ValueError(
+            f"`weights` of {edge_type} must be finite and at least 0, got {weights.min()} to {weights.max()}"
+        )
 
 
 def need_wide(arrays: Sequence[Any]) -> None:

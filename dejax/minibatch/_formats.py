@@ -113,17 +113,19 @@ class Encoder:
             bounds = np.iinfo(self.dtype)
             low, high = (rows.min().item(), rows.max().item()) if rows.size else (0, 0)
             if not bounds.min <= low <= high <= bounds.max:  # NaN is not in between
+                remedy = "take a wider `dtype`" if low == low else "replace NaN first"
                 raise ValueError(
                     f"{self.what}: rows of {self.dtype} hold values from {bounds.min} to {bounds.max}, got {low} "
-                    f"to {high}; take a wider `dtype`"
+                    f"to {high}; {remedy}"
                 )
-            return rows.astype(self.dtype)
+            return (rows if rows.dtype.kind in "iu" else np.rint(rows)).astype(self.dtype)
         with np.errstate(over="ignore"):
             encoded = rows.astype(self.dtype)
         if np.isinf(encoded).any() and (lost := np.isinf(encoded) & np.isfinite(rows)).any():
+            wider = "'bfloat16' or 'float32'" if self.dtype.name == "float16" else "'float32'"
             raise ValueError(
                 f"{self.what}: rows of {self.dtype} hold values up to {largest(self.dtype):g}, got "
-                f"{float(rows[lost][0]):g}; take dtype='bfloat16' or 'float32', or scale the features first"
+                f"{float(rows[lost][0]):g}; take dtype={wider}, or scale the features first"
             )
         return encoded
 

@@ -271,6 +271,8 @@ def table_builder(
 
         return TableBuilder(write, lambda: DeviceTable.from_numpy(rows, device=device, writable=writable))
     ids = np.asarray(on_device).reshape(-1)
+    if isinstance(on_device, np.bool_):
+        return table_builder(what, shape, dtype, bool(on_device), device, writable=writable)
     if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= shape[0]):
         raise ValueError(
             f"{what}: `on_device` must be True, False or ids of rows from 0 to {shape[0] - 1}, got {on_device!r}"

@@ -6,7 +6,10 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
+from dejax._promotion import broadcasting
+from dejax.host_gather._ids import checked_ids
 from dejax.minibatch._layout import Layout
 from dejax.minibatch.blocks import Block
 from dejax.minibatch.sampling import SampledBlocks, edge_ids
@@ -16,10 +19,11 @@ from dejax.rgnn import RelGraph
 __all__ = ["make_typed_blocks"]
 
 
+@broadcasting
 def make_typed_blocks(
     topology: HeteroTopology,
     sample: SampledBlocks,
-    edge_type: Array,
+    edge_type: ArrayLike,
     num_edge_types: int,
     *,
     add_self_loops: bool = False,
@@ -44,6 +48,7 @@ def make_typed_blocks(
 
     Raises:
         ValueError: a topology of several relations or types, or `edge_type` without one entry for each edge.
+        TypeError: edge types that are no integers.
 
     >>> import jax
     >>> from dejax.minibatch import HeteroTopology, sample_blocks
@@ -60,6 +65,7 @@ def make_typed_blocks(
             "use make_blocks"
         )
     count = topology.relations[0].num_edges
+    edge_type = checked_ids("make_typed_blocks", edge_type, num_edge_types, "edge_type")
     if edge_type.shape != (count,):
         raise ValueError(
             f"make_typed_blocks: `edge_type` must be int[{count}], one for each edge, got {edge_type.shape}"
@@ -79,23 +85,26 @@ def make_typed_blocks(
             senders, receivers, types = (some[slots] for some in (senders, receivers, types))
             # The first slot stands for edges that are not there.
             senders = jnp.where(jnp.arange(senders.shape[0]) < sample.edges_found[hops], senders, -1)
-        there, node_mask = senders >= 0, sample.nodes[: layout.count(hops + 1)] >= 0
-        destinations = layout.count(hops)
-        if add_self_loops:  # of destinations alone: results of other nodes are not used
-            own = jnp.arange(destinations, dtype=jnp.int32)
-            senders, receivers = jnp.concatenate([senders, own]), jnp.concatenate([receivers, own])
-            types = jnp.concatenate([types, jnp.full(destinations, num_edge_types, jnp.int32)])
-            there = jnp.concatenate([there, node_mask[:destinations]])
+        if add_self_loops:  # of destinations: other nodes have no incoming edges
+            nodes = jnp.arange(layout.count(hops), dtype=jnp.int32)
+            loops = (
+                jnp.where(sample.nodes[: nodes.shape[0]] >= 0, nodes, -1),
+                nodes,
+                jnp.full_like(nodes, num_edge_types),
+            )
+            senders, receivers, types = (
+                jnp.concatenate(both) for both in zip((senders, receivers, types), loops, strict=True)
+            )
         graph = RelGraph.build_traced(
             jnp.maximum(senders, 0),
             receivers,
             types,
             num_nodes=layout.count(hops + 1),
             num_edge_types=num_edge_types + add_self_loops,
-            edge_mask=there,
-            node_mask=node_mask,
+            edge_mask=senders >= 0,
+            node_mask=sample.nodes[: layout.count(hops + 1)] >= 0,
         )
-        graph = dataclasses.replace(graph, num_destinations=destinations)
+        graph = dataclasses.replace(graph, num_destinations=layout.count(hops))
         blocks.append(Block(graph, slots, hops, layout))
     return blocks
 

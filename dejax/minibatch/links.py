@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax._promotion import broadcasting
 from dejax.host_gather._draws import below
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.host_gather.topology import Rows
@@ -71,6 +72,7 @@ class LinkBatch:
         )
 
 
+@broadcasting
 def link_batch(
     key: Array,
     topology: HeteroTopology,
@@ -108,6 +110,10 @@ def link_batch(
         raise ValueError(f"link_batch: `negatives` must be 'uniform', 'degree' or 'in_batch', got {negatives!r}")
     if num_negatives < 0:
         raise ValueError(f"link_batch: `num_negatives` must be at least 0, got {num_negatives}")
+    if len(edges) != 2:
+        raise ValueError(
+            f"link_batch: `edges` must be (senders, receivers), got {len(edges)} rows; transpose an array of [edges, 2]"
+        )
     senders = checked_ids("link_batch", edges[0], counts[source], "senders")
     receivers = checked_ids("link_batch", edges[1], counts[target], "receivers")
     if senders.ndim != 1 or senders.shape != receivers.shape:
@@ -117,7 +123,7 @@ def link_batch(
     count = senders.shape[0]
     place = jnp.arange(count, dtype=jnp.int32)
     if negatives == "in_batch":
-        others = jax.random.randint(key, (count, num_negatives), 1, max(count, 2))
+        others = jax.random.randint(key, (count, num_negatives), 1, max(count, 2), jnp.int32)
         wrong_places, more = (place[:, None] + others) % max(count, 1), jnp.zeros(0, jnp.int32)
         wrong = receivers[wrong_places] if count else wrong_places
     else:

@@ -258,7 +258,7 @@ def seed_batches(nodes: ArrayLike, size: int, *, seed: int | None = None, epoch:
         epoch: number of the epoch.
 
     Raises:
-        ValueError: `size` under 1.
+        ValueError: `size` under 1, nodes from 2**31 on.
         TypeError: nodes that are no integers.
 
     >>> seed_batches([5, 6, 7], 2)
@@ -270,6 +270,9 @@ def seed_batches(nodes: ArrayLike, size: int, *, seed: int | None = None, epoch:
         raise ValueError(f"seed_batches: `size` must be at least 1, got {size}")
     if found.size and found.dtype.kind not in "iu":
         raise TypeError(f"seed_batches: `nodes` must be integers, got {found.dtype}")
+    if found.size and int(found.max()) >= 2**31:
+        raise ValueError(f"seed_batches: `nodes` must be below 2**31, got {found.max()}")
+    found = np.maximum(found, -1) if found.dtype.kind == "i" else found
     if seed is not None:
         found = np.random.default_rng([seed, epoch]).permutation(found)
     batches = np.full((-(-found.size // size), size), -1, np.int32)

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax._promotion import broadcasting
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.minibatch._checks import EdgeType
 from dejax.minibatch._drawing import Hop, Randomness, SampleOptions, draw_hop, draw_keys, excluded, take
@@ -123,6 +124,7 @@ class SampledBlocks:
         warnings.warn(message, stacklevel=2)
 
 
+@broadcasting
 def sample_blocks(
     key: Array,
     topology: HeteroTopology,
@@ -219,6 +221,7 @@ def sample_blocks(
     )
 
 
+@broadcasting
 def edge_ids(topology: HeteroTopology, sample: SampledBlocks) -> tuple[Array, ...]:
     """For each piece of a sample int[receivers, fan_out], the edges' positions in the lists that were given; -1: none.
 
@@ -400,8 +403,13 @@ def _checked_pairs(
     topology: HeteroTopology, exclude: Mapping[EdgeType, tuple[ArrayLike, ArrayLike]] | None
 ) -> dict[int, tuple[Array, Array]]:
     found = {}
-    for edge_type, (senders, receivers) in (exclude or {}).items():
+    for edge_type, given in (exclude or {}).items():
         number = topology.number_of(edge_type)
+        if len(given) != 2:
+            raise ValueError(
+                f"sample_blocks: `exclude` of {edge_type} must be (senders, receivers), got {len(given)} rows"
+            )
+        senders, receivers = given
         ends = []
         for name, ids, end in (("senders", senders, edge_type[0]), ("receivers", receivers, edge_type[2])):
             count = topology.num_nodes[end]

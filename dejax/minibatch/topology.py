@@ -159,6 +159,8 @@ class HeteroTopology:
             TypeError, ValueError: as `from_edges`; starts that do not ascend from 0 to the number of edges.
         """
         counts = checked_counts(num_nodes)
+        if not isinstance(lists, Mapping):
+            raise TypeError(f"`lists` must be a dict of (starts, senders) by relation, got {type(lists).__name__}")
         parts = [_building.from_csc(edge_type, pair, counts) for edge_type, pair in lists.items()]
         edge_types = [(edge_type, number, 0) for number, edge_type in enumerate(lists)]
         described = tuple(Relation(*fields) for fields in _building.described(edge_types, parts))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,6 +66,9 @@ def report(
         raise TypeError(f"report: `step` must be a function, got {type(step).__name__}")
     if calls < 0:
         raise ValueError(f"report: `calls` must be at least 0, got {calls}")
+    if isinstance(step, types.MethodType) and hasattr(step, "lower"):
+        # A jitted method: its `lower` is that of the function, which would take the first argument for the object.
+        step, args = step.__func__, (step.__self__, *args)
     names = _names(step, args, kwargs)
     _check_owners(owners or {}, names)
     jitted = step if hasattr(step, "lower") else jax.jit(step)

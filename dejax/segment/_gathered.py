@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dejax.segment._grouping import EdgePlan, Plan, checked_ids, group
+from dejax.segment._grouping import EdgePlan, Plan, as_ids, checked_ids, group, native
 from dejax.segment._plans import both_known
 from dejax.segment._primitives import Edges, gather_reduce, in_scales, reduce, rows_at, spread, wide
 from dejax.segment._reductions import shared
-from dejax.segment._request import BACKENDS, FLOATS, INTEGERS, count_of, place
+from dejax.segment._request import BACKENDS, FLOATS, INTEGERS, constant, count_of, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class _Messages:
 
 def _scales(scale: Any, edges: int, features: tuple[int, ...]) -> Array:
     """Scales as [edges, scales]: one, or one for each index of the first axes of the features."""
-    scale = jnp.asarray(scale)
+    scale = jnp.asarray(native(scale))
     shape = scale.shape
     while len(shape) > 1 and shape[-1] == 1:
         shape = shape[:-1]
@@ -83,7 +83,7 @@ def _messages(
 ) -> _Messages:
     if backend not in BACKENDS:
         raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    x = jnp.asarray(x)
+    x = jnp.asarray(native(x))
     if x.ndim == 0:
         raise ValueError(f"`x` of {name} must have an axis of rows, got a scalar")
     if plan is not None:
@@ -136,7 +136,7 @@ def _ids_of_plan(name: str, plan: EdgePlan, rows: int, count: int | None) -> tup
 
 
 def _ids(name: str, which: str, ids: Any) -> Array:
-    ids = jnp.asarray(ids)
+    ids = as_ids(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"`{which}` of {name} must be integers, got {ids.dtype}")
     if ids.ndim != 1:
@@ -164,7 +164,7 @@ def _edge_counts(m: _Messages, dtype: Any) -> Array:
     """Edges of each segment, those with a sender out of range left out."""
     known = (m.senders >= 0) & (m.senders < m.x.shape[0])
     if not m.kernels:
-        return jax.ops.segment_sum(known.astype(dtype), m.receivers, m.num_segments)[:, None]
+        return jax.ops.segment_sum(known.astype(jnp.int32), m.receivers, m.num_segments).astype(dtype)[:, None]
     g = m.edges.by_receiver
     if m.dropped:
         return reduce("sum", known.astype(dtype)[:, None], g, interpret=m.interpret)
@@ -301,7 +301,7 @@ def _extreme(kind: str, m: _Messages, empty: Any) -> Array:
             stored = lax.reduce_precision(stored, jnp.finfo(m.dtype).nexp, jnp.finfo(m.dtype).nmant)
         out = operator(stored, receivers, m.num_segments).astype(m.dtype)
     if empty is not None:
-        out = jnp.where(_edge_counts(m, jnp.float32) > 0, out, jnp.asarray(empty, out.dtype))
+        out = jnp.where(_edge_counts(m, jnp.float32) > 0, out, constant(f"gather_segment_{kind}", empty, out.dtype))
     return m.shaped(out)
 
 
@@ -349,7 +349,7 @@ def gather(x: Any, ids: Any, *, plan: Plan | None = None, backend: str = "auto")
     Returns:
         [entries, ...], of the dtype of `x`.
     """
-    x = jnp.asarray(x)
+    x = jnp.asarray(native(x))
     if isinstance(ids, Plan):
         ids, plan = ids.ids, plan or ids
     if plan is not None and plan.num_segments != x.shape[0]:

@@ -42,6 +42,28 @@ class Grouping(NamedTuple):
         return Segments(self.offsets, self.first, self.last, self.ids.shape[0])
 
 
+def native(array: Any) -> Any:
+    """A numpy array in this machine's byte order, which jax asks for; other values unchanged."""
+    if isinstance(array, np.ndarray | np.generic) and not array.dtype.isnative:
+        return np.asarray(array, array.dtype.newbyteorder("="))
+    return array
+
+
+def as_ids(ids: Any) -> Array:
+    """Ids as a jax array. Those that do not fit the widest integers of jax stay out of range.
+
+    Without jax's 64-bit mode jax drops the upper bits of numpy's, and 2^32 would become 0.
+    """
+    if isinstance(ids, jax.Array):
+        return ids
+    ids = native(np.asarray(ids))
+    if ids.size == 0 and ids.ndim == 1:  # of an empty list
+        return jnp.zeros(0, jnp.int32)
+    if ids.dtype.kind in "iu" and ids.dtype.itemsize == 8 and not jax.config.values["jax_enable_x64"]:
+        ids = np.clip(ids, -1 if ids.dtype.kind == "i" else 0, 2**31 - 1).astype(np.int32)
+    return jnp.asarray(ids)
+
+
 def checked_ids(ids: Array, num_segments: int) -> Array:
     """int32 ids. Ids below 0 become -1 and ids that are too large become `num_segments`, so their order stays."""
     if ids.dtype != jnp.int32:

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from dejax.segment._grouping import Plan
+from dejax.segment._grouping import Plan, native
 from dejax.segment._primitives import rows_at, spread, wide
 from dejax.segment._reductions import extremum, mean_of, summed
 from dejax.segment._request import Options, Request, request
@@ -35,9 +36,11 @@ def _belongs(r: Request) -> Array:
     return inside.reshape(-1, *(1,) * (r.data.ndim - 1))
 
 
-def _floats(data: Any) -> tuple[Array, Any]:
+def _floats(name: str, data: Any) -> tuple[Array, Any]:
     """Data in the dtype of the computation, and the dtype of the result."""
-    data = jnp.asarray(data)
+    data = jnp.asarray(native(data))
+    if jnp.issubdtype(data.dtype, jnp.complexfloating):
+        raise TypeError(f"`data` of {name} must be real, got {data.dtype}")
     dtype = data.dtype if jnp.issubdtype(data.dtype, jnp.floating) else jnp.result_type(float)
     return data.astype(wide(dtype)), dtype
 
@@ -82,7 +85,7 @@ def segment_softmax(
     Returns:
         [entries, ...] of the dtype of `logits`, or floats where those are integers.
     """
-    data, dtype = _floats(logits)
+    data, dtype = _floats("segment_softmax", logits)
     options = Options(indices_are_sorted, unique_indices, None, None, deterministic, backend)
     r = request("segment_softmax", data, segment_ids, num_segments, options, plan)
     r = _grouped(r, r.data)
@@ -106,7 +109,7 @@ def segment_logsumexp(
 
     Arguments as in `segment_softmax`.
     """
-    data, dtype = _floats(data)
+    data, dtype = _floats("segment_logsumexp", data)
     options = Options(indices_are_sorted, unique_indices, None, None, deterministic, backend)
     r = request("segment_logsumexp", data, segment_ids, num_segments, options, plan)
     _, totals, top = _exponentials(_grouped(r, r.data))
@@ -120,13 +123,22 @@ def partition_softmax(logits: Any, partitions: Any, sum_partitions: int | None =
     Args:
         logits: [entries, ...].
         partitions: integer[partitions], the number of entries of each.
-        sum_partitions: the number of all entries; required inside `jax.jit`.
+        sum_partitions: the number of all entries; by default that of `logits`.
 
     Returns:
         [entries, ...].
+
+    Raises:
+        ValueError: partitions that do not sum to the number of entries.
     """
-    count = len(partitions)
-    ids = jnp.repeat(jnp.arange(count), jnp.asarray(partitions), total_repeat_length=sum_partitions)
+    count, entries = len(partitions), jnp.shape(logits)[0]
+    total = entries if isinstance(partitions, jax.core.Tracer) else int(np.sum(partitions))
+    if not entries == total == (total if sum_partitions is None else sum_partitions):
+        raise ValueError(
+            f"`partitions` of partition_softmax must sum to the {entries} entries of `logits`, got "
+            f"{total if sum_partitions is None else sum_partitions}"
+        )
+    ids = jnp.repeat(jnp.arange(count), jnp.asarray(partitions), total_repeat_length=entries)
     return segment_softmax(logits, ids, count, indices_are_sorted=True)
 
 
@@ -142,7 +154,7 @@ def segment_variance(
     backend: str = "auto",
 ) -> Array:
     """The mean squared deviation of each segment's entries from their mean, 0 without any; `jraph.segment_variance`."""
-    data, dtype = _floats(data)
+    data, dtype = _floats("segment_variance", data)
     options = Options(indices_are_sorted, unique_indices, None, None, deterministic, backend)
     r = request("segment_variance", data, segment_ids, num_segments, options, plan)
     r = _grouped(r, r.data)
@@ -166,7 +178,7 @@ def segment_normalize(
     backend: str = "auto",
 ) -> Array:
     """Entries minus their segment's mean, over its standard deviation; as `jraph.segment_normalize`."""
-    data, dtype = _floats(data)
+    data, dtype = _floats("segment_normalize", data)
     options = Options(indices_are_sorted, unique_indices, None, None, deterministic, backend)
     r = request("segment_normalize", data, segment_ids, num_segments, options, plan)
     r = _grouped(r, r.data)

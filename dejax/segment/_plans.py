@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dejax.segment._grouping import EdgePlan, Plan, checked_ids, group
+from dejax.segment._grouping import EdgePlan, Plan, as_ids, checked_ids, group
 from dejax.segment._request import BACKENDS, count_of, place
 
 
@@ -82,7 +82,7 @@ def both_known(senders: Array, receivers: Array, num_senders: int, num_segments:
 
 
 def _vector(ids: Any, name: str, count: int) -> Array:
-    ids = jnp.asarray(ids)
+    ids = as_ids(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"`{name}` must be integers, got {ids.dtype}")
     if ids.ndim != 1:

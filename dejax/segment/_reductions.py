@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from dejax.segment._grouping import Grouping, Plan
 from dejax.segment._primitives import reduce, rows_at, spread, wide
-from dejax.segment._request import Options, Request, request
+from dejax.segment._request import Options, Request, constant, request
 
 
 def summed(r: Request, dtype: Any = None) -> Array:
@@ -72,7 +72,8 @@ def counts(r: Request, dtype: Any) -> Array:
         offsets = r.grouping().offsets
         found = (offsets[1:] - offsets[:-1]).astype(dtype)
     else:
-        found = jax.ops.segment_sum(jnp.ones(r.ids.shape, dtype), r.ids, r.num_segments, indices_are_sorted=r.is_sorted)
+        ones = jnp.ones(r.ids.shape, jnp.int32)  # float32 does not count beyond 2^24
+        found = jax.ops.segment_sum(ones, r.ids, r.num_segments, indices_are_sorted=r.is_sorted).astype(dtype)
     return found.reshape(-1, *(1,) * (r.data.ndim - 1))
 
 
@@ -154,11 +155,11 @@ def mean_of(r: Request) -> Array:
     return (total / jnp.maximum(counts(r, jnp.finfo(total.dtype).dtype), 1)).astype(dtype)
 
 
-def _replaced(out: Array, r: Request, empty: Any) -> Array:
+def _replaced(name: str, out: Array, r: Request, empty: Any) -> Array:
     """`empty` in place of the results of empty segments, where it is given."""
     if empty is None:
         return out
-    return jnp.where(counts(r, jnp.int32) > 0, out, jnp.asarray(empty, out.dtype))
+    return jnp.where(counts(r, jnp.int32) > 0, out, constant(name, empty, out.dtype))
 
 
 def segment_max(
@@ -197,7 +198,7 @@ def segment_max(
     """
     options = Options(indices_are_sorted, unique_indices, bucket_size, mode, deterministic, backend)
     r = request("segment_max", data, segment_ids, num_segments, options, plan, kind="max")
-    return _replaced(extremum("max", r), r, empty)
+    return _replaced("segment_max", extremum("max", r), r, empty)
 
 
 def segment_min(
@@ -217,7 +218,7 @@ def segment_min(
     """The least entry of each segment; as `jax.ops.segment_min`. Arguments as in `segment_max`."""
     options = Options(indices_are_sorted, unique_indices, bucket_size, mode, deterministic, backend)
     r = request("segment_min", data, segment_ids, num_segments, options, plan, kind="min")
-    return _replaced(extremum("min", r), r, empty)
+    return _replaced("segment_min", extremum("min", r), r, empty)
 
 
 def segment_max_or_constant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from dejax.segment import _cost
-from dejax.segment._grouping import Grouping, Plan, checked_ids, group
+from dejax.segment._grouping import Grouping, Plan, as_ids, checked_ids, group, native
 
 BACKENDS = ("auto", "pallas", "xla")
 FLOATS = tuple(jnp.dtype(t) for t in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
@@ -111,14 +112,14 @@ def request(
     """Checks a call of `name`, an operator that reduces by `kind`."""
     if isinstance(segment_ids, Plan):
         segment_ids, plan = segment_ids.ids, plan or segment_ids
-    data = jnp.asarray(data)
+    data = jnp.asarray(native(data))
     if plan is not None:
         if options.mode == "clip":
             raise ValueError(
                 f"`mode` of {name} must not be 'clip' with a plan, which drops ids; clip them before `plan`"
             )
         segment_ids, num_segments = _of_plan(name, plan, segment_ids, num_segments)
-    ids = jnp.asarray(segment_ids)
+    ids = as_ids(segment_ids)
     _check_entries(name, data, ids)
     count = count_of(name, segment_ids, num_segments)
     ids = checked_ids(ids, count)
@@ -174,15 +175,34 @@ def count_of(name: str, ids: Any, num_segments: int | None) -> int:
                 "the size of the result"
             )
         ids = np.asarray(ids)
-        return max(int(ids.max()) + 1, 0) if ids.size else 0
+        count = max(int(ids.max()) + 1, 0) if ids.size else 0
+        if count >= 2**31 - 1:
+            raise ValueError(f"`num_segments` of {name} must be given, because the greatest id is {count - 1:,}")
+        return count
     if isinstance(num_segments, jax.core.Tracer):
         raise ValueError(
             f"`num_segments` of {name} must be a number that is known while tracing, because it is the size of the "
             "result, got a traced array; mark it with static_argnums, or take the size of an array"
         )
-    count = int(num_segments)
+    try:
+        count = operator.index(num_segments)
+    except TypeError:
+        raise TypeError(f"`num_segments` of {name} must be an integer, got {num_segments!r}") from None
     if count < 0:
         raise ValueError(f"`num_segments` of {name} must be at least 0, got {count}")
     if count >= 2**31 - 1:
         raise ValueError(f"`num_segments` of {name} must be below 2^31 - 1, got {count}")
     return count
+
+
+def constant(name: str, empty: Any, dtype: Any) -> Array:
+    """The value of empty segments, in the dtype of the result."""
+    value = native(empty) if isinstance(empty, jax.Array) else native(np.asarray(empty))
+    if jnp.issubdtype(dtype, jnp.integer):
+        if value.dtype != np.bool_ and not jnp.issubdtype(value.dtype, jnp.integer):
+            if isinstance(value, jax.core.Tracer) or not (value == np.rint(value)).all():  # 0.0 is 0
+                raise TypeError(f"`empty` of {name} must be an integer for data of {dtype}, got {empty!r}")
+        bounds = jnp.iinfo(dtype)
+        if not isinstance(value, jax.core.Tracer) and not ((value >= bounds.min) & (value <= bounds.max)).all():
+            raise ValueError(f"`empty` of {name} must be from {bounds.min} to {bounds.max}, got {empty!r}")
+    return jnp.asarray(value).astype(dtype)

@@ -190,3 +190,25 @@ def test_a_graph_of_the_real_library() -> None:
     plain = pyg.Data(x=torch.eye(3), edge_index=torch.tensor([[0, 1], [1, 2]]), edge_type=torch.tensor([1, 0]))
     data = from_pyg(plain)
     assert data.num_nodes == {"node": 3} and [nodes.tolist() for nodes in data.edges["node", "1", "node"]] == [[0], [1]]
+
+
+class PlainData:
+    """As a `Data` of PyTorch Geometric, of numpy arrays."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values, self.num_nodes, self.edge_index = values, 2, values["edge_index"]
+
+    def keys(self) -> list[str]:
+        return list(self.values)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key]
+
+
+def test_narrow_labels_and_types_and_bad_types() -> None:
+    index = np.array([[0, 1], [1, 0]])
+    data = from_pyg(PlainData(edge_index=index, edge_type=np.array([0, 2], np.uint8), y=np.array([255, 1], np.uint8)))
+    assert data.num_classes == {"node": 256} and len(data.edges) == 3
+    for kinds, message in ((np.array([-1, 0]), "at least 0, got -1"), (np.array([0.5, 0]), "one integer an edge")):
+        with pytest.raises(ValueError, match=f"`edge_type` must be {message}"):
+            from_pyg(PlainData(edge_index=index, edge_type=kinds))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sqlite3
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -188,3 +189,24 @@ def test_keys_of_64_bits_stay_exact_beside_missing_ones() -> None:
 def test_a_missing_duration_is_missing() -> None:
     data = from_tables({"rides": {"length": np.array([1, 3, "NaT"], "timedelta64[s]")}})
     np.testing.assert_array_equal(data.features["rides"], [[-1, 0], [1, 0], [0, 1]])
+
+
+def test_decimals_and_durations_are_numbers() -> None:
+    day = datetime.timedelta(days=1)
+    columns = {"price": [Decimal("1.5"), None, Decimal("3.5")], "age": [day, 3 * day, None]}
+    found = from_tables({"a": columns}).features["a"]
+    np.testing.assert_array_equal(found, [[-1, 0, -1, 0], [0, 1, 1, 0], [1, 0, 0, 1]])
+    keys = {"id": [2**60, 2**60 + 1]}, {"a": [Decimal(2**60 + 1), None]}
+    edges = from_tables({"a": keys[0], "b": keys[1]}, {"a": "id"}, [("b", "a", "a")]).edges
+    np.testing.assert_array_equal(edges["b", "a", "a"], [[0], [1]])
+
+
+@pytest.mark.parametrize("values", [np.array([1j, 2]), np.array([np.inf, 1])])
+def test_numbers_that_are_no_features_are_named(values: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"the column a\.x must (be finite, got infinity|have numbers, times or text)"):
+        from_tables({"a": {"x": values}})
+
+
+def test_splits_do_not_overlap() -> None:
+    with pytest.raises(ValueError, match="`valid_from` no later than `test_from`, got 3 and 2"):
+        from_tables({"a": {"t": [1, 2, 3], "y": [0, 1, 0]}}, time_columns={"a": "t"}, label=Label("a", "y", 3, 2))

@@ -326,6 +326,7 @@ def test_seeds_without_edges_have_blocks():
     sample = sampled([2], {}, {"lonely": jnp.array([1, 3])})
     (block,) = make_blocks(sample)
     assert (block.num_sources, block.num_destinations, block.graph.num_edges) == (2, 2, 0)
+    assert block.edge_values(sample.edges).shape == (0,)
     y = library.rgcn(block.graph, jnp.ones((2, 4)), {"weight": jnp.ones((4, 4, 4)), "bias": jnp.ones(4)})
     np.testing.assert_array_equal(block.split(y)["lonely"], np.ones((2, 4)))
 
@@ -341,6 +342,12 @@ def test_rows_that_do_not_fit_are_named():
         block.join({"paper": x["paper"]})
     with pytest.raises(ValueError, match="node type must be one of"):
         block.join(x | {"book": x["paper"]})
+    with pytest.raises(ValueError, match=r"must have rows of shape \(1,\), as those of 'author', got \(2,\)"):
+        block.join(x | {"author": x["author"][:, :1]})
+    with pytest.raises(ValueError, match=r"must have at least .* rows, got shape \(\)"):
+        block.join(x | {"paper": jnp.zeros(())})
+    with pytest.raises(ValueError, match="`values` must have an entry for each of the sample's 3 pieces, got 1"):
+        block.edge_values(sample.edges[:1])
     with pytest.raises(ValueError, match="must have .* rows"):
         block.split(jnp.zeros((1, 2)))
 

@@ -291,12 +291,20 @@ def test_bad_types_of_arguments() -> None:
         ("int16", [1e6, 1.0], "rows of int16 hold values from -32768 to 32767, got 1.0 to 1000000.0; take a wider"),
         ("int32", [2**40 + 1, 1], "rows of int32 hold values from .*, got 1 to 1099511627777"),
         ("uint16", [-1, 1], "rows of uint16 hold values from 0 to 65535, got -1 to 1"),
-        ("int16", [1.0, np.nan], "rows of int16 hold values from -32768 to 32767, got nan to nan"),
+        ("int16", [1.0, np.nan], "rows of int16 hold values from -32768 to 32767, got nan to nan; replace NaN"),
+        ("bfloat16", [3.4e38, 1.0], "rows of bfloat16 hold values up to .*; take dtype='float32', or"),
     ],
 )
 def test_values_that_a_wider_format_cannot_hold(dtype, values, message):
     with pytest.raises(ValueError, match=f"type 'a': {message}"):
         FeatureStore.from_arrays({"a": np.array([values])}, dtype=dtype)
+
+
+def test_integers_of_all_widths_are_rounded():
+    values = np.array([[1.7, -1.7, 2.5, 0.2]])
+    for dtype in ("int8", "int16", "int32"):
+        rows = FeatureStore.from_arrays({"a": values}, dtype=dtype, on_device=np.True_).gather({"a": [0]})["a"]
+        np.testing.assert_array_equal(rows, np.rint(values))
 
 
 def test_infinities_stay_in_float16():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dejax import rgnn
-from dejax.minibatch import Capacities, HeteroTopology, make_typed_blocks, sample_blocks
+from dejax.minibatch import Capacities, HeteroTopology, edge_ids, make_typed_blocks, sample_blocks
 
 EDGE = ("node", "edge", "node")
 NODES, KINDS = 12, 5
@@ -37,7 +37,10 @@ def test_two_layers_with_all_edges_equal_the_full_graph(loops, edges):
         ids = sample.node_ids["node"]
         h = jnp.where((ids >= 0)[:, None], x[jnp.maximum(ids, 0)], 0)
         for block in make_typed_blocks(topology, sample, kinds, KINDS, add_self_loops=loops):
-            h = typed_sum(block.graph, h[: block.num_sources], w)[: block.num_destinations]
+            own = block.bipartite if loops == (edges is None) else block.graph
+            h = typed_sum(own, h[: block.num_sources], w)
+            assert h.shape[0] == (block.num_destinations if own.only_destinations else block.num_sources)
+            h = h[: block.num_destinations]
         return h[sample.seed_positions["node"]], sample.seed_positions["node"], sample.lost_edges
 
     found, places, lost = on_blocks(jnp.float32(x), jnp.float32(w), topology, jnp.asarray(kinds))
@@ -77,9 +80,26 @@ def test_mistakes_are_named():
     sample = sample_blocks(jax.random.key(0), topology, ("node", jnp.array([0])), [2])
     with pytest.raises(ValueError, match=r"`edge_type` must be int\[40\], one for each edge, got \(3,\)"):
         make_typed_blocks(topology, sample, jnp.asarray(kinds[:3]), KINDS)
+    with pytest.raises(TypeError, match="`edge_type` must be integers, got float64"):
+        make_typed_blocks(topology, sample, kinds + 0.5, KINDS)
     other = HeteroTopology.from_edges({EDGE: ([], []), ("node", "b", "node"): ([], [])}, {"node": NODES})
     with pytest.raises(ValueError, match="must have one relation within one node type"):
         make_typed_blocks(other, sample, jnp.asarray(kinds), KINDS)
+
+
+def test_values_of_edges_and_self_loops():
+    senders, receivers, kinds = graph()
+    topology = HeteroTopology.from_edges({EDGE: (senders, receivers)}, {"node": NODES})
+    sample = sample_blocks(jax.random.key(0), topology, ("node", jnp.arange(NODES)), [-1])
+    (block,) = make_typed_blocks(topology, sample, kinds, KINDS, add_self_loops=True)  # numpy's kinds are as good
+    values = block.edge_values([jnp.where(own >= 0, kinds[own] + 1.0, 0) for own in edge_ids(topology, sample)])
+
+    @rgnn.program
+    def total(g, values):
+        return g.sum_to_dst(g.edge(values))
+
+    want = np.bincount(receivers, kinds + 1.0, minlength=NODES)  # self loops add nothing
+    np.testing.assert_array_equal(total(block.bipartite, values)[:NODES], want)
 
 
 def test_a_graph_without_edges():

@@ -220,6 +220,9 @@ def test_seed_batches_and_keys():
         seed_batches([1], 0)
     with pytest.raises(TypeError, match="`nodes` must be integers"):
         seed_batches([0.5], 1)
+    np.testing.assert_array_equal(seed_batches(np.array([-(2**40), 3]), 2), [[-1, 3]])
+    with pytest.raises(ValueError, match=r"`nodes` must be below 2\*\*31, got 4294967297"):
+        seed_batches(np.array([2**32 + 1, 3]), 2)
     key = jax.random.key(5)
     np.testing.assert_array_equal(
         jax.random.key_data(step_keys(key, 3, 2)), jax.random.key_data(step_keys(jax.random.key_data(key), 0, 5)[3:])

@@ -160,12 +160,35 @@ def test_bad_edges_are_named(edges, counts, message):
         ({"weights": {WRITES: [1.0, 2.0]}}, r"must have shape \(1,\), got \(2,\)"),
         ({"weights": {WRITES: [-1.0]}}, "finite and at least 0, got "),
         ({"weights": {WRITES: [np.nan]}}, "finite and at least 0, got "),
+        ({"weights": {WRITES: [1j]}}, "`weights` of .* must be real numbers, got complex128"),
+        ({"weights": {WRITES: ["a"]}}, "`weights` of .* must be real numbers, got <U1"),
         ({"times": {WRITES: [0.5]}}, "must be integers"),
+        ({"times": {WRITES: np.array([2**64 - 1], np.uint64)}}, r"must be below 2\*\*63, got 18446744073709551615"),
     ],
 )
 def test_bad_values_are_named(values, message):
     with pytest.raises((TypeError, ValueError), match=message):
         HeteroTopology.from_edges({WRITES: ([0], [0])}, COUNTS, **values)
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ([], "`lists` must be a dict"),
+        ({WRITES: ([0] * 12, [], [])}, r"must be \(starts, senders\), got 3 lists"),
+        ({WRITES: ([0, 1], [0])}, r"`starts` of .* must have shape \(12,\), got \(2,\)"),
+        ({WRITES: (np.zeros(12, np.float32), [])}, "starts of .* must be integers, got float32"),
+        ({WRITES: (np.zeros(12, np.int32), [[0]])}, r"senders of .* must have one axis, got shape \(1, 1\)"),
+    ],
+)
+def test_bad_sorted_lists_are_named(lists, message):
+    tables = {  # tables are checked as arrays are
+        edge_type: tuple(HostTable.from_numpy(np.asarray(some)) if np.size(some) else some for some in pair)
+        for edge_type, pair in (lists or {}).items()
+    }
+    for given in [lists, tables] if lists else [lists]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            HeteroTopology.from_csc(given, COUNTS)
 
 
 def test_a_folder_with_a_missing_or_short_file_is_refused(tmp_path):

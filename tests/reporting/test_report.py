@@ -433,3 +433,16 @@ def test_units() -> None:
         _units.size(3 << 30) == "3 GiB" and _units.milliseconds(None) == "" and _units.milliseconds(12.34) == "12.3 ms"
     )
     assert _picture._round_up(1000) == 1024 and _picture._round_up(3 << 20) == 4 << 20
+
+
+class Squares:
+    """A step that is a method; the object is static."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(self, x):
+        return x * x
+
+
+def test_a_jitted_method_gets_its_object():
+    found = dejax.report(Squares().step, jnp.ones(16), calls=1)
+    assert found.seconds is not None

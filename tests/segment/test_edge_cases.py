@@ -89,3 +89,50 @@ def test_more_ties_than_sixteen_bits_count(dtype, backend):
     x = jnp.ones(1, dtype)
     gathered = jax.grad(lambda s: segment.gather_segment_max(x, ids, ids, 1, s, backend=backend).sum())
     np.testing.assert_array_equal(gathered(jnp.ones(count, dtype)), jnp.full(count, 1 / count, dtype))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wide_ids_of_numpy_stay_out_of_range(backend):
+    """jax without 64 bits drops their upper bits: 2^32 would become 0."""
+    for ids in (np.array([2**32, 1, -(2**40)]), np.array([2**64 - 1, 1, 2**32], np.uint64)):
+        want = [0, 1, 0]
+        one = jnp.ones(3)
+        np.testing.assert_array_equal(segment.segment_sum(one, ids, 3, backend=backend), want)
+        np.testing.assert_array_equal(segment.segment_sum(one, segment.plan(ids, 3, backend=backend)), want)
+        np.testing.assert_array_equal(segment.gather(one, ids, backend=backend), want)
+        np.testing.assert_array_equal(segment.gather_segment_sum(one, ids, ids, 3, backend=backend), want)
+        np.testing.assert_array_equal(segment.segment_sum(one, ids, 3, mode="clip", backend=backend).sum(), 3)
+
+
+def test_arrays_in_the_other_byte_order():
+    data, ids = np.array([1.0, 2.0], ">f4"), np.array([1, 0], ">i8")
+    np.testing.assert_array_equal(segment.segment_sum(data, ids, 2), [2, 1])
+    np.testing.assert_array_equal(segment.gather_segment_sum(data, ids, ids, 2, scale=data), [2, 2])
+    np.testing.assert_allclose(segment.segment_softmax(data, ids, 2), [1, 1])
+
+
+def test_empty_lists_are_ids():
+    np.testing.assert_array_equal(segment.segment_sum([], [], 2), [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x, i: segment.segment_sum(x, i, 2.7), TypeError, "`num_segments` of segment_sum must be an integer"),
+        (lambda x, i: segment.segment_sum(x, i + 2**40), ValueError, "must be given, because the greatest id is"),
+        (lambda x, i: segment.segment_softmax(x * 1j, i, 1), TypeError, "`data` of segment_softmax must be real"),
+        (lambda x, i: segment.segment_variance(x * 1j, i, 1), TypeError, "`data` of segment_variance must be real"),
+        (lambda x, i: segment.segment_max(x.astype("u1"), i, 2, empty=-1), ValueError, "must be from 0 to 255, got -1"),
+        (lambda x, i: segment.segment_min(x.astype(int), i, 2, empty=1.5), TypeError, "must be an integer for data of"),
+        (lambda x, i: segment.partition_softmax(x, [1]), ValueError, "must sum to the 2 entries of `logits`, got 1"),
+        (lambda x, i: segment.partition_softmax(x, [1, 1], 3), ValueError, "must sum to the 2 entries"),
+    ],
+)
+def test_mistakes_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call(np.ones(2), np.array([0, 0]))
+
+
+def test_partitions_inside_jit_need_no_sum():
+    got = jax.jit(segment.partition_softmax)(jnp.ones(3), jnp.array([2, 0, 1]))
+    np.testing.assert_allclose(got, [0.5, 0.5, 1])

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from dejax import _compat
+from dejax._promotion import broadcasting
 from dejax.pallas import label
 from dejax.pallas.formats.column_powers import column_powers, of_array
 from dejax.pallas.formats.encode import to_row_scaled
@@ -179,6 +180,7 @@ def differentiable_positions(task: Task) -> tuple[int, ...]:
     return tuple(op.attr("position") for op in ops if is_float(op.dtype))
 
 
+@broadcasting
 def run_kernels(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs = ()) -> tuple[Arrays, Kept]:
     """Executes the instances in order. XLA evaluates an instance whose kernel cannot be made, with a warning.
 
@@ -333,6 +335,7 @@ def _positions_of_array(array: jax.Array, count: int) -> tuple[int, ...]:
     return tuple(p for p in range(count) if array.shape[1 + p // _BITS] >> (p % _BITS) & 1)
 
 
+@broadcasting
 def encode_shared(task: Task, graph: RelGraph, values: Arrays, row_scaled: RowScaledInputs) -> RowScaledInputs:
     """`row_scaled` with row-scaled float16 copies of the inputs that both forward and backward read so.
 

@@ -90,6 +90,9 @@ def as_ids(value: Any, name: str) -> np.ndarray:
     return array
 
 
+_INT32_MAX = 2**31 - 1  # no id of a graph: see MAX_ENTRIES
+
+
 def as_traced_ids(value: Any, name: str) -> jax.Array:
     """`value` as an int32 jax array of rank 1; only its shape and dtype can be checked."""
     if isinstance(value, list | tuple) and len(value):
@@ -97,7 +100,11 @@ def as_traced_ids(value: Any, name: str) -> jax.Array:
     elif not isinstance(value, jax.Array):  # which tracers are too
         value = as_ids(value, name)
     _check_form(value, name)
-    return jnp.asarray(value).astype(jnp.int32)
+    bounds = jnp.iinfo(value.dtype)
+    if bounds.max > _INT32_MAX:  # a cast alone would drop upper bits, and 2^32 would become 0
+        clip = jnp.clip if isinstance(value, jax.Array) else np.clip
+        value = clip(value, max(bounds.min, -1), _INT32_MAX)
+    return jnp.asarray(value.astype(np.int32))
 
 
 def as_mask(value: Any, name: str, size: int, *, traced: bool = False) -> Any:

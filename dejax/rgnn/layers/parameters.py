@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -97,10 +98,22 @@ def cast(tree: Any, dtype: DTypeLike | None) -> Any:
     def inexact(x: Any) -> bool:
         return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(f"`dtype` must be a dtype of floats, got {jnp.dtype(dtype)}: weights would be cut to integers")
     leaves = [x for x in jax.tree.leaves(tree) if inexact(x)]
     if dtype is None and leaves:
         dtype = jnp.result_type(*leaves)
     return jax.tree.map(lambda x: jnp.asarray(x, dtype) if inexact(x) else x, tree)
+
+
+def check_size(owner: str, name: str, size: Any) -> None:
+    """Raises unless `size` is an integer of at least 1."""
+    try:
+        number = operator.index(size)
+    except TypeError:
+        raise TypeError(f"{owner}: {name} must be an integer, got {size!r}") from None
+    if number < 1:
+        raise ValueError(f"{owner}: {name} must be at least 1, got {size}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from dejax.rgnn.layers.parameters import (
     ParamSpecs,
     attention_vector,
     cast,
+    check_size,
 )
 from dejax.rgnn.options import Options
 
@@ -34,8 +35,8 @@ Normalization: TypeAlias = Literal["mean", "sum", "none"]
 
 def _positive(owner: str, **sizes: int | None) -> None:
     for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise ValueError(f"{owner}: {name} must be at least 1, got {size}")
+        if size is not None:
+            check_size(owner, name, size)
 
 
 def _rate(owner: str, **rates: float) -> None:

@@ -76,8 +76,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if options.report < 1:
-        parser.error(f"--report must be at least 1, got {options.report}")
+    for name in ("batch", "sequence", "accumulate", "report", "checkpoint"):
+        if (value := getattr(options, name)) < 1:
+            parser.error(f"--{name} must be at least 1, got {value}")
+    if options.steps < 0:
+        parser.error(f"--steps must be at least 0, got {options.steps}")
     if options.checkpoint % options.report:
         parser.error(f"--checkpoint {options.checkpoint} must be a multiple of --report {options.report}")
     stores = options.offload in ("inputs", "all") or options.compare is not None

@@ -326,3 +326,15 @@ def test_sizes_must_be_static() -> None:
         TypeError, match=r"num_nodes must be a Python int known before jit, got a traced value; .*num_valid"
     ):
         jax.jit(lambda n: RelGraph.build_traced([0], [0], [0], num_nodes=n, num_edge_types=1))(3)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, ">i8"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_wide_ids_stay_out_of_range(dtype: Any, wide: bool) -> None:
+    """A cast to int32 drops their upper bits: 2^32 would be node 0."""
+    with jax.enable_x64(wide):
+        ids = np.array([2**32, 1]).astype(dtype), np.array([0, 2**40 + 1]).astype(dtype), np.array([0, 0])
+        for arrays in (ids, [jnp.asarray(some.astype(some.dtype.newbyteorder("="))) for some in ids if wide]):
+            if arrays:
+                graph = RelGraph.build_traced(*arrays, num_nodes=3, num_edge_types=1)
+                assert graph.edge_mask is not None and not graph.edge_mask.any()

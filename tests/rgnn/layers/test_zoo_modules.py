@@ -114,6 +114,7 @@ def test_attention_dropout_follows_train_and_eval() -> None:
     ("make", "message"),
     [
         (lambda rngs: nnx_layers.GCNConv(0, 3, rngs=rngs), "in_features must be at least 1, got 0"),
+        (lambda rngs: nnx_layers.GCNConv(2, 3.0, rngs=rngs), "out_features must be an integer, got 3.0"),
         (lambda rngs: nnx_layers.GCNConv((2, 3), 3, rngs=rngs), "in_features must be one width"),
         (lambda rngs: nnx_layers.PNAConv(4, 5, 1.0, num_towers=2, rngs=rngs), "num_towers must divide"),
         (lambda rngs: nnx_layers.GATConv(4, 5, attention_dropout=1.0, rngs=rngs), "attention_dropout is the share"),
@@ -124,8 +125,18 @@ def test_attention_dropout_follows_train_and_eval() -> None:
     ],
 )
 def test_sizes_that_do_not_fit(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make(nnx.Rngs(0))
+
+
+def test_a_slope_is_no_size() -> None:
+    found = [nnx_layers.GATConv(4, 3, negative_slope=slope, rngs=nnx.Rngs(0)) for slope in (0, 0.0)]
+    np.testing.assert_array_equal(*(layer(GRAPH, features(GRAPH, 4)) for layer in found))
+
+
+def test_weights_are_not_cut_to_integers() -> None:
+    with pytest.raises(TypeError, match="`dtype` must be a dtype of floats, got int32"):
+        nnx_layers.GCNConv(4, 3, dtype=jnp.int32, rngs=nnx.Rngs(0))(GRAPH, features(GRAPH, 4))
 
 
 def test_arguments_that_do_not_fit() -> None:

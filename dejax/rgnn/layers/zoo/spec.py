@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from dejax.rgnn.compiler.program import Program
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.layers.dropout import inverted
-from dejax.rgnn.layers.parameters import GLOROT, PER_MATRIX, ParamSpec, ParamSpecs, cast
+from dejax.rgnn.layers.parameters import GLOROT, PER_MATRIX, ParamSpec, ParamSpecs, cast, check_size
 from dejax.rgnn.layers.zoo.bipartite import spread
 from dejax.rgnn.options import Options
 
@@ -71,8 +71,7 @@ class ZooSpec:
 
     def __post_init__(self) -> None:
         for name, value in _sizes(self):
-            if value < 1:
-                raise ValueError(f"{self.name}: {name} must be at least 1, got {value}")
+            check_size(self.name, name, value)
         rate = self.attention_rate
         if not 0.0 <= rate < 1.0:
             raise ValueError(f"{self.name}: attention_dropout is the share dropped and must be in [0, 1), got {rate}")
@@ -164,12 +163,12 @@ class ZooSpec:
         return {self.edge_argument: edge_features}
 
 
-def _sizes(spec: ZooSpec) -> Iterator[tuple[str, int]]:
+def _sizes(spec: ZooSpec) -> Iterator[tuple[str, Any]]:
+    """The widths and counts: what is declared as an integer. Other fields may be 0, such as a slope."""
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
-        for size in value if field.name == "in_features" and isinstance(value, tuple) else (value,):
-            if isinstance(size, int) and not isinstance(size, bool):
-                yield field.name, size
+        if value is not None and str(field.type).startswith("int"):
+            yield from ((field.name, size) for size in (value if isinstance(value, tuple) else (value,)))
 
 
 def _described(x: Any) -> str:
