@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax import Array
 
+from dejax.pallas.products.schedule import rows_per_split
 from dejax.rgnn.graphs.pieces_traced import Rows, long_segment_arrays, tile_arrays
+from dejax.rgnn.graphs.sorting_traced import take
 from dejax.rgnn.graphs.tables import (
     LONG_SEGMENT_CHUNK,
     TILE_BLOCKS,
@@ -20,6 +22,7 @@ from dejax.rgnn.graphs.tables import (
     LoopOrder,
     SplitTable,
     TileTable,
+    bounded_splits,
     chunk_of,
     long_segment_table,
     loop_order,
@@ -28,6 +31,7 @@ from dejax.rgnn.graphs.tables import (
 )
 
 _STATIC: dict[str, Any] = {"static": True}
+Key = TypeVar("Key", bound=Hashable)
 # The maximum number of positions of a split in `near_splits`. There must be several times as many splits as programs
 # that run at once: RGCN's weight gradient on 12.7 M pairs took 1.29 ms by type, 1.10 ms with 2,048, 1.18 ms with 1,024.
 _NEAR_SPLIT = 2048
@@ -47,7 +51,7 @@ class Segments:
         offsets: int32[rows + 1]; `offsets[rows]` is the number of valid entries.
         long_segments: the long segments; None where the sizes alone exclude any.
         tiles: where the rows are types, one table for each of `TILE_BLOCKS`; otherwise empty.
-        splits: where the rows are types, how sums over the entries of a type are split; None inside jit.
+        splits: where the rows are types, how sums over the entries of a type are split; otherwise None.
         loop: the order in which kernels take the rows; None unless `RelGraph.with_loop_tables` was called.
         near_tiles: for grouped GEMMs that gather rows of nodes, the tiles ordered by the node that their first position
             reads; empty unless `RelGraph.with_loop_tables` was called.
@@ -149,8 +153,8 @@ def make_segments(index: Any, order: Any, offsets: Any, *, long_segment_chunk: i
 
 
 def bounded_segments(
-    groupings: Mapping[str, tuple[Array, Array | None, Array]], *, long_segment_chunk: int, typed: Collection[str] = ()
-) -> dict[str, Segments]:
+    groupings: Mapping[Key, tuple[Array, Array | None, Array]], *, long_segment_chunk: int, typed: Collection[Key] = ()
+) -> dict[Key, Segments]:
     """As `make_segments`, inside jit: tables have static bounds, and those of all groupings are made together.
 
     Args:
@@ -160,17 +164,14 @@ def bounded_segments(
     """
 
     def row_at(index: Array, order: Array | None, positions: Array) -> Array:
-        return index[positions if order is None else order[positions]]
+        return take(index, positions if order is None else take(order, positions))
 
-    rows, tiles = {}, {}
+    rows = {}
     for name, (index, order, offsets) in groupings.items():
         chunk = chunk_of(long_segment_chunk, index.shape[0], name in typed)
         rows[name] = Rows(offsets, index.shape[0], chunk, partial(row_at, index, order))
     long_segments = dict(zip(rows, long_segment_arrays(list(rows.values())), strict=True))
-    if typed:
-        arrays = tile_arrays([(rows[name].offsets, rows[name].num_entries) for name in typed], TILE_BLOCKS)
-        for name, tables in zip(typed, arrays, strict=True):
-            tiles[name] = tuple(TileTable(*t, block) for t, block in zip(tables, TILE_BLOCKS, strict=True))
+    tiles, splits = _bounded_tiles({name: rows[name] for name in typed})
     return {
         name: Segments(
             index=index,
@@ -180,6 +181,22 @@ def bounded_segments(
             tiles=tiles.get(name, ()),
             num_rows=rows[name].num_rows,
             num_entries=rows[name].num_entries,
+            splits=splits.get(name),
         )
         for name, (index, order, offsets) in groupings.items()
     }
+
+
+def _bounded_tiles(typed: Mapping[Key, Rows]) -> tuple[dict[Key, tuple[TileTable, ...]], dict[Key, SplitTable]]:
+    """The tiles and the splits, which are tiles of another size, of groupings whose rows are types."""
+    if not typed:
+        return {}, {}
+    sizes = {name: rows_per_split(rows.num_entries, rows.num_rows) for name, rows in typed.items()}
+    arrays = tile_arrays(
+        [(rows.offsets, rows.num_entries) for rows in typed.values()], [(*TILE_BLOCKS, size) for size in sizes.values()]
+    )
+    tiles, splits = {}, {}
+    for (name, rows), (*some, of_splits) in zip(typed.items(), arrays, strict=True):
+        tiles[name] = tuple(TileTable(t.row_type, t.start, block) for t, block in zip(some, TILE_BLOCKS, strict=True))
+        splits[name] = bounded_splits(rows.offsets, rows.num_entries, of_splits, sizes[name])
+    return tiles, splits
