@@ -144,9 +144,7 @@ def _joined(parts: list[Array]) -> Array:
 
 
 @partial(jax.jit, static_argnums=1, inline=True)
-def _graphs(
-    given: list[tuple[list[Array], Array]], specs: tuple[SlotSpec, ...]
-) -> list[tuple[RelGraph, Array | None]]:
+def _graphs(given: list[tuple[list[Array], Array]], specs: tuple[SlotSpec, ...]) -> list[tuple[RelGraph, Array | None]]:
     """A graph for each spec from its senders and its mask of nodes; and the slots of its edges, where it is bounded."""
     filled = [n for n, spec in enumerate(specs) if spec.num_slots]
     made = dict(zip(filled, graphs_of_slots([(*given[n], specs[n]) for n in filled]), strict=True)) if filled else {}

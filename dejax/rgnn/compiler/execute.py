@@ -225,7 +225,9 @@ def run_kernels(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScal
             env.update((w, whole[w]) for w in instance.writes)
             if pallas is not None:
                 if not isinstance(instance, Fallback):  # padding rows that it has read may hold anything
-                    env.update((w, where_rows(valid_rows(graph, program.ops[w].space), env[w])) for w in instance.writes)
+                    env.update(
+                        (w, where_rows(valid_rows(graph, program.ops[w].space), env[w])) for w in instance.writes
+                    )
                 pallas.reshaped(instance.writes)
         keep = set(program.outputs).union(*remaining[number + 1 :])
         env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}

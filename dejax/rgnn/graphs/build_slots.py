@@ -61,9 +61,9 @@ def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -
 def graphs_of_slots(many: Sequence[tuple[Sequence[Array], Array, SlotSpec]]) -> list[tuple[RelGraph, Array]]:
     """Several graphs as `graph_of_slots` makes them, with the same `long_segment_chunk`.
 
-    Their small tables, of tiles and of long segments, are made together: these are a dozen kernels each, whose time does
-    not depend on how many tables there are. Only the segments by sender of the last graph are cut apart from the others.
-    The first layer reads it, and most programs need no gradient of their input there, so that XLA drops them.
+    Their small tables, of tiles and of long segments, are made together. These take a dozen kernels, whose time hardly
+    depends on how many tables there are. The long segments by sender of the last graph are cut apart from the others:
+    the first layer reads that graph, and mostly needs no gradient of its input, so that XLA drops them.
     """
     edges = [_receiver_side(senders, spec) for senders, _, spec in many]
     sources = [_source_side(own, spec) for own, (_, _, spec) in zip(edges, many, strict=True)]

@@ -73,7 +73,8 @@ def long_segment_arrays(groupings: Sequence[Rows]) -> list[LongSegmentArrays | N
     ]
     starts = [take(r.offsets, row) for r, row in zip(groupings, candidates, strict=True)]
     ends = [
-        take(r.offsets, jax.lax.min(row + 1, np.int32(r.num_rows))) for r, row in zip(groupings, candidates, strict=True)
+        take(r.offsets, jax.lax.min(row + 1, np.int32(r.num_rows)))
+        for r, row in zip(groupings, candidates, strict=True)
     ]
     placed = jax.vmap(
         partial(
