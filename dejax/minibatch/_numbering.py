@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from dejax.host_gather._ids import in_range
-from dejax.rgnn.graphs.sorting_traced import begins_run, count_before, first_at_least, put, put_where, sort_pairs, take
+from dejax.rgnn.graphs.sorting_traced import begins_run, put, put_where, sort_pairs, take
 from dejax.rgnn.graphs.static_tables import on_device
 
 _PAIRWISE = 1 << 12
@@ -95,12 +95,12 @@ def number_found(known: Nodes, found: Nodes, places: Places) -> tuple[Nodes, Arr
     # The sorts are stable: a known node comes before its copies in `found`.
     first = begins_run(node, kind) if tree is None else begins_run(node, kind, tree)
     new = first & valid & (at >= old)
+    of_type = new[None] & (kind[None] == jnp.arange(types, dtype=jnp.int32)[:, None])
+    new_of = jnp.sum(of_type, axis=1, dtype=jnp.int32)
     # One cumulative sum, which is several kernels, for both: equal nodes, and new ones.
-    before = count_before(jnp.stack([first, new]))
-    run, rank = before[0, 1:] - 1, before[1, :-1]
-    before_type = take(before[1], first_at_least(kind, jnp.arange(types + 1, dtype=jnp.int32)))
+    run, rank = jnp.cumsum(jnp.stack([first, new]), axis=1, dtype=jnp.int32) - 1
     first_number, sizes = (np.array(some, np.int32) for some in (places.first, places.sizes))
-    shift = first_number - before_type[:-1]
+    shift = first_number - jnp.cumsum(new_of) + new_of
     own = jnp.minimum(kind, types - 1)
     number = jnp.where(new, rank + take(shift, own), at)
     number = take(put_where(jnp.zeros_like(position), first, run, number), run)  # that of the first of equal nodes
@@ -117,7 +117,7 @@ def number_found(known: Nodes, found: Nodes, places: Places) -> tuple[Nodes, Arr
         grown(known.nodes, node), all_types, None if known.trees is None or tree is None else grown(known.trees, tree)
     )
     local = put(jnp.zeros_like(position), at, jnp.where(fits, number, -1), unique=True)
-    return after, local[old:], before_type[1:] - before_type[:-1]
+    return after, local[old:], new_of
 
 
 def _ordered(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax.rgnn.graphs.packed import packed_tiles
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments, bounded_segments, make_segments
 from dejax.rgnn.graphs.slots import Places, SlotSpec, first_groups_of, first_of_nodes_of, places_of
@@ -76,18 +77,20 @@ def graphs_of_slots(many: Sequence[tuple[Sequence[Array], Array, SlotSpec]]) -> 
         own_typed = {**own.typed, "source_pair_by_type": source.pop("source_pair_by_type")}
         typed |= {(n, name): grouping for name, grouping in own_typed.items()}
     chunk = many[0][2].long_segment_chunk
-    made = bounded_segments({**groupings, **typed}, long_segment_chunk=chunk, typed=tuple(typed))
+    made = bounded_segments({**groupings, **typed}, long_segment_chunk=chunk, typed=tuple(typed), tiled=False)
+    packed = packed_tiles({name: made[name] for name in typed}, len(many))
     last = len(many) - 1, "by_sender"
     for some in ({name: by_sender[name] for name in by_sender if name != last}, {last: by_sender[last]}):
         made |= bounded_segments(some, long_segment_chunk=chunk)
     found = []
     for n, (_, node_mask, spec) in enumerate(many):
-        tables = {**edges[n].tables, **sources[n], **{name: table for (at, name), table in made.items() if at == n}}
+        tables: dict[str, Any] = {**edges[n].tables, **sources[n], "packed": packed[n]}
+        tables |= {name: table for (at, name), table in made.items() if at == n}
         found.append((_graph(edges[n], tables, node_mask, spec), edges[n].slots))
     return found
 
 
-def _graph(edges: _Edges, tables: dict[str, Segments], node_mask: Array, spec: SlotSpec) -> RelGraph:
+def _graph(edges: _Edges, tables: dict[str, Any], node_mask: Array, spec: SlotSpec) -> RelGraph:
     """The graph of these groupings, with those that follow from the sizes alone."""
     names = spec.node_type_names
     by_type = np.array(spec.source_types, np.int32)

@@ -148,45 +148,48 @@ def _long_segment_arrays(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The types of a grouping in tiles, as in `TileTable`.
+    """The types of several groupings in tiles, as in `TileTable`, for several sizes of a tile.
 
     Attributes:
-        row_type: int32[tiles], the type of each tile; 0 where unused.
-        start: int32[tiles], its first position; where unused, the number of valid entries.
-        first: int32[types + 1], the first tile of each type.
+        row_type: int32[groupings, sizes, tiles], the type of each tile; 0 where unused.
+        start: int32[groupings, sizes, tiles], its first position; where unused, the number of valid entries.
+        end: int32[groupings, sizes, tiles], the position after its last one; that of `start` where unused.
+        first: int32[groupings, sizes, types + 1], the first tile of each type.
+        counts: for each grouping and size the number of tiles, unused ones included (static); `row_type`, `start` and
+            `end` may be longer.
+        num_types: for each grouping (static); `first` may be longer.
     """
 
     row_type: Array
     start: Array
+    end: Array
     first: Array
+    counts: list[list[int]]
+    num_types: list[int]
 
 
-def tile_arrays(groupings: Sequence[tuple[Array, int]], blocks: Sequence[Sequence[int]]) -> list[list[Tiles]]:
+def tile_arrays(groupings: Sequence[tuple[Array, int]], blocks: Sequence[Sequence[int]], multiple: int = 1) -> Tiles:
     """The tiles of each grouping in each of its sizes, all made together.
 
     Args:
         groupings: offsets (int32[types + 1]) and number of entries, padding included.
         blocks: positions per tile, as many sizes for each grouping.
+        multiple: the last axes of all arrays are multiples of it.
     """
-    most_types = max(offsets.shape[0] for offsets, _ in groupings)
+    num_types = [offsets.shape[0] - 1 for offsets, _ in groupings]
+    most_types = -(-(max(num_types) + 1) // multiple) * multiple
     # Offsets are padded to one length: types that a grouping lacks begin at its end.
     stacked = jnp.stack([jnp.pad(offsets, (0, most_types - offsets.shape[0]), mode="edge") for offsets, _ in groupings])
-    sizes = [
-        [entries // block + offsets.shape[0] - 1 for block in own]
-        for (offsets, entries), own in zip(groupings, blocks, strict=True)
+    counts = [
+        [entries // block + types for block in own]
+        for (_, entries), types, own in zip(groupings, num_types, blocks, strict=True)
     ]
-    of_block = jax.vmap(partial(_tiles_of, size=max(max(some) for some in sizes)), (None, 0))
-    row_type, start, first = jax.vmap(of_block)(stacked, jnp.array(blocks, jnp.int32))
-    return [
-        [
-            Tiles(row_type[i, b, :size], start[i, b, :size], first[i, b, : groupings[i][0].shape[0]])
-            for b, size in enumerate(some)
-        ]
-        for i, some in enumerate(sizes)
-    ]
+    size = -(-max(max(some) for some in counts) // multiple) * multiple
+    of_block = jax.vmap(partial(_tiles_of, size=size), (None, 0))
+    return Tiles(*jax.vmap(of_block)(stacked, jnp.array(blocks, jnp.int32)), counts, num_types)
 
 
-def _tiles_of(offsets: Array, block: Array, *, size: int) -> tuple[Array, Array, Array]:
+def _tiles_of(offsets: Array, block: Array, *, size: int) -> tuple[Array, Array, Array, Array]:
     counts = offsets[1:] - offsets[:-1]
     first_tile = count_before((counts + block - 1) // block)
     tile = jnp.arange(size, dtype=jnp.int32)
@@ -194,4 +197,5 @@ def _tiles_of(offsets: Array, block: Array, *, size: int) -> tuple[Array, Array,
     used = tile < first_tile[-1]
     row = jnp.where(used, row, 0)
     start = jnp.where(used, take(offsets, row) + (tile - take(first_tile, row)) * block, offsets[-1])
-    return row, start, first_tile
+    end = jnp.where(used, jax.lax.min(start + block, take(offsets, row + 1)), start)
+    return row, start, end, first_tile

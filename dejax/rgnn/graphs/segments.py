@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jax import Array
 
-from dejax.pallas.products.schedule import rows_per_split
 from dejax.rgnn.graphs.pieces_traced import Rows, long_segment_arrays, tile_arrays
 from dejax.rgnn.graphs.sorting_traced import take
 from dejax.rgnn.graphs.tables import (
@@ -22,7 +21,6 @@ from dejax.rgnn.graphs.tables import (
     LoopOrder,
     SplitTable,
     TileTable,
-    bounded_splits,
     chunk_of,
     long_segment_table,
     loop_order,
@@ -153,7 +151,11 @@ def make_segments(index: Any, order: Any, offsets: Any, *, long_segment_chunk: i
 
 
 def bounded_segments(
-    groupings: Mapping[Key, tuple[Array, Array | None, Array]], *, long_segment_chunk: int, typed: Collection[Key] = ()
+    groupings: Mapping[Key, tuple[Array, Array | None, Array]],
+    *,
+    long_segment_chunk: int,
+    typed: Collection[Key] = (),
+    tiled: bool = True,
 ) -> dict[Key, Segments]:
     """As `make_segments`, inside jit: tables have static bounds, and those of all groupings are made together.
 
@@ -161,6 +163,7 @@ def bounded_segments(
         groupings: index, order (or None) and offsets of each grouping.
         long_segment_chunk: the maximum number of entries of a chunk.
         typed: the groupings whose rows are types.
+        tiled: whether these have their tiles; otherwise `packed_tiles` makes them.
     """
 
     def row_at(index: Array, order: Array | None, positions: Array) -> Array:
@@ -171,7 +174,7 @@ def bounded_segments(
         chunk = chunk_of(long_segment_chunk, index.shape[0], name in typed)
         rows[name] = Rows(offsets, index.shape[0], chunk, partial(row_at, index, order))
     long_segments = dict(zip(rows, long_segment_arrays(list(rows.values())), strict=True))
-    tiles, splits = _bounded_tiles({name: rows[name] for name in typed})
+    tiles = _bounded_tiles({name: rows[name] for name in typed}) if tiled else {}
     return {
         name: Segments(
             index=index,
@@ -181,22 +184,20 @@ def bounded_segments(
             tiles=tiles.get(name, ()),
             num_rows=rows[name].num_rows,
             num_entries=rows[name].num_entries,
-            splits=splits.get(name),
         )
         for name, (index, order, offsets) in groupings.items()
     }
 
 
-def _bounded_tiles(typed: Mapping[Key, Rows]) -> tuple[dict[Key, tuple[TileTable, ...]], dict[Key, SplitTable]]:
-    """The tiles and the splits, which are tiles of another size, of groupings whose rows are types."""
+def _bounded_tiles(typed: Mapping[Key, Rows]) -> dict[Key, tuple[TileTable, ...]]:
+    """The tiles of groupings whose rows are types."""
     if not typed:
-        return {}, {}
-    sizes = {name: rows_per_split(rows.num_entries, rows.num_rows) for name, rows in typed.items()}
-    arrays = tile_arrays(
-        [(rows.offsets, rows.num_entries) for rows in typed.values()], [(*TILE_BLOCKS, size) for size in sizes.values()]
-    )
-    tiles, splits = {}, {}
-    for (name, rows), (*some, of_splits) in zip(typed.items(), arrays, strict=True):
-        tiles[name] = tuple(TileTable(t.row_type, t.start, block) for t, block in zip(some, TILE_BLOCKS, strict=True))
-        splits[name] = bounded_splits(rows.offsets, rows.num_entries, of_splits, sizes[name])
-    return tiles, splits
+        return {}
+    made = tile_arrays([(rows.offsets, rows.num_entries) for rows in typed.values()], [TILE_BLOCKS] * len(typed))
+    found = {}
+    for i, name in enumerate(typed):
+        sizes = enumerate(zip(made.counts[i], TILE_BLOCKS, strict=True))
+        found[name] = tuple(
+            TileTable(made.row_type[i, b, :size], made.start[i, b, :size], block) for b, (size, block) in sizes
+        )
+    return found

@@ -92,17 +92,6 @@ def stable_sort(columns: Sequence[Array], bounds: Sequence[int]) -> tuple[list[A
     return found, order
 
 
-def first_at_least(ascending: Array, wanted: Array) -> Array:
-    """int32[wanted]: the first position whose value is at least each wanted one, by binary search in one kernel."""
-    size = ascending.shape[0]
-    found = jnp.zeros(wanted.shape, jnp.int32)
-    for bit in reversed(range(size.bit_length())):
-        there = found + np.int32((1 << bit) - 1)
-        less = (there < size) & (take(ascending, jax.lax.min(there, np.int32(size - 1))) < wanted)
-        found = jax.lax.select(less, there + 1, found)
-    return found
-
-
 def inverse(order: Array) -> Array:
     """The inverse of a permutation: int32[size]."""
     position = jnp.arange(order.shape[0], dtype=jnp.int32)

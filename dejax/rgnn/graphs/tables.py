@@ -18,7 +18,7 @@ from jax import Array
 
 from dejax.pallas.products.schedule import rows_per_split
 from dejax.rgnn.graphs.checks import is_traced
-from dejax.rgnn.graphs.pieces_traced import Rows, Tiles, long_segment_arrays, tile_arrays
+from dejax.rgnn.graphs.pieces_traced import Rows, long_segment_arrays, tile_arrays
 from dejax.rgnn.graphs.sorting import expand, stable_argsort
 
 TILE_BLOCKS = (32, 64, 128)
@@ -268,8 +268,8 @@ def tile_table(offsets: Any, block: int, num_entries: int, *, exact: bool | None
         raise ValueError(f"block must be at least 1 position per tile, got {block}")
     off, exact = _exactly(offsets, exact)
     if not exact:
-        tiles = tile_arrays([(off, num_entries)], [[block]])[0][0]
-        return TileTable(tiles.row_type, tiles.start, block)
+        tiles = tile_arrays([(off, num_entries)], [[block]])
+        return TileTable(tiles.row_type[0, 0], tiles.start[0, 0], block)
     _, row, begin = _cut(off[1:] - off[:-1], block)
     return TileTable(_like(offsets, row), _like(offsets, off[row] + begin), block)
 
@@ -348,11 +348,3 @@ def split_table(offsets: np.ndarray, num_entries: int, limit: int | None = None)
     start, row = np.asarray(tiles.start), np.asarray(tiles.row_type)
     first = np.searchsorted(row, np.arange(types + 1)).astype(np.int32)
     return SplitTable(start, np.minimum(start + size, offsets[row + 1]).astype(np.int32), first, size)
-
-
-def bounded_splits(offsets: Array, num_entries: int, tiles: Tiles, size: int) -> SplitTable:
-    """As `split_table`, inside jit: from the tiles of `size` positions, with unused splits, which are empty."""
-    if size >= num_entries:  # one split per type
-        return SplitTable(offsets[:-1], offsets[1:], jnp.arange(offsets.shape[0], dtype=jnp.int32), size)
-    end = jnp.minimum(tiles.start + size, offsets[tiles.row_type + 1])
-    return SplitTable(tiles.start, jnp.maximum(end, tiles.start), tiles.first, size)
