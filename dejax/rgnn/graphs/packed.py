@@ -119,7 +119,7 @@ def packed_tiles(groups: Mapping[tuple[int, str], Segments], graphs: int) -> lis
         zip(("row_type", "start", "end", "first"), np.cumsum([0, *(part.size for part in parts)]), strict=False)
     )
 
-    def place(part: str, grouping: int, size: int, length: int) -> TableSlice:
+    def place(part: str, grouping: int, size: int, length: int) -> Any:
         width = (made.first if part == "first" else made.start).shape[-1]
         return TableSlice(None, int(begins[part]) + (grouping * (len(TILE_BLOCKS) + 1) + size) * width, length)
 
@@ -133,8 +133,8 @@ def packed_tiles(groups: Mapping[tuple[int, str], Segments], graphs: int) -> lis
         tables: dict[str, Any] = {"tiles": tiles}
         last = len(TILE_BLOCKS)
         if sizes[i] < group.num_entries:
-            own = (place(part, i, last, counts[last]) for part in ("start", "end"))
-            tables["splits"] = SplitTable(*own, place("first", i, last, made.num_types[i] + 1), sizes[i])
+            start, end = (place(part, i, last, counts[last]) for part in ("start", "end"))
+            tables["splits"] = SplitTable(start, end, place("first", i, last, made.num_types[i] + 1), sizes[i])
         leaves, tree = jax.tree_util.tree_flatten(tables)
         layouts[graph].append((name, Layout(tuple((leaf.start, leaf.length) for leaf in leaves), tree)))
     return [PackedTables(numbers, tuple(own)) for own in layouts]
