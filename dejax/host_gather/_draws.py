@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+_IN_TURN = 8  # up to so many draws are looked at one after the other, which XLA does in one kernel
 _PAIRWISE = 64  # up to so many draws all pairs are compared; sorting more of them is less work
 _FINE = 1 << 16  # with more edges, keys need more than 32 random bits
 
@@ -69,6 +70,8 @@ def subset_of(drawn: Array, degree: Array) -> tuple[Array, Array]:
     i = jnp.arange(fan_out, dtype=degree.dtype)
     degree = degree[:, None]
     last = degree - fan_out + i
+    if fan_out <= _IN_TURN:
+        return jnp.where(degree <= fan_out, i, _in_turn(drawn, last)), i < degree
     earlier = drawn - (degree - fan_out)  # j, where the draw is last(j)
     pointer = jnp.where((earlier >= 0) & (earlier < i), earlier, i).astype(jnp.int32)
     taken = again_pairwise(drawn) if fan_out <= _PAIRWISE else again_sorted(drawn)
@@ -77,6 +80,17 @@ def subset_of(drawn: Array, degree: Array) -> tuple[Array, Array]:
         pointer = jnp.take_along_axis(pointer, pointer, axis=1)
     chosen = jnp.where(degree <= fan_out, i, jnp.where(taken, last, drawn))
     return chosen, i < degree
+
+
+def _in_turn(drawn: Array, last: Array) -> Array:
+    """Each draw of a row, or its `last` where a draw before it has taken its position."""
+    chosen: list[Array] = []
+    for i in range(drawn.shape[1]):
+        taken = jnp.zeros(drawn.shape[:1], bool)
+        for before in chosen:
+            taken = taken | (drawn[:, i] == before)
+        chosen.append(jnp.where(taken, last[:, i], drawn[:, i]))
+    return jnp.stack(chosen, axis=1)
 
 
 def again_pairwise(drawn: Array) -> Array:

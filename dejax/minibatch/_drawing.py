@@ -22,6 +22,7 @@ from dejax.host_gather._operands import ReadableTable
 from dejax.host_gather.topology import Rows
 from dejax.minibatch._layout import Layout, Piece
 from dejax.minibatch.topology import EdgeLists, HeteroTopology
+from dejax.rgnn.graphs.sorting_traced import take as read
 from dejax.rgnn.graphs.static_tables import on_device
 
 # Keys of weighted draws without replacement: one for each edge of each receiver.
@@ -134,7 +135,7 @@ class Hop:
     def rows(self, values: Sequence[int], dtype: Any = np.int32) -> Any:
         """A value of each piece on its rows: [rows]."""
         table = np.asarray(values, dtype).reshape(-1)
-        return table[self.piece] if isinstance(self.piece, np.ndarray) else jnp.asarray(table)[self.piece]
+        return table[self.piece] if isinstance(self.piece, np.ndarray) else read(table, self.piece)
 
     def on_slots(self, rows: Any) -> Array:
         """A value of each row on its slots: [slots]."""

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from dejax.host_gather._ids import in_range
-from dejax.rgnn.graphs.sorting_traced import begins_run, put_where, sort_pairs
+from dejax.rgnn.graphs.sorting_traced import begins_run, put, put_where, sort_pairs, take
 from dejax.rgnn.graphs.static_tables import on_device
 
 _PAIRWISE = 1 << 12
@@ -97,26 +97,26 @@ def number_found(known: Nodes, found: Nodes, places: Places) -> tuple[Nodes, Arr
     new = first & valid & (at >= old)
     of_type = new[None] & (kind[None] == jnp.arange(types, dtype=jnp.int32)[:, None])
     new_of = jnp.sum(of_type, axis=1, dtype=jnp.int32)
+    # One cumulative sum, which is several kernels, for both: equal nodes, and new ones.
+    run, rank = jnp.cumsum(jnp.stack([first, new]), axis=1, dtype=jnp.int32) - 1
     first_number, sizes = (np.array(some, np.int32) for some in (places.first, places.sizes))
     shift = first_number - jnp.cumsum(new_of) + new_of
     own = jnp.minimum(kind, types - 1)
-    # One cumulative sum, which is several kernels, for both: equal nodes, and new ones.
-    run, rank = jnp.cumsum(jnp.stack([first, new]), axis=1, dtype=jnp.int32) - 1
-    number = jnp.where(new, rank + shift[own], at)
-    number = put_where(jnp.zeros_like(position), first, run, number)[run]  # that of the first of equal nodes
-    fits = valid & (number < jnp.asarray(first_number + sizes)[own])
+    number = jnp.where(new, rank + take(shift, own), at)
+    number = take(put_where(jnp.zeros_like(position), first, run, number), run)  # that of the first of equal nodes
+    fits = valid & (number < take(first_number + sizes, own))
     total = old + int(sizes.sum())
     slots = jnp.where(new & fits, number, total)
 
     def grown(before: Array, values: Array) -> Array:
         padded = jnp.pad(before, (0, total - old), constant_values=-1)
-        return padded.at[slots].set(values, mode="drop")
+        return put(padded, slots, values)
 
     all_types = np.concatenate([np.asarray(known.types), np.repeat(np.arange(types, dtype=np.int32), sizes)])
     after = Nodes(
         grown(known.nodes, node), all_types, None if known.trees is None or tree is None else grown(known.trees, tree)
     )
-    local = jnp.zeros_like(position).at[at].set(jnp.where(fits, number, -1), unique_indices=True)
+    local = put(jnp.zeros_like(position), at, jnp.where(fits, number, -1), unique=True)
     return after, local[old:], new_of
 
 
@@ -132,7 +132,7 @@ def _ordered(
         kind, node, *rest = jax.lax.sort(keys, num_keys=len(keys) - 1, is_stable=True)
         return node, kind, None if trees is None else rest[0], rest[-1]
     base = jnp.asarray(bases[:-1], jnp.int32)
-    key = jnp.where(nodes >= 0, nodes + base[kinds], total)
+    key = jnp.where(nodes >= 0, nodes + take(base, kinds), total)
     tree = None
     if trees is None:
         key, at = sort_pairs(key, total + 1, position)
@@ -140,5 +140,5 @@ def _ordered(
         key, tree, at = jax.lax.sort((key, trees, position), num_keys=2, is_stable=True)
     key = key.astype(jnp.int32)
     kind = sum((key >= bound for bound in bases[1:].tolist()), jnp.zeros_like(key))
-    node = key - jnp.append(base, 0)[kind]
+    node = key - take(np.append(bases[:-1], 0).astype(np.int32), kind)
     return node, kind, tree, at

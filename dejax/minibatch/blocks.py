@@ -15,7 +15,7 @@ from dejax.minibatch._joined import JoinedFeatures
 from dejax.minibatch._layout import Layout
 from dejax.minibatch.sampling import SampledBlocks, split_nodes
 from dejax.rgnn import RelGraph
-from dejax.rgnn.graphs.build_slots import graph_of_slots
+from dejax.rgnn.graphs.build_slots import graphs_of_slots
 from dejax.rgnn.graphs.slots import Slots, SlotSpec
 
 __all__ = ["Block", "make_blocks"]
@@ -133,7 +133,20 @@ def make_blocks(sample: SampledBlocks) -> list[Block]:
     Layer k of L (k = 1, ..., L) computes the nodes up to hop L - k, and reads the nodes up to hop L - k + 1. XLA drops
     the index arrays that the layers do not use.
     """
-    return [_block(sample, hops) for hops in reversed(range(sample.num_layers))]
+    layout, given = sample.layout, []
+    for hops in range(sample.num_layers):
+        spec, runs = _slot_spec(layout, hops)
+        senders = [
+            _joined([sample.slots[hop][first:last].reshape(-1, fan_out) for hop, first, last in some])
+            for fan_out, some in runs
+        ]
+        given.append((senders, sample.nodes[: layout.count(hops + 1)] >= 0, spec))
+    specs = tuple(spec for _, _, spec in given)
+    blocks = []
+    for hops, (graph, slots) in enumerate(_graphs([own[:2] for own in given], specs)):
+        graph = dataclasses.replace(graph, num_destinations=layout.count(hops))
+        blocks.append(Block(graph, slots, hops, layout))
+    return blocks[::-1]
 
 
 def _pieces(layout: Layout, hops: int) -> list[int]:
@@ -142,31 +155,29 @@ def _pieces(layout: Layout, hops: int) -> list[int]:
     return sorted(own, key=lambda n: (layout.pieces[n].relation, layout.pieces[n].hop))
 
 
-def _block(sample: SampledBlocks, hops: int) -> Block:
-    layout = sample.layout
-    mask = sample.nodes[: layout.count(hops + 1)] >= 0
-    spec, runs = _slot_spec(layout, hops)
-    senders = [
-        _joined([sample.slots[hop][first:last].reshape(-1, fan_out) for hop, first, last in some])
-        for fan_out, some in runs
-    ]
-    graph, edge_slots = _graph(senders, mask, spec)
-    graph = dataclasses.replace(graph, num_destinations=layout.count(hops))
-    return Block(graph, edge_slots, hops, layout)
-
-
 def _joined(parts: list[Array]) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-@partial(jax.jit, static_argnums=2, inline=True)
-def _graph(senders: list[Array], mask: Array, spec: SlotSpec) -> tuple[RelGraph, Array | None]:
-    if spec.num_slots:
-        graph, slots = graph_of_slots(senders, mask, spec)
-        return graph, slots if spec.is_bounded else None
+@partial(jax.jit, static_argnums=1, inline=True)
+def _graphs(given: list[tuple[list[Array], Array]], specs: tuple[SlotSpec, ...]) -> list[tuple[RelGraph, Array | None]]:
+    """A graph for each spec from its senders and its mask of nodes; and the slots of its edges, where it is bounded."""
+    filled = [n for n, spec in enumerate(specs) if spec.num_slots]
+    made = dict(zip(filled, graphs_of_slots([(*given[n], specs[n]) for n in filled]), strict=True)) if filled else {}
+    found: list[tuple[RelGraph, Array | None]] = []
+    for n, ((_, mask), spec) in enumerate(zip(given, specs, strict=True)):
+        if n in made:
+            graph, slots = made[n]
+            found.append((graph, slots if spec.is_bounded else None))
+        else:
+            found.append((_without_edges(mask, spec), None))
+    return found
+
+
+def _without_edges(mask: Array, spec: SlotSpec) -> RelGraph:
     none = jnp.zeros(0, jnp.int32)
     types = [jnp.full(count, node_type, jnp.int32) for node_type, count in spec.node_runs]
-    without_edges = RelGraph.build_traced(
+    return RelGraph.build_traced(
         none,
         none,
         none,
@@ -178,7 +189,6 @@ def _graph(senders: list[Array], mask: Array, spec: SlotSpec) -> tuple[RelGraph,
         edge_type_names=spec.edge_type_names,
         node_type_names=spec.node_type_names,
     )
-    return without_edges, None
 
 
 _Runs = list[tuple[int, list[tuple[int, int, int]]]]

@@ -103,7 +103,7 @@ def test_tables_are_those_of_the_usual_builder(sample):
             assert int(group.offsets[count]) == int(other.offsets[count]) == int(graph.edge_mask.sum())
             if group.order is not None:
                 np.testing.assert_array_equal(np.sort(group.order), np.arange(graph.num_edges))
-            check_group(group)
+            check_group(graph.grouping(name))
         for name in PAIR_GROUPINGS:
             group, other = getattr(graph, name), getattr(want, name)
             size = min(group.num_entries, other.num_entries)
@@ -112,7 +112,7 @@ def test_tables_are_those_of_the_usual_builder(sample):
             np.testing.assert_array_equal(index, np.asarray(other.index)[:size])
             for own, its in zip(rows_of(group), rows_of(other), strict=True):
                 np.testing.assert_array_equal(own, its)
-            check_group(group)
+            check_group(graph.grouping(name))
         check_group(graph.by_node_type)
 
 
@@ -131,7 +131,7 @@ def test_edges_beyond_the_bound_are_left_out_and_counted(edges):
             np.testing.assert_array_equal(getattr(graph, name), getattr(full, name)[:most])
         np.testing.assert_array_equal(block.edge_slots, full.edge_ids[:most])
         for name in (*EDGE_GROUPINGS, *PAIR_GROUPINGS):
-            check_group(getattr(graph, name))
+            check_group(graph.grouping(name))
         rng = np.random.default_rng(0)
         x, params = jnp.asarray(rng.standard_normal((graph.num_nodes, 4)), jnp.float32), parameters(rng, "users", 4)
         values = jnp.asarray(rng.standard_normal(most), jnp.float32)
@@ -172,10 +172,26 @@ def check_group(group):
         long = np.flatnonzero(lengths > group.long_segments.chunk)
         assert set(long) <= set(np.asarray(group.long_segments.rows).tolist())
     for table in group.tiles:
-        covered = np.zeros(group.num_entries, int)
-        for row, start in zip(np.asarray(table.row_type), np.asarray(table.start), strict=True):
-            covered[start : min(start + table.block, offsets[row + 1])] += 1
-        assert (covered[: offsets[-1]] == 1).all() and (covered[offsets[-1] :] == 0).all()
+        ends = [
+            min(start + table.block, offsets[row + 1])
+            for row, start in zip(*map(np.asarray, (table.row_type, table.start)), strict=True)
+        ]
+        check_cover(table.start, ends, group)
+    if group.splits is not None:
+        start, end, first = map(np.asarray, (group.splits.start, group.splits.end, group.splits.first))
+        assert (end - start <= group.splits.rows_per_split).all()
+        check_cover(start, end, group)
+        for row, (begin, last) in enumerate(itertools.pairwise(first)):
+            assert (end - start)[begin:last].sum() == lengths[row]
+            assert ((start >= offsets[row]) & (end <= offsets[row + 1]))[begin:last].all()
+
+
+def check_cover(starts, ends, group):
+    """The ranges hold every valid entry once, and no other."""
+    covered, valid = np.zeros(group.num_entries, int), int(group.offsets[-1])
+    for start, end in zip(np.asarray(starts), ends, strict=True):
+        covered[start:end] += 1
+    assert (covered[:valid] == 1).all() and (covered[valid:] == 0).all()
 
 
 @pytest.mark.sample(3)
@@ -195,7 +211,7 @@ def test_long_segments_and_many_types_and_one_type(types, fan_out):
         edge_mask=np.concatenate([s.reshape(-1) for s in senders]) >= 0,
     )
     for name in (*EDGE_GROUPINGS, *PAIR_GROUPINGS):
-        check_group(getattr(graph, name))
+        check_group(graph.grouping(name))
     x = jnp.asarray(rng.standard_normal((62, 4)), jnp.float32)
     w = jnp.asarray(rng.standard_normal((types, 4, 3)), jnp.float32)
 

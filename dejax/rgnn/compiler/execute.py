@@ -31,7 +31,7 @@ from dejax.rgnn.ir.intra import Fallback, Kernels
 from dejax.rgnn.lowering.destinations import read_elsewhere, summed_at
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
 from dejax.rgnn.lowering.running import NodeRows
-from dejax.rgnn.lowering.segments import num_rows, segment_sum, where_rows
+from dejax.rgnn.lowering.segments import num_rows, segment_sum, valid_rows, where_rows
 from dejax.rgnn.lowering.xla import Evaluator
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes import Counts, Cut, Watch, differentiated, lower_to_kernels, optimise, silent
@@ -226,6 +226,10 @@ def run_kernels(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScal
                 xla.compute(instance.writes, whole)
             env.update((w, whole[w]) for w in instance.writes)
             if pallas is not None:
+                if not isinstance(instance, Fallback):  # padding rows that it has read may hold anything
+                    env.update(
+                        (w, where_rows(valid_rows(graph, program.ops[w].space), env[w])) for w in instance.writes
+                    )
                 pallas.reshaped(instance.writes)
         keep = set(program.outputs).union(*remaining[number + 1 :])
         env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}

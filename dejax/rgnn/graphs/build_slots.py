@@ -16,10 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax.rgnn.graphs.packed import packed_tiles
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments, bounded_segments, make_segments
 from dejax.rgnn.graphs.slots import Places, SlotSpec, first_groups_of, first_of_nodes_of, places_of
-from dejax.rgnn.graphs.sorting_traced import begins_run, count_before, inverse, put_where, sort_pairs, stable_sort
+from dejax.rgnn.graphs.sorting_traced import (
+    begins_run,
+    count_before,
+    inverse,
+    put,
+    put_where,
+    sort_pairs,
+    stable_sort,
+    take,
+)
 from dejax.rgnn.graphs.spec import GraphSpec
 from dejax.rgnn.graphs.static_tables import on_device
 from dejax.rgnn.graphs.tables import (
@@ -46,15 +56,42 @@ def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -
         node_mask: bool[nodes], False for padding nodes.
         spec: the static part.
     """
-    edges = _receiver_side(senders, spec)
-    tables: dict[str, Any] = {**edges.tables, **_source_side(edges, spec)}
-    typed = {**edges.typed, "source_pair_by_type": tables.pop("source_pair_by_type")}
-    tables |= bounded_segments(
-        {"by_source_pair": tables.pop("by_source_pair"), **typed},
-        long_segment_chunk=spec.long_segment_chunk,
-        typed=tuple(typed),
-    )
-    tables |= bounded_segments({"by_sender": tables.pop("by_sender")}, long_segment_chunk=spec.long_segment_chunk)
+    return graphs_of_slots([(senders, node_mask, spec)])[0]
+
+
+def graphs_of_slots(many: Sequence[tuple[Sequence[Array], Array, SlotSpec]]) -> list[tuple[RelGraph, Array]]:
+    """Several graphs as `graph_of_slots` makes them, with the same `long_segment_chunk`.
+
+    Their small tables, of tiles and of long segments, are made together. These take a dozen kernels, whose time hardly
+    depends on how many tables there are. The long segments by sender of the last graph are cut apart from the others:
+    the first layer reads that graph, and mostly needs no gradient of its input, so that XLA drops them.
+    """
+    edges = [_receiver_side(senders, spec) for senders, _, spec in many]
+    sources = [_source_side(own, spec) for own, (_, _, spec) in zip(edges, many, strict=True)]
+    groupings: dict[tuple[int, str], _Grouping] = {}
+    typed: dict[tuple[int, str], _Grouping] = {}
+    by_sender: dict[tuple[int, str], _Grouping] = {}
+    for n, (own, source) in enumerate(zip(edges, sources, strict=True)):
+        groupings[n, "by_source_pair"] = source.pop("by_source_pair")
+        by_sender[n, "by_sender"] = source.pop("by_sender")
+        own_typed = {**own.typed, "source_pair_by_type": source.pop("source_pair_by_type")}
+        typed |= {(n, name): grouping for name, grouping in own_typed.items()}
+    chunk = many[0][2].long_segment_chunk
+    made = bounded_segments({**groupings, **typed}, long_segment_chunk=chunk, typed=tuple(typed), tiled=False)
+    packed = packed_tiles({name: made[name] for name in typed}, len(many))
+    last = len(many) - 1, "by_sender"
+    for some in ({name: by_sender[name] for name in by_sender if name != last}, {last: by_sender[last]}):
+        made |= bounded_segments(some, long_segment_chunk=chunk)
+    found = []
+    for n, (_, node_mask, spec) in enumerate(many):
+        tables: dict[str, Any] = {**edges[n].tables, **sources[n], "packed": packed[n]}
+        tables |= {name: table for (at, name), table in made.items() if at == n}
+        found.append((_graph(edges[n], tables, node_mask, spec), edges[n].slots))
+    return found
+
+
+def _graph(edges: _Edges, tables: dict[str, Any], node_mask: Array, spec: SlotSpec) -> RelGraph:
+    """The graph of these groupings, with those that follow from the sizes alone."""
     names = spec.node_type_names
     by_type = np.array(spec.source_types, np.int32)
     order = np.argsort(by_type, kind="stable").astype(np.int32)
@@ -81,7 +118,7 @@ def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -
         "node_mask": node_mask,
         "edge_mask": edges.columns["edge_type"] < len(spec.edge_type_names),
     }
-    return RelGraph._made(jax.tree.map(jnp.asarray, fields), graph_spec), edges.slots
+    return RelGraph._made(jax.tree.map(jnp.asarray, fields), graph_spec)
 
 
 _Grouping = tuple[Array, Array | None, Array]
@@ -146,11 +183,11 @@ def _groups(senders: Sequence[Array], spec: SlotSpec, places: Places) -> _Groups
     counts = _joined([some[:, -1] for some in within])
     if spec.is_bounded:
         counts, masks, within = _bounded(counts, masks, within, spec.num_edges, places)
-    counted = jnp.stack([counts[places.stored], counts[places.stored_by_receiver]])
+    counted = jnp.stack([take(counts, places.stored), take(counts, places.stored_by_receiver)])
     used = counted > 0
     before = count_before(jnp.concatenate([counted, used.astype(jnp.int32)]))
     start, start_by_receiver, pair, pair_by_receiver = before
-    starts, starts_by_receiver = start[places.canonical], start_by_receiver[places.of_receiver]
+    starts, starts_by_receiver = take(start, places.canonical), take(start_by_receiver, places.of_receiver)
     columns: list[tuple[Array, ...]] = []
     at = 0
     for some, mask, up_to in zip(stored, masks, within, strict=True):
@@ -174,8 +211,8 @@ def _bounded(
     counts: Array, masks: Sequence[Array], within: Sequence[Array], most: int, places: Places
 ) -> tuple[Array, list[Array], list[Array]]:
     """The counts, masks and sums of slots with only the first `most` edges in canonical order."""
-    start = jnp.minimum(count_before(counts[places.stored]), most)
-    kept = (start[1:] - start[:-1])[places.canonical]
+    start = jnp.minimum(count_before(take(counts, places.stored)), most)
+    kept = take(start[1:] - start[:-1], places.canonical)
     new_masks, sums, at = [], [], 0
     for mask, up_to in zip(masks, within, strict=True):
         own = kept[at : at + mask.shape[0], None]
@@ -211,13 +248,13 @@ def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _Edges:
     there = jnp.arange(num_edges, dtype=jnp.int32) < valid
 
     def placed(values: Array, where: Array) -> Array:
-        return jnp.zeros(num_edges, jnp.int32).at[where].set(values, unique_indices=True, mode="drop")
+        return put(jnp.zeros(num_edges, jnp.int32), where, values, unique=True)
 
     group = placed(groups.groups, groups.positions)
 
     def of_group(values: Any, padding: int) -> Array:
         """A value of each group on all of its edges."""
-        return jnp.where(there, jnp.asarray(values)[group], padding)
+        return jnp.where(there, take(values, group), padding)
 
     slots = ids = placed(groups.slots, groups.positions)
     if spec.is_bounded:
@@ -237,13 +274,13 @@ def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _Edges:
     pair_offsets = of_pairs(jnp.full(num_groups + 1, valid, jnp.int32), start[:-1])
     pair_node = of_pairs(jnp.full(num_groups, spec.num_nodes, jnp.int32), places.receiver)
     pair_type = of_pairs(jnp.full(num_groups, num_types, jnp.int32), places.edge_type)
-    in_order = pair[places.canonical[places.stored_by_receiver]]
+    in_order = take(pair, take(places.canonical, places.stored_by_receiver))
     number = jnp.arange(num_groups, dtype=jnp.int32)
     pair_order = put_where(number, groups.used[1], groups.pair_by_receiver[:-1], in_order)
     receiver_order = placed(groups.positions, groups.receiver_positions)
     ranges, (first_of_nodes,) = spec.by_receivers(), on_device(first_of_nodes_of(spec))
-    by_receiver = (columns["receivers"], receiver_order, groups.start_by_receiver[first_of_nodes])
-    by_node = (pair_node, pair_order, groups.pair_by_receiver[first_of_nodes])
+    by_receiver = (columns["receivers"], receiver_order, take(groups.start_by_receiver, first_of_nodes))
+    by_node = (pair_node, pair_order, take(groups.pair_by_receiver, first_of_nodes))
     most_edges = max(sum(spec.slots[n].fan_out for n in together) for together in ranges)
     most_slots = max(some.fan_out for some in spec.slots)
     tables = {
@@ -252,10 +289,10 @@ def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _Edges:
         "destination_pair_by_node": _segments(*by_node, max(map(len, ranges)), spec),
     }
     first_groups = first_groups_of(spec)
-    type_offsets = start[first_groups]
+    type_offsets = take(start, first_groups)
     typed: dict[str, _Grouping] = {
         "by_edge_type": (columns["edge_type"], None, type_offsets),
-        "destination_pair_by_type": (pair_type, None, pair[first_groups]),
+        "destination_pair_by_type": (pair_type, None, take(pair, first_groups)),
     }
     return _Edges(columns, type_offsets, tables, typed, slots)
 
@@ -271,7 +308,7 @@ def _source_side(edges: _Edges, spec: SlotSpec) -> dict[str, Any]:
     first = begins_run(types, nodes) & (position < valid)
     before = count_before(first)
     pair = jnp.where(position < valid, before[1:] - 1, num_pairs)
-    index = jnp.zeros(num_edges, jnp.int32).at[order].set(pair, unique_indices=True)
+    index = put(jnp.zeros(num_edges, jnp.int32), order, pair, unique=True)
     offsets = put_where(jnp.full(num_pairs + 1, valid, jnp.int32), first, pair, position)
     # An unused pair begins at a padding edge, which has the right node and type, or past the end.
     pair_node = nodes.at[offsets[:-1]].get(mode="fill", fill_value=num_nodes)
@@ -279,15 +316,15 @@ def _source_side(edges: _Edges, spec: SlotSpec) -> dict[str, Any]:
     rank, node_offsets = _ranks_by_node(pair_node, pair_type, before[-1], spec)
     pair_order = inverse(rank)
     # The edges of a pair stay together in the order by sender: only where each pair begins there is new.
-    begins = count_before((offsets[1:] - offsets[:-1])[pair_order])
+    begins = count_before(take(offsets[1:] - offsets[:-1], pair_order))
     own = jnp.minimum(pair, num_pairs - 1)
-    place = jnp.where(position < valid, begins[rank[own]] + position - offsets[own], position)
-    sender_order = jnp.zeros(num_edges, jnp.int32).at[place].set(order, unique_indices=True)
+    place = jnp.where(position < valid, take(begins, take(rank, own)) + position - take(offsets, own), position)
+    sender_order = put(jnp.zeros(num_edges, jnp.int32), place, order, unique=True)
     return {
         "by_source_pair": (index, order, offsets),
-        "source_pair_by_type": (pair_type, None, before[edges.type_offsets]),
+        "source_pair_by_type": (pair_type, None, take(before, edges.type_offsets)),
         "source_pair_by_node": _segments(pair_node, pair_order, node_offsets, num_types, spec),
-        "by_sender": (edges.columns["senders"], sender_order, begins[node_offsets]),
+        "by_sender": (edges.columns["senders"], sender_order, take(begins, node_offsets)),
     }
 
 
@@ -304,7 +341,7 @@ def _ranks_by_node(pair_node: Array, pair_type: Array, used: Array, spec: SlotSp
     bits = jnp.zeros(num_nodes, jnp.uint32).at[pair_node].add(bit, mode="drop")
     offsets = count_before(jax.lax.population_count(bits).astype(jnp.int32))
     lower = bits.at[pair_node].get(mode="fill", fill_value=0) & (bit - 1)
-    rank = offsets.at[pair_node].get(mode="clip") + jax.lax.population_count(lower).astype(jnp.int32)
+    rank = take(offsets, pair_node) + jax.lax.population_count(lower).astype(jnp.int32)
     return jnp.where(position < used, rank, position), offsets
 
 

@@ -13,10 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dejax.pallas import TableSlice
+from dejax.pallas.products.schedule import rows_per_split
+from dejax.rgnn.graphs.pieces_traced import tile_arrays
 from dejax.rgnn.graphs.segments import Segments
+from dejax.rgnn.graphs.tables import TILE_BLOCKS, SplitTable, TileTable
 
 # Slices begin at multiples of this many elements, 256 bytes, as arrays do: kernels load several elements at once.
 _ALIGNED = 64
@@ -95,3 +99,42 @@ def pack(groups: Mapping[str, Segments]) -> tuple[dict[str, Any], PackedTables]:
         rest[name] = dataclasses.replace(group, **left)
     numbers = np.concatenate(parts) if parts else np.zeros(1, np.int32)
     return rest, PackedTables(numbers, tuple(layouts))
+
+
+def packed_tiles(groups: Mapping[tuple[int, str], Segments], graphs: int) -> list[PackedTables]:
+    """The tiles and splits of groupings of several graphs, inside jit, in one array, of which XLA copies no part.
+
+    Splits are tiles of another size. They are left out where each type is one split.
+
+    Args:
+        groups: groupings by type, by number of their graph and name.
+        graphs: how many graphs there are.
+    """
+    entries = [(group.offsets, group.num_entries) for group in groups.values()]
+    sizes = [rows_per_split(count, offsets.shape[0] - 1) for offsets, count in entries]
+    made = tile_arrays(entries, [(*TILE_BLOCKS, size) for size in sizes], _ALIGNED)
+    parts = made.row_type, made.start, made.end, made.first
+    numbers = jnp.concatenate([part.reshape(-1) for part in parts])
+    begins = dict(
+        zip(("row_type", "start", "end", "first"), np.cumsum([0, *(part.size for part in parts)]), strict=False)
+    )
+
+    def place(part: str, grouping: int, size: int, length: int) -> Any:
+        width = (made.first if part == "first" else made.start).shape[-1]
+        return TableSlice(None, int(begins[part]) + (grouping * (len(TILE_BLOCKS) + 1) + size) * width, length)
+
+    layouts: list[list[tuple[str, Layout]]] = [[] for _ in range(graphs)]
+    for i, ((graph, name), group) in enumerate(groups.items()):
+        counts = made.counts[i]
+        tiles = tuple(
+            TileTable(place("row_type", i, b, counts[b]), place("start", i, b, counts[b]), block)
+            for b, block in enumerate(TILE_BLOCKS)
+        )
+        tables: dict[str, Any] = {"tiles": tiles}
+        last = len(TILE_BLOCKS)
+        if sizes[i] < group.num_entries:
+            start, end = (place(part, i, last, counts[last]) for part in ("start", "end"))
+            tables["splits"] = SplitTable(start, end, place("first", i, last, made.num_types[i] + 1), sizes[i])
+        leaves, tree = jax.tree_util.tree_flatten(tables)
+        layouts[graph].append((name, Layout(tuple((leaf.start, leaf.length) for leaf in leaves), tree)))
+    return [PackedTables(numbers, tuple(own)) for own in layouts]

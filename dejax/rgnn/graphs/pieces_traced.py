@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax.rgnn.graphs.sorting_traced import begins_run, count_before, put_where, row_of_positions
+from dejax.rgnn.graphs.sorting_traced import begins_run, count_before, put_where, row_of_positions, take
 
 LongSegmentArrays = tuple[Array, Array, Array, Array, Array]
 """The arrays of a `LongSegmentTable`, in their order."""
@@ -71,8 +71,11 @@ def long_segment_arrays(groupings: Sequence[Rows]) -> list[LongSegmentArrays | N
         jnp.pad(row, (0, size - row.shape[0]), constant_values=rows.num_rows)
         for rows, row in zip(groupings, candidates, strict=True)
     ]
-    starts = [r.offsets.at[row].get(mode="clip") for r, row in zip(groupings, candidates, strict=True)]
-    ends = [r.offsets.at[row + 1].get(mode="clip") for r, row in zip(groupings, candidates, strict=True)]
+    starts = [take(r.offsets, row) for r, row in zip(groupings, candidates, strict=True)]
+    ends = [
+        take(r.offsets, jax.lax.min(row + 1, np.int32(r.num_rows)))
+        for r, row in zip(groupings, candidates, strict=True)
+    ]
     placed = jax.vmap(
         partial(
             _place_long_segments,
@@ -113,8 +116,9 @@ def _place_long_segments(
     # Read by gathers, not sliced: XLA (of jax 0.11 and 0.12) fails on a scatter that is read only by two slices of
     # different lengths.
     of_long_segment = put_where(jnp.full(max_long_segments + 1, -1, jnp.int32), is_long, segment, position)
-    long_segment_rows = jnp.where(of_long_segment >= 0, rows[of_long_segment], num_rows)
-    long_segment_offsets = jnp.where(of_long_segment >= 0, first_chunk[of_long_segment], total)
+    there = jax.lax.max(of_long_segment, np.int32(0))
+    long_segment_rows = jnp.where(of_long_segment >= 0, take(rows, there), num_rows)
+    long_segment_offsets = jnp.where(of_long_segment >= 0, take(first_chunk, there), total)
     # A chunk belongs to the last long segment that begins at or before it.
     of_chunk = jax.lax.cummax(put_where(jnp.zeros(max_chunks, jnp.int32), is_long, first_chunk, position))
     return long_segment_rows, long_segment_offsets, of_chunk, first_chunk
@@ -136,35 +140,62 @@ def _long_segment_arrays(
     number = jnp.arange(chunks, dtype=jnp.int32)
     used = number < long_segment_offsets[-1]
     num_valid = grouping.offsets[-1]
-    start = jnp.where(used, starts[of_chunk] + (number - first_chunk[of_chunk]) * grouping.chunk, num_valid)
-    end = jnp.where(used, jnp.minimum(start + grouping.chunk, ends[of_chunk]), num_valid)
-    chunk_row = jnp.where(used, rows[of_chunk], grouping.num_rows)
+    start = jnp.where(used, take(starts, of_chunk) + (number - take(first_chunk, of_chunk)) * grouping.chunk, num_valid)
+    end = jnp.where(used, jnp.minimum(start + grouping.chunk, take(ends, of_chunk)), num_valid)
+    chunk_row = jnp.where(used, take(rows, of_chunk), grouping.num_rows)
     return long_segment_rows[:long_segments], long_segment_offsets, chunk_row, start, end
 
 
-def tile_arrays(groupings: Sequence[tuple[Array, int]], blocks: Sequence[int]) -> list[list[tuple[Array, Array]]]:
-    """`row_type` and `start` of a `TileTable` for each grouping and each of `blocks`.
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The types of several groupings in tiles, as in `TileTable`, for several sizes of a tile.
+
+    Attributes:
+        row_type: int32[groupings, sizes, tiles], the type of each tile; 0 where unused.
+        start: int32[groupings, sizes, tiles], its first position; where unused, the number of valid entries.
+        end: int32[groupings, sizes, tiles], the position after its last one; that of `start` where unused.
+        first: int32[groupings, sizes, types + 1], the first tile of each type.
+        counts: for each grouping and size the number of tiles, unused ones included (static); `row_type`, `start` and
+            `end` may be longer.
+        num_types: for each grouping (static); `first` may be longer.
+    """
+
+    row_type: Array
+    start: Array
+    end: Array
+    first: Array
+    counts: list[list[int]]
+    num_types: list[int]
+
+
+def tile_arrays(groupings: Sequence[tuple[Array, int]], blocks: Sequence[Sequence[int]], multiple: int = 1) -> Tiles:
+    """The tiles of each grouping in each of its sizes, all made together.
 
     Args:
         groupings: offsets (int32[types + 1]) and number of entries, padding included.
-        blocks: positions per tile.
+        blocks: positions per tile, as many sizes for each grouping.
+        multiple: the last axes of all arrays are multiples of it.
     """
-    most_types = max(offsets.shape[0] for offsets, _ in groupings)
+    num_types = [offsets.shape[0] - 1 for offsets, _ in groupings]
+    most_types = -(-(max(num_types) + 1) // multiple) * multiple
     # Offsets are padded to one length: types that a grouping lacks begin at its end.
     stacked = jnp.stack([jnp.pad(offsets, (0, most_types - offsets.shape[0]), mode="edge") for offsets, _ in groupings])
-    sizes = [[entries // block + offsets.shape[0] - 1 for block in blocks] for offsets, entries in groupings]
-    of_block = jax.vmap(partial(_tiles_of, size=max(max(some) for some in sizes)), (None, 0))
-    row_type, start = jax.vmap(of_block, (0, None))(stacked, jnp.array(blocks, jnp.int32))
-    return [
-        [(row_type[i, b, :size], start[i, b, :size]) for b, size in enumerate(some)] for i, some in enumerate(sizes)
+    counts = [
+        [entries // block + types for block in own]
+        for (_, entries), types, own in zip(groupings, num_types, blocks, strict=True)
     ]
+    size = -(-max(max(some) for some in counts) // multiple) * multiple
+    of_block = jax.vmap(partial(_tiles_of, size=size), (None, 0))
+    return Tiles(*jax.vmap(of_block)(stacked, jnp.array(blocks, jnp.int32)), counts, num_types)
 
 
-def _tiles_of(offsets: Array, block: Array, *, size: int) -> tuple[Array, Array]:
+def _tiles_of(offsets: Array, block: Array, *, size: int) -> tuple[Array, Array, Array, Array]:
     counts = offsets[1:] - offsets[:-1]
     first_tile = count_before((counts + block - 1) // block)
     tile = jnp.arange(size, dtype=jnp.int32)
     row = row_of_positions(first_tile, size)
     used = tile < first_tile[-1]
-    start = jnp.where(used, offsets[row] + (tile - first_tile[row]) * block, offsets[-1])
-    return jnp.where(used, row, 0), start
+    row = jnp.where(used, row, 0)
+    start = jnp.where(used, take(offsets, row) + (tile - take(first_tile, row)) * block, offsets[-1])
+    end = jnp.where(used, jax.lax.min(start + block, take(offsets, row + 1)), start)
+    return row, start, end, first_tile

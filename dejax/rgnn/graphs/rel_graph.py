@@ -70,8 +70,9 @@ class RelGraph:
         destinations_by_type: in a block of a sample the destinations grouped by node type; otherwise None.
         node_mask: bool[nodes], False for padding nodes; None where there is none.
         edge_mask: bool[edges], canonical, False for padding edges; None where there is none.
-        packed: the tables that only kernels read, in one array; None unless `with_loop_tables` was called. The
-            groupings then lack these tables, and `grouping` gives a grouping with them.
+        packed: the tables that only kernels read, in one array: all of them after `with_loop_tables`, tiles and splits
+            in a block of a sample; otherwise None. The groupings then lack these tables, and `grouping` gives a
+            grouping with them.
         loop_tables: made by `with_loop_tables`. `"dst:source_pair"` is int32[edges]: for each position of the order by
             "dst" its source pair. The other tables are named likewise.
         num_nodes: number of nodes, padding included (static, as are the attributes below).

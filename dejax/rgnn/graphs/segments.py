@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax import Array
 
 from dejax.rgnn.graphs.pieces_traced import Rows, long_segment_arrays, tile_arrays
+from dejax.rgnn.graphs.sorting_traced import take
 from dejax.rgnn.graphs.tables import (
     LONG_SEGMENT_CHUNK,
     TILE_BLOCKS,
@@ -28,6 +29,7 @@ from dejax.rgnn.graphs.tables import (
 )
 
 _STATIC: dict[str, Any] = {"static": True}
+Key = TypeVar("Key", bound=Hashable)
 # The maximum number of positions of a split in `near_splits`. There must be several times as many splits as programs
 # that run at once: RGCN's weight gradient on 12.7 M pairs took 1.29 ms by type, 1.10 ms with 2,048, 1.18 ms with 1,024.
 _NEAR_SPLIT = 2048
@@ -47,7 +49,7 @@ class Segments:
         offsets: int32[rows + 1]; `offsets[rows]` is the number of valid entries.
         long_segments: the long segments; None where the sizes alone exclude any.
         tiles: where the rows are types, one table for each of `TILE_BLOCKS`; otherwise empty.
-        splits: where the rows are types, how sums over the entries of a type are split; None inside jit.
+        splits: where the rows are types, how sums over the entries of a type are split; otherwise None.
         loop: the order in which kernels take the rows; None unless `RelGraph.with_loop_tables` was called.
         near_tiles: for grouped GEMMs that gather rows of nodes, the tiles ordered by the node that their first position
             reads; empty unless `RelGraph.with_loop_tables` was called.
@@ -149,28 +151,30 @@ def make_segments(index: Any, order: Any, offsets: Any, *, long_segment_chunk: i
 
 
 def bounded_segments(
-    groupings: Mapping[str, tuple[Array, Array | None, Array]], *, long_segment_chunk: int, typed: Collection[str] = ()
-) -> dict[str, Segments]:
+    groupings: Mapping[Key, tuple[Array, Array | None, Array]],
+    *,
+    long_segment_chunk: int,
+    typed: Collection[Key] = (),
+    tiled: bool = True,
+) -> dict[Key, Segments]:
     """As `make_segments`, inside jit: tables have static bounds, and those of all groupings are made together.
 
     Args:
         groupings: index, order (or None) and offsets of each grouping.
         long_segment_chunk: the maximum number of entries of a chunk.
         typed: the groupings whose rows are types.
+        tiled: whether these have their tiles; otherwise `packed_tiles` makes them.
     """
 
     def row_at(index: Array, order: Array | None, positions: Array) -> Array:
-        return index[positions if order is None else order[positions]]
+        return take(index, positions if order is None else take(order, positions))
 
-    rows, tiles = {}, {}
+    rows = {}
     for name, (index, order, offsets) in groupings.items():
         chunk = chunk_of(long_segment_chunk, index.shape[0], name in typed)
         rows[name] = Rows(offsets, index.shape[0], chunk, partial(row_at, index, order))
     long_segments = dict(zip(rows, long_segment_arrays(list(rows.values())), strict=True))
-    if typed:
-        arrays = tile_arrays([(rows[name].offsets, rows[name].num_entries) for name in typed], TILE_BLOCKS)
-        for name, tables in zip(typed, arrays, strict=True):
-            tiles[name] = tuple(TileTable(*t, block) for t, block in zip(tables, TILE_BLOCKS, strict=True))
+    tiles = _bounded_tiles({name: rows[name] for name in typed}) if tiled else {}
     return {
         name: Segments(
             index=index,
@@ -183,3 +187,17 @@ def bounded_segments(
         )
         for name, (index, order, offsets) in groupings.items()
     }
+
+
+def _bounded_tiles(typed: Mapping[Key, Rows]) -> dict[Key, tuple[TileTable, ...]]:
+    """The tiles of groupings whose rows are types."""
+    if not typed:
+        return {}
+    made = tile_arrays([(rows.offsets, rows.num_entries) for rows in typed.values()], [TILE_BLOCKS] * len(typed))
+    found = {}
+    for i, name in enumerate(typed):
+        sizes = enumerate(zip(made.counts[i], TILE_BLOCKS, strict=True))
+        found[name] = tuple(
+            TileTable(made.row_type[i, b, :size], made.start[i, b, :size], block) for b, (size, block) in sizes
+        )
+    return found

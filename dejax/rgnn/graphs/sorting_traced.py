@@ -11,12 +11,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 _WORD = 1 << 32
+_READ = jax.lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0,), start_index_map=(0,))
+_WRITE = jax.lax.ScatterDimensionNumbers(
+    update_window_dims=(), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
+)
+
+
+def take(values: Any, index: Any) -> Array:
+    """`values[index]` of one axis, for an index in range: without the operations that wrap negative numbers.
+
+    These are two thirds of the operations of a graph's tables, and jax takes longer to trace them than the rest.
+    """
+    index = jnp.asarray(index)
+    index = jax.lax.expand_dims(index, (index.ndim,))
+    mode = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    return jax.lax.gather(jnp.asarray(values), index, _READ, slice_sizes=(1,), mode=mode)
+
+
+def put(base: Array, place: Array, values: Any, unique: bool = False) -> Array:
+    """`base` with `values` at `place`; places out of range are left out. `unique`: the others are distinct."""
+    values = jnp.broadcast_to(jnp.asarray(values, base.dtype), place.shape)
+    place = jax.lax.expand_dims(place, (1,))
+    mode = jax.lax.GatherScatterMode.FILL_OR_DROP
+    return jax.lax.scatter(base, place, values, _WRITE, unique_indices=unique, mode=mode)
 
 
 def sort_pairs(key: Array, bound: int, values: Array) -> tuple[Array, Array]:
@@ -56,10 +81,10 @@ def stable_sort(columns: Sequence[Array], bounds: Sequence[int]) -> tuple[list[A
         if order is None:
             order = jnp.arange(word.shape[0], dtype=jnp.int32)
         else:
-            word = word[order]
+            word = take(word, order)
         word, order = sort_pairs(word, prod(bounds[c] for c in group), order)
     assert order is not None
-    found = [column[order] for column in columns[len(groups[0]) :]]
+    found = [take(column, order) for column in columns[len(groups[0]) :]]
     word = word.astype(jnp.uint32)
     for column in reversed(groups[0]):
         found.insert(0, (word % jnp.uint32(bounds[column])).astype(jnp.int32))
@@ -70,7 +95,7 @@ def stable_sort(columns: Sequence[Array], bounds: Sequence[int]) -> tuple[list[A
 def inverse(order: Array) -> Array:
     """The inverse of a permutation: int32[size]."""
     position = jnp.arange(order.shape[0], dtype=jnp.int32)
-    return jnp.zeros_like(position).at[order].set(position, unique_indices=True)
+    return put(jax.lax.full_like(position, 0), order, position, unique=True)
 
 
 def begins_run(*columns: Array) -> Array:
@@ -84,13 +109,14 @@ def begins_run(*columns: Array) -> Array:
 
 def count_before(counts: Array) -> Array:
     """int32[..., size + 1]: the sum of `counts` (or flags) before each entry, and at the end the sum of all."""
-    sums = jnp.cumsum(counts, axis=-1, dtype=jnp.int32)
-    return jnp.concatenate([jnp.zeros((*counts.shape[:-1], 1), jnp.int32), sums], axis=-1)
+    # With a zero in front of the counts, which XLA adds as it reads them; in front of the sums it takes a kernel.
+    front = [(0, 0, 0)] * (counts.ndim - 1) + [(1, 0, 0)]
+    return jax.lax.cumsum(jax.lax.pad(counts.astype(jnp.int32), np.int32(0), front), axis=counts.ndim - 1)
 
 
 def put_where(base: Array, flags: Array, place: Array, values: Array) -> Array:
     """`base` with `values` written at `place` where `flags` is True; these places are distinct."""
-    return base.at[jnp.where(flags, place, base.shape[0])].set(values, mode="drop")
+    return put(base, jax.lax.select(flags, place, jax.lax.full_like(place, base.shape[0])), values)
 
 
 def row_offsets(index: Array, num_rows: int) -> Array:

@@ -11,6 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from dejax.rgnn.graphs.sorting_traced import take
+
 _SHORT = 1 << 16
 """Arrays up to this length stay constants, which need no kernel."""
 _MOST_COMPARISONS = 1 << 28
@@ -30,9 +32,9 @@ def on_device(*arrays: np.ndarray) -> tuple[Any, ...]:
         return arrays
     position = jnp.arange(size, dtype=jnp.int32)
     piece = jnp.sum(position[None] >= starts[1:, None].astype(np.int32), axis=0, dtype=jnp.int32)
-    within = position - jnp.asarray(starts, jnp.int32)[piece]
+    within = position - take(starts.astype(np.int32), piece)
     found = []
     for array, step in zip(arrays, steps, strict=True):
-        first, slope = (jnp.asarray(values, jnp.int32) for values in (array[starts], step[starts]))
-        found.append(first[piece] + slope[piece] * within)
+        first, slope = (take(values.astype(np.int32), piece) for values in (array[starts], step[starts]))
+        found.append(first + slope * within)
     return tuple(found)

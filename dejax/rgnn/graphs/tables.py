@@ -268,7 +268,8 @@ def tile_table(offsets: Any, block: int, num_entries: int, *, exact: bool | None
         raise ValueError(f"block must be at least 1 position per tile, got {block}")
     off, exact = _exactly(offsets, exact)
     if not exact:
-        return TileTable(*tile_arrays([(off, num_entries)], [block])[0][0], block)
+        tiles = tile_arrays([(off, num_entries)], [[block]])
+        return TileTable(tiles.row_type[0, 0], tiles.start[0, 0], block)
     _, row, begin = _cut(off[1:] - off[:-1], block)
     return TileTable(_like(offsets, row), _like(offsets, off[row] + begin), block)
 

@@ -65,7 +65,7 @@ class Products(Running):
         result = call(self._gemm_schedule(x, w, transpose, instance, group, call))
         found = [result] if instance.dot is None else list(result)
         if output.covers_all:
-            found = self.cleared(self.program.ops[instance.product].space, found)
+            found = self.cleared(self.program.ops[instance.product].space, found, [(v,) for v in instance.writes])
         if split:
             found[0] = self._with_heads(found[0].reshape(output.num_rows, *heads_of), instance)
         if instance.dot is not None:

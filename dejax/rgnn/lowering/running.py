@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import dejax.pallas as kernels
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import TYPE_VIA, Space
-from dejax.rgnn.ir.intra import Gemm, Kernels, Operand
+from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Operand
 from dejax.rgnn.lowering import destinations
 from dejax.rgnn.lowering.scales import ColumnScales
 from dejax.rgnn.lowering.segments import num_rows, segments, valid_rows
@@ -71,6 +71,9 @@ class Running:
     ) -> None:
         self.kernels, self.program, self.row_scaled, self.graph = kernels, kernels.program, kernels.row_scaled, graph
         self.precision, self.interpret = options.precision or "tf32", options.interpret
+        # Values whose padding rows somebody may read: kernels read none, but XLA's operators and a later program may.
+        self.with_padding = set(self.program.outputs)
+        self.with_padding.update(*(i.reads for i in kernels.instances if isinstance(i, Fallback)))
         self.encoded = dict(encoded)  # arrays that are there in 16 bits, too
         rounds = self.precision == "tf32" and "storage" not in options.disable
         self.often_read = encoded_values(kernels, partial(num_rows, graph)) if rounds else frozenset()
@@ -140,19 +143,30 @@ class Running:
             rows = _longer(rows, missing)
         env[value] = rows
 
-    def cleared(self, space: Space, many: Sequence[Any]) -> list[Any]:
-        """Arrays with rows of a space, with zeros in padding rows, which kernels may have left as they were."""
-        if valid_rows(self.graph, space) is None or not many:
+    def cleared(self, space: Space, many: Sequence[Any], values: Sequence[Collection[int]]) -> list[Any]:
+        """Arrays with zeros in padding rows, which kernels may have left as they were, where these may be read.
+
+        Padding nodes may be in a grouping by node type, over which kernels sum. Padding edges and pairs are in none.
+
+        Args:
+            space: that of the rows.
+            many: the arrays.
+            values: for each array the values that it has.
+        """
+        wanted = [n for n, own in enumerate(values) if space == Space.NODE or self.with_padding.intersection(own)]
+        if valid_rows(self.graph, space) is None or not wanted:
             return list(many)
-        parts = [a for rows in many for a in _arrays(rows)]
+        parts = [a for n in wanted for a in _arrays(many[n])]
         group = segments(self.graph, TYPE_VIA[space])
         done = iter(kernels.clear_rows(parts, group.offsets, order=group.order, interpret=self.interpret))
-        return [
-            replace(rows, mantissa=next(done), exponent=next(done))
-            if isinstance(rows, kernels.RowScaled)
-            else next(done)
-            for rows in many
-        ]
+        found = list(many)
+        for n in wanted:
+            rows = found[n]
+            if isinstance(rows, kernels.RowScaled):
+                found[n] = replace(rows, mantissa=next(done), exponent=next(done))
+            else:
+                found[n] = next(done)
+        return found
 
 
 def _arrays(rows: Any) -> list[jax.Array]:

@@ -115,7 +115,8 @@ class Traversals(Running):
             row_scaled_outputs=tuple(i for i, v in enumerate(t.entry_outputs) if v in self.row_scaled),
             interpret=self.interpret,
         )
-        env.update(zip(t.entry_outputs, self.cleared(t.space, results), strict=True))
+        cleared = self.cleared(t.space, results, [(v,) for v in t.entry_outputs])
+        env.update(zip(t.entry_outputs, cleared, strict=True))
 
     def _reduce(self, t: Traversal, call: _Call, env: dict[int, Any]) -> None:
         assert t.via is not None
@@ -145,7 +146,7 @@ class Traversals(Running):
                 self.with_destinations(v, found, env)
             else:
                 env[v] = found
-        for values, array in zip(call.together, self.cleared(t.space, entry_values), strict=True):
+        for values, array in zip(call.together, self.cleared(t.space, entry_values, call.together), strict=True):
             for i, v in enumerate(values):
                 op = ops[v]
                 env[v] = Columns(array, i * op.width, op.shape, op.dtype) if len(values) > 1 else array
