@@ -23,21 +23,26 @@ def python(code: str, *arguments: str, timeout: float = 120, **kwargs):
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def two_processes(code: str, *arguments: str, timeout: float = 120):
-    """Runs a program in two processes of two devices each, which know one another; `arguments` has its arguments.
-
-    Returns:
-        For each, what it wrote to its two streams.
-    """
+def start_two(code: str, *arguments: str, **kwargs):
+    """Starts a program in two processes of two devices each, which know one another; `arguments` has its arguments."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
     before, os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", ""), flags
     try:
-        both = [popen(JOINS + code, str(i), port, *arguments) for i in range(2)]
+        return [popen(JOINS + code, str(i), port, *arguments, **kwargs) for i in range(2)]
     finally:
         os.environ["XLA_FLAGS"] = before
+
+
+def two_processes(code: str, *arguments: str, timeout: float = 120):
+    """Runs a program in two processes to its end, as `start_two` does.
+
+    Returns:
+        For each, what it wrote to its two streams.
+    """
+    both = start_two(code, *arguments)
     try:
         return [process.communicate(timeout=timeout) for process in both]
     finally:

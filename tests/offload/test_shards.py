@@ -2,10 +2,8 @@
 
 import collections
 import functools
-import os
 import re
 import signal
-import socket
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from dejax import _native
 from dejax.offload import ActivationStore, offload
 from tests.offload.layers import assert_same_bits, interceptor
-from tests.offload.processes import popen
+from tests.offload.processes import start_two
 
 pytestmark = [
     pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
@@ -278,16 +276,13 @@ def test_disk_tier(tmp_path):
 
 
 ONE_OF_TWO = """
-import os, signal, sys
-index, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-import jax
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
+import os, signal
 import jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from dejax.offload import ActivationStore, offload
 from dejax.offload._memory import launched_processes
 
+(path,), index = arguments, jax.process_index()
 mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 def place(x, *spec):
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(*spec)), lambda at: x[at])
@@ -319,18 +314,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.full
 def test_two_processes_have_their_own_stores(tmp_path):
     """And a process that dies leaves files that the next store removes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     folders = [tmp_path / f"drive{index}" for index in range(2)]
     for folder in folders:
         folder.mkdir()
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    before, os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", ""), flags
-    try:
-        both = [popen(ONE_OF_TWO, str(i), port, str(tmp_path), stdin=-1) for i in range(2)]
-    finally:
-        os.environ["XLA_FLAGS"] = before
+    both = start_two(ONE_OF_TWO, str(tmp_path), stdin=-1)
     # Gloo's threads write to the same pipe, in pieces.
     fine = [any("fine 1" in line for line in process.stdout) for process in both]
     ends = [process.communicate("\n", timeout=60) for process in both]

@@ -196,11 +196,10 @@ def widened(builder: Builder, x: int) -> int:
 def where_some(builder: Builder, via: str, row: int, none: float) -> int:
     """A row's value, or a constant where its segment is empty."""
     op, fine = builder.ops[row], {"space": str(Space.EDGE)} if via == "all" else {}
-    count = builder.op("count", via=via, dtype="float32", **fine)
-    dtype = in_range(op.dtype)
-    some = builder.op("reshape", count, shape=(1,) * len(op.shape)) if op.shape else count
-    other = builder.const(none, dtype, op.space)
-    return builder.op("select", as_dtype(builder, some, dtype), as_dtype(builder, row, dtype), other)
+    some = builder.op("count", via=via, dtype="float64" if op.dtype == "float64" else "float32", **fine)
+    if op.shape:
+        some = builder.op("reshape", some, shape=(1,) * len(op.shape))
+    return builder.op("select", some, row, builder.const(none, op.dtype, op.space))
 
 
 def scale_of_weight(builder: Builder, factor: int) -> int:
@@ -209,7 +208,7 @@ def scale_of_weight(builder: Builder, factor: int) -> int:
     Nothing reads the factor there. It may be infinite, as 1 / the number of edges, and 0 times that is no gradient.
     """
     via = {Space.EDGE_TYPE: "etype", Space.NODE_TYPE: "ntype", Space.GRAPH: "all"}[builder.ops[factor].space]
-    return where_some(builder, via, factor, 1.0)
+    return where_some(builder, via, widened(builder, factor), 1.0)
 
 
 def or_one(builder: Builder, x: int) -> int:

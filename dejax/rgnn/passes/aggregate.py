@@ -31,6 +31,7 @@ from dejax.rgnn.passes._rewrite import (
     origins,
     rebuild,
     where_some,
+    widened,
 )
 from dejax.rgnn.passes.dce import dce
 
@@ -167,7 +168,8 @@ def _total(builder: Builder, program: Program, new: dict[int, int], op: Op, term
         if op.shape:
             degree = builder.op("reshape", degree, shape=(1,) * len(op.shape)) if len(op.shape) > 1 else degree
         # None where there are no edges: what is shared may be infinite.
-        total = add(total, where_some(builder, via, builder.op("mul", at_node, degree), 0.0), negative)
+        times = widened(builder, builder.op("mul", at_node, degree))
+        total = add(total, where_some(builder, via, times, 0.0), negative)
     assert total is not None
     return total
 

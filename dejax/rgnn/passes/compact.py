@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dejax.rgnn.ir.inter import COMPOSED_VIAS, ROWWISE, Builder, Op, Program, Space
 from dejax.rgnn.ir.rules import is_float
-from dejax.rgnn.passes._rewrite import Counts
+from dejax.rgnn.passes._rewrite import Counts, where_some
 
 # An anchor has the name of the map from edges to it; "edge" and "all" are the finest and the coarsest.
 _WITHIN = {  # the anchors that a pair determines
@@ -122,14 +122,10 @@ class _Compaction:
 
     def where_read(self, x: int, anchor: str) -> int:
         """A value of nodes or types, and 1 for those that no edge reads."""
-        builder, op = self.builder, self.builder.ops[x]
+        op = self.builder.ops[x]
         if op.name == "const" or op.space != _SPACE[anchor]:
             return x
-        dtype = "float64" if op.dtype == "float64" else "float32"
-        count = builder.op("count", via=anchor, dtype=dtype)
-        if op.shape:
-            count = builder.op("reshape", count, shape=(1,) * len(op.shape))
-        return builder.op("select", count, x, builder.const(1.0, op.dtype, op.space))
+        return where_some(self.builder, anchor, x, 1.0)
 
     def may_be_infinite(self, x: int) -> bool:
         """Whether a value of nodes or types is made with a quotient, say by the number of edges, which may be 0.
