@@ -4,6 +4,7 @@
     python benchmarks/offload_plans.py --quick      # small forms, also on a CPU
 
 A budget is a share of what the step takes with all state on the device. Adam, float32 parameters, bfloat16 arithmetic.
+With `--random 20` twenty other ways within each budget are measured, too, drawn from all that the planner considers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import dataclasses
 import gc
 import math
 import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,8 +96,8 @@ def models(quick: bool) -> dict[str, Callable[[], tuple[Any, Any, Any]]]:
     return {"feed-forward": feed_forward, "experts": experts, "convolutions": convolutions, "decoder": decoder}
 
 
-def run(name: str, make: Callable[[], tuple[Any, Any, Any]], shares: list[float]) -> dict[str, Any]:
-    """Plans a model, and measures the plan for each budget."""
+def run(name: str, make: Callable[[], tuple[Any, Any, Any]], shares: list[float], others: int) -> dict[str, Any]:
+    """Plans a model, and measures the plan for each budget, and some other ways within it."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -129,9 +131,7 @@ def run(name: str, make: Callable[[], tuple[Any, Any, Any]], shares: list[float]
             found[str(share)] = {"error": str(error)}
             print(name, share, error, flush=True)
             continue
-        step = part.apply()
-        state = step.init({"unused": jnp.zeros(1)}, make()[1])
-        near, seconds = part.measure(state, x)
+        near, seconds = measured(part, make()[1], x)
         row = {
             "moved": sorted(part.chosen.far),
             "inputs": part.chosen.activations,
@@ -142,11 +142,27 @@ def run(name: str, make: Callable[[], tuple[Any, Any, Any]], shares: list[float]
             "measured_ms": 1e3 * seconds,
             "time_off": part.chosen.seconds / seconds - 1,
         }
+        fitting = [
+            way for way in plan.ways if way.device_bytes <= part.device_bytes and way.host_bytes <= part.host_bytes
+        ]
+        drawn = random.Random(0).sample(fitting, min(others, len(fitting)))
+        if drawn:
+            row["others_ms"] = [1e3 * measured(dataclasses.replace(part, chosen=way), make()[1], x)[1] for way in drawn]
+            row["over_best_other"] = row["measured_ms"] / min(row["others_ms"])
         found[str(share)] = row
         print(name, share, {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        del state
-        gc.collect()
     return found
+
+
+def measured(plan: Any, layers: Any, x: Any) -> tuple[float, float]:
+    """Device bytes and seconds of a step as planned."""
+    import jax.numpy as jnp
+
+    state = plan.apply().init({"unused": jnp.zeros(1)}, layers)
+    seen: tuple[float, float] = plan.measure(state, x)
+    del state
+    gc.collect()
+    return seen
 
 
 def main() -> int:
@@ -160,6 +176,7 @@ def main() -> int:
         help="budgets, as shares of the memory that a step takes without offload",
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="no further model begins after them")
+    parser.add_argument("--random", type=int, default=0, help="other ways within each budget to measure, too")
     parser.add_argument("--quick", action="store_true", help="small forms")
     parser.add_argument("--out", type=Path, default=Path("out/offload_plans.json"), help="file for the JSON")
     options = parser.parse_args()
@@ -177,7 +194,7 @@ def main() -> int:
             break
         try:
             with ActivationStore():
-                found[name] = run(name, known[name], options.shares)
+                found[name] = run(name, known[name], options.shares, options.random)
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
             print(name, found[name], flush=True)
