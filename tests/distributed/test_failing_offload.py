@@ -113,3 +113,56 @@ def test_a_process_dies_in_a_step(victim: int, when: str, tmp_path: Path) -> Non
     assert stored[0][1] == stored[0][2] != "0"
     assert not list(drive.iterdir())
     assert not marks() & {process.pid for process in (*started, *again)} - {os.getpid()}
+
+
+FAILED_READ = """
+import json, sys
+process, count, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+from dejax import distributed
+distributed.initialize(f"127.0.0.1:{port}", count, process, timeout=6)
+import jax, jax.numpy as jnp, numpy as np, optax
+from dejax.offload import StateStore, optimizer
+from tests.offload.state_faults import interceptor
+P = jax.sharding.PartitionSpec
+mesh = distributed.make_mesh()
+place = lambda x: jax.make_array_from_callback(x.shape, jax.NamedSharding(mesh, P("data")), lambda at: x[at])
+params = {"w": place(np.ones((64, 48), np.float32))}
+with StateStore(folder + "/drive", chunk_bytes=4096) as store:
+    tx = optimizer(optax.adam(1e-2), min_bytes=1, path=store)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        loss, gradients = jax.value_and_grad(lambda p: jnp.mean(p["w"] ** 2))(params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    for number in range(6):
+        if number == 2 and process == 1:
+            interceptor(store).inject("read", 1)
+        params, state, loss = jax.block_until_ready(step(params, state))
+        print("step", number, float(loss), flush=True)
+"""
+
+
+@pytest.mark.full
+def test_a_read_that_fails_in_one_process_ends_all(tmp_path: Path) -> None:
+    """No process goes on with wrong numbers, and none waits for ever."""
+    program = tmp_path / "program.py"
+    program.write_text(FAILED_READ)
+    (tmp_path / "drive").mkdir()
+    started = processes.start(2, tmp_path, devices=2, program=program)
+    try:
+        ends = [process.wait(120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    first, second = (processes.output(tmp_path, number) for number in range(2))
+    assert ends == [failing.EXIT_STATUS, 1], (ends, first, second)
+    assert re.search(r"a read failed: injected fault \(on one device of several", second), second
+    assert re.search(r"process 0 of 2 ends: process 1 ended: .* a read failed: injected fault", first), first
+    for text in (first, second):
+        seen = dict(re.findall(r"step (\d) (\S+)", text))
+        assert seen["1"] != "nan" and "4" not in seen, text
+        assert all(seen[n] == "nan" for n in seen if n > "2"), text  # as soon as a lost value is read
