@@ -48,7 +48,7 @@ def test_there_are_three_short_examples():
 @pytest.mark.slow
 def test_the_model_of_the_examples_page_trains_as_shown(capsys):
     page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     names = {}
     exec(compile(block, "examples/README.md, Python block", "exec"), names)
     assert names["accuracy"] > 0.55 > 2 * names["data"].majority_accuracy
