@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax.host_gather._types import native_order
+from dejax._byte_order import native_order
 
 _INT32_MAX = 2**31 - 1
 

@@ -40,13 +40,6 @@ def element_dtype(dtype: Any, what: str) -> np.dtype:
     return found.newbyteorder("=")
 
 
-def native_order(array: Any) -> Any:
-    """A numpy array in this machine's byte order; other values unchanged."""
-    if isinstance(array, np.ndarray | np.generic) and not array.dtype.isnative:
-        return np.asarray(array, array.dtype.newbyteorder("="))
-    return array
-
-
 def word_bits(dtype: np.dtype) -> int:
     """Bits of the unsigned integers that carry elements of `dtype`: wider ones would need jax's 64-bit mode."""
     return 8 * min(dtype.itemsize, 4)

@@ -15,6 +15,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax import _native
+from dejax._byte_order import native_order
 from dejax.host_gather import _kernels, _sharing, _storage, _types
 from dejax.host_gather._ids import checked_ids
 from dejax.host_gather._lifetime import reporting_closed
@@ -360,7 +361,7 @@ def _check_writable(what: str, spec: TableSpec) -> None:
 def _checked_rows(call: _Update, spec: TableSpec, ids: Array, rows: Any) -> Array:
     """Rows to write, of a dtype that the native call takes."""
     what = call.what
-    rows = _types.native_order(rows)
+    rows = native_order(rows)
     # jax would cut integers of 64 bits to 32 bits.
     wide = isinstance(rows, np.ndarray) and rows.dtype.kind in "iu" and rows.dtype.itemsize == 8
     rows = jnp.asarray(rows.astype(spec.dtype) if wide and spec.dtype.itemsize <= 4 else rows)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dejax.segment._grouping import EdgePlan, Plan, as_ids, checked_ids, group, native
+from dejax._byte_order import native_order
+from dejax.segment._grouping import EdgePlan, Plan, as_ids, checked_ids, group
 from dejax.segment._plans import both_known
 from dejax.segment._primitives import Edges, gather_reduce, in_scales, reduce, rows_at, spread, wide
 from dejax.segment._reductions import shared
@@ -58,7 +59,7 @@ class _Messages:
 
 def _scales(scale: Any, edges: int, features: tuple[int, ...]) -> Array:
     """Scales as [edges, scales]: one, or one for each index of the first axes of the features."""
-    scale = jnp.asarray(native(scale))
+    scale = jnp.asarray(native_order(scale))
     shape = scale.shape
     while len(shape) > 1 and shape[-1] == 1:
         shape = shape[:-1]
@@ -83,7 +84,7 @@ def _messages(
 ) -> _Messages:
     if backend not in BACKENDS:
         raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    x = jnp.asarray(native(x))
+    x = jnp.asarray(native_order(x))
     if x.ndim == 0:
         raise ValueError(f"`x` of {name} must have an axis of rows, got a scalar")
     if plan is not None:
@@ -349,7 +350,7 @@ def gather(x: Any, ids: Any, *, plan: Plan | None = None, backend: str = "auto")
     Returns:
         [entries, ...], of the dtype of `x`.
     """
-    x = jnp.asarray(native(x))
+    x = jnp.asarray(native_order(x))
     if isinstance(ids, Plan):
         ids, plan = ids.ids, plan or ids
     if plan is not None and plan.num_segments != x.shape[0]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax._byte_order import native_order
 from dejax.pallas.segments.reduce import Segments
 from dejax.pallas.segments.schedule import chunk_of
 from dejax.pallas.segments.search import segment_offsets
@@ -42,13 +43,6 @@ class Grouping(NamedTuple):
         return Segments(self.offsets, self.first, self.last, self.ids.shape[0])
 
 
-def native(array: Any) -> Any:
-    """A numpy array in this machine's byte order, which jax asks for; other values unchanged."""
-    if isinstance(array, np.ndarray | np.generic) and not array.dtype.isnative:
-        return np.asarray(array, array.dtype.newbyteorder("="))
-    return array
-
-
 def as_ids(ids: Any) -> Array:
     """Ids as a jax array. Those that do not fit the widest integers of jax stay out of range.
 
@@ -56,7 +50,7 @@ def as_ids(ids: Any) -> Array:
     """
     if isinstance(ids, jax.Array):
         return ids
-    ids = native(np.asarray(ids))
+    ids = native_order(np.asarray(ids))
     if ids.size == 0 and ids.ndim == 1:  # of an empty list
         return jnp.zeros(0, jnp.int32)
     if ids.dtype.kind in "iu" and ids.dtype.itemsize == 8 and not jax.config.values["jax_enable_x64"]:

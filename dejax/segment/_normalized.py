@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax.segment._grouping import Plan, native
+from dejax._byte_order import native_order
+from dejax.segment._grouping import Plan
 from dejax.segment._primitives import rows_at, spread, wide
 from dejax.segment._reductions import extremum, mean_of, summed
 from dejax.segment._request import Options, Request, request
@@ -38,7 +39,7 @@ def _belongs(r: Request) -> Array:
 
 def _floats(name: str, data: Any) -> tuple[Array, Any]:
     """Data in the dtype of the computation, and the dtype of the result."""
-    data = jnp.asarray(native(data))
+    data = jnp.asarray(native_order(data))
     if jnp.issubdtype(data.dtype, jnp.complexfloating):
         raise TypeError(f"`data` of {name} must be real, got {data.dtype}")
     dtype = data.dtype if jnp.issubdtype(data.dtype, jnp.floating) else jnp.result_type(float)

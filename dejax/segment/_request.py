@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax._byte_order import native_order
 from dejax.segment import _cost
-from dejax.segment._grouping import Grouping, Plan, as_ids, checked_ids, group, native
+from dejax.segment._grouping import Grouping, Plan, as_ids, checked_ids, group
 
 BACKENDS = ("auto", "pallas", "xla")
 FLOATS = tuple(jnp.dtype(t) for t in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
@@ -112,7 +113,7 @@ def request(
     """Checks a call of `name`, an operator that reduces by `kind`."""
     if isinstance(segment_ids, Plan):
         segment_ids, plan = segment_ids.ids, plan or segment_ids
-    data = jnp.asarray(native(data))
+    data = jnp.asarray(native_order(data))
     if plan is not None:
         if options.mode == "clip":
             raise ValueError(
@@ -197,7 +198,7 @@ def count_of(name: str, ids: Any, num_segments: int | None) -> int:
 
 def constant(name: str, empty: Any, dtype: Any) -> Array:
     """The value of empty segments, in the dtype of the result."""
-    value = native(empty) if isinstance(empty, jax.Array) else native(np.asarray(empty))
+    value = native_order(empty) if isinstance(empty, jax.Array) else native_order(np.asarray(empty))
     if jnp.issubdtype(dtype, jnp.integer):
         if value.dtype != np.bool_ and not jnp.issubdtype(value.dtype, jnp.integer):
             if isinstance(value, jax.core.Tracer) or not (value == np.rint(value)).all():  # 0.0 is 0

@@ -57,12 +57,18 @@ def losses(folder, process=0):
     return found
 
 
-def finish(started, folder, timeout=240):
+def statuses_of(started, timeout):
+    """The exit statuses of processes; none runs on."""
     try:
-        statuses = [process.wait(timeout) for process in started]
+        return [process.wait(timeout) for process in started]
     finally:
         for process in started:
             process.kill()
+            process.wait()
+
+
+def finish(started, folder, timeout=240):
+    statuses = statuses_of(started, timeout)
     assert statuses == [0] * len(started), "\n".join(output(folder, k)[-2000:] for k in range(len(started)))
 
 

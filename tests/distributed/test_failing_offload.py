@@ -89,12 +89,7 @@ def test_a_process_dies_in_a_step(victim: int, when: str, tmp_path: Path) -> Non
     program.write_text(PROGRAM)
     drive.mkdir()
     started = processes.start(2, tmp_path, program=program, victim=victim, when=when)
-    try:
-        ends = [process.wait(120) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+    ends = processes.statuses_of(started, 120)
     texts = [processes.output(tmp_path, number) for number in range(2)]
     assert ends[victim] == -9 and ends[1 - victim] == failing.EXIT_STATUS, texts
     assert re.search(r"dies with [1-9]\d* bytes and files in dejax-offload-", texts[victim]), texts[victim]
@@ -152,12 +147,7 @@ def test_a_read_that_fails_in_one_process_ends_all(tmp_path: Path) -> None:
     program.write_text(FAILED_READ)
     (tmp_path / "drive").mkdir()
     started = processes.start(2, tmp_path, devices=2, program=program)
-    try:
-        ends = [process.wait(120) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+    ends = processes.statuses_of(started, 120)
     first, second = (processes.output(tmp_path, number) for number in range(2))
     assert ends == [failing.EXIT_STATUS, 1], (ends, first, second)
     assert re.search(r"a read failed: injected fault \(on one device of several", second), second
