@@ -5,8 +5,6 @@
 
 - `mag`, `am`: the steps of `benchmarks.mini_batch`, single and pipelined.
 - `igb`: MLPerf's R-GAT on a random graph with IGB's counts times `--scale`: FP8 rows of 1 KiB, 1,024 seeds.
-- `papers`: GraphSAGE, 3 x 256, on a random graph with the counts of papers100M times `--papers-scale`. The time of an
-  epoch is the time of a step times the number of batches of the full data set: extrapolated, not measured.
 
 For each: milliseconds of a step as a caller sees it, the busy share of a CPU core, rows and bytes over the bus and its
 floor, seeds a second, and from a profile the kernels' times by name and the time in which any kernel ran.
@@ -39,16 +37,13 @@ from benchmarks.mini_batch import (
     shared_fan_outs,
 )
 from benchmarks.provenance import save
-from dejax import rgnn
-from dejax.datasets import fill_rows
-from dejax.host_gather import HostTable, SplitTable
+from dejax.host_gather import CachedTable, SplitTable
 from dejax.minibatch import (
     FeatureStore,
     HeteroTopology,
     MiniBatch,
     find_capacities,
     pipelined_steps,
-    random_topology,
     sample_blocks,
     sampled_step,
     seed_batches,
@@ -59,8 +54,6 @@ from dejax.rgnn.nnx import RGATConv
 from dejax.training.igb.data import random_data
 from dejax.training.igb.model import RGATConfig
 from dejax.training.igb.run import Recipe, Trainer
-
-PAPERS_NODES, PAPERS_EDGES, PAPERS_TRAIN = 111_059_956, 1_615_685_872, 1_207_179
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -152,8 +145,6 @@ def measured(name: str, case: Case, args: argparse.Namespace) -> Iterator[dict[s
             "cpu_cores": round(cores, 2), "bus_ms": bus_ms,
             "loss": [float(losses[way][0]), float(losses[way][-1])],
         }  # fmt: skip
-        if case.about.get("full_batches"):
-            result["extrapolated_epoch_s"] = round(wall * case.about["full_batches"] / 1e3, 2)
         yield result
         if not args.no_profile:
             yield {"section": "profile", "case": name, "way": way, **profiled(lambda: steps(state)[1], count)}  # noqa: B023
@@ -173,7 +164,7 @@ def _rows(ids: dict[str, Any], case: Case) -> dict[str, Any]:
         rows += len(found)
         on_device = 0
         table = case.features[kind].table
-        if isinstance(table, SplitTable):
+        if isinstance(table, SplitTable | CachedTable):
             on_device = int((np.asarray(table.slots[found]) >= 0).sum())
         bus += (len(found) - on_device) * case.features.row_bytes[kind]
         device += on_device * case.features.row_bytes[kind]
@@ -285,64 +276,10 @@ def igb(args: argparse.Namespace) -> Case:
     )  # fmt: skip
 
 
-@rgnn.program
-def sage(g: Any, x: Any, own: Any, other: Any, bias: Any) -> Any:
-    return g.node(x) @ g.shared(own) + g.mean_to_dst(g.src(x)) @ g.shared(other) + g.shared(bias)
-
-
-def papers(args: argparse.Namespace) -> Case:
-    """GraphSAGE on a random graph with the counts of papers100M, times a scale."""
-    begin = time.perf_counter()
-    nodes = int(PAPERS_NODES * args.papers_scale)
-    topology = random_topology({"node": nodes}, {("node", "to", "node"): int(PAPERS_EDGES * args.papers_scale)})
-    table = HostTable.empty((nodes, 128), np.float32)
-    fill_rows(table)
-    made_s = time.perf_counter() - begin
-    features, classes, hidden = FeatureStore().with_table("node", table), 172, 256
-    train = np.arange(max(1, int(PAPERS_TRAIN * args.papers_scale)))
-    rng = np.random.default_rng(3)
-    labels = jnp.asarray(rng.integers(0, classes, nodes), jnp.int32)
-    fan_outs = [15, 10, 5]
-    batches = [("node", rng.choice(train, args.seeds)) for _ in range(20)]
-    capacities = find_capacities(jax.random.key(0), topology, batches, fan_outs, print_table=None)
-    optimizer = optax.adam(3e-3)
-    dims = [(128, hidden), (hidden, hidden), (hidden, classes)]
-
-    def sample(key: Any, topology: Any, seeds: Any) -> Any:
-        return sample_blocks(key, topology, ("node", seeds), fan_outs, capacities=capacities)
-
-    def update(state: Any, batch: MiniBatch, labels: Any) -> tuple[Any, Any]:
-        params, moments = state
-        blocks = batch.blocks
-
-        def loss_of(params: Any) -> Any:
-            h = blocks[0].join(batch.x)
-            for number, (block, own) in enumerate(zip(blocks, params, strict=True)):
-                h = sage(block.bipartite, h, *own)
-                h = jax.nn.relu(h) if number + 1 < len(blocks) else h
-            logits = h[batch.sample.seed_positions["node"]]
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels[batch.seeds]).mean()
-
-        loss, gradients = jax.value_and_grad(loss_of)(params)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments), loss
-
-    def state() -> Any:
-        key, glorot, params = jax.random.key(0), jax.nn.initializers.glorot_normal(), []
-        for number, (k, n) in enumerate(dims):
-            own, other = jax.random.split(jax.random.fold_in(key, number))
-            params.append((glorot(own, (k, n)), glorot(other, (k, n)), jnp.zeros(n)))
-        return params, optimizer.init(params)
-
-    about = {"scale": args.papers_scale, "nodes": nodes, "full_batches": -(-PAPERS_TRAIN // args.seeds)}
-    return Case(topology, features, train, args.seeds, update, sample, state, (labels,), made_s, about=about)
-
-
 CASES: dict[str, Callable[[argparse.Namespace], Case]] = {
     "mag": lambda args: relational("mag", args),
     "am": lambda args: relational("am", args),
     "igb": igb,
-    "papers": papers,
 }
 
 
@@ -358,9 +295,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float8_e4m3fn", help="of igb's features")
     parser.add_argument("--igb-width", type=int, default=1024, help="features of a node of the igb graph")
     parser.add_argument("--igb-hidden", type=int, default=512, help="width of the layers on the igb graph")
-    parser.add_argument(
-        "--papers-scale", type=float, default=0.15, help="counts of the papers graph, as a share of papers100M's"
-    )
     parser.add_argument(
         "--scale-of-mag", type=float, default=1.0, help="of the numbers of nodes and edges of `mag` and `am`"
     )

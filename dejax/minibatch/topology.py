@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +16,13 @@ from jax.typing import ArrayLike
 from dejax.host_gather import HostTable
 from dejax.host_gather.sampling import EdgeWeights
 from dejax.host_gather.topology import Rows
-from dejax.minibatch import _building, _folder
+from dejax.minibatch import _building, _folder, visits
 from dejax.minibatch._building import EdgeType, Part
 from dejax.minibatch._checks import checked_counts, checked_relations, need_wide, one_for_each
 
 __all__ = ["EdgeLists", "EdgeType", "HeteroTopology", "Relation"]
+
+_PIECE = 1 << 26  # edges that go to the device at once
 
 
 @jax.tree_util.register_dataclass
@@ -275,11 +277,58 @@ class HeteroTopology:
     def csc(self, edge_type: EdgeType) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Starts, senders and edge ids of one relation as numpy arrays, outside of jit."""
         relation = self.relations[self.number_of(edge_type)]
-        lists, receivers = self.lists[relation.lists], self.num_nodes[edge_type[2]]
-        starts = as_numpy(lists.starts)[relation.first_group : relation.first_group + receivers + 1]
+        lists = self.lists[relation.lists]
         here = slice(relation.first_edge, relation.first_edge + relation.num_edges)
         ids = np.arange(relation.num_edges) if lists.edge_ids is None else as_numpy(lists.edge_ids)[here]
-        return starts - relation.first_edge, as_numpy(lists.senders)[here], ids
+        return self._starts(edge_type), as_numpy(lists.senders)[here], ids
+
+    def expected_visits(
+        self,
+        seeds: Mapping[str, ArrayLike],
+        fan_outs: Sequence[int | Mapping[EdgeType, int]],
+        *,
+        batch_size: int | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Expected visits of each node by a batch, as `dejax.minibatch.expected_visits`, on jax's device.
+
+        Sums are in float32. 1.6e9 edges and three hops take seconds on a GPU.
+
+        Args:
+            seeds, fan_outs, batch_size: as there.
+
+        Returns:
+            float64[nodes] by type.
+
+        Raises:
+            ValueError: an unknown type or relation, or a seed that is out of range.
+
+        >>> topology = HeteroTopology.from_edges({("b", "to", "a"): ([0, 1, 1], [0, 0, 1])}, {"a": 2, "b": 3})
+        >>> topology.expected_visits({"a": [0, 1]}, [1])["b"]
+        array([0.5, 1.5, 0. ])
+        """
+        starts = {edge_type: self._starts(edge_type) for edge_type in self.edge_types}
+        degrees = {edge_type: np.diff(found) for edge_type, found in starts.items()}
+
+        def sent(edge_type: EdgeType, weight: np.ndarray) -> np.ndarray:
+            senders = self._senders_in_pieces(self.relations[self.number_of(edge_type)])
+            return visits.sent_by_csc(starts[edge_type], senders, weight, self.num_nodes[edge_type[0]])
+
+        return visits.visits_by_hops(degrees, sent, self.num_nodes, seeds, fan_outs, batch_size)
+
+    def _senders_in_pieces(self, relation: Relation) -> Iterator[np.ndarray | Array]:
+        senders: Any = self.lists[relation.lists].senders
+        if isinstance(senders, HostTable):
+            senders = senders.numpy()
+        end = relation.first_edge + relation.num_edges
+        for first in range(relation.first_edge, end, _PIECE):
+            yield senders[first : min(end, first + _PIECE)]
+
+    def _starts(self, edge_type: EdgeType) -> np.ndarray:
+        """The first edge of each receiver within the relation, and the number of edges."""
+        relation = self.relations[self.number_of(edge_type)]
+        first = relation.first_group
+        starts = as_numpy(self.lists[relation.lists].starts)[first : first + self.num_nodes[edge_type[2]] + 1]
+        return starts - relation.first_edge
 
     def __repr__(self) -> str:
         return f"HeteroTopology(nodes={self.num_nodes}, edges={self.num_edges})"

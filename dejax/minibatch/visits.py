@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from numpy.typing import ArrayLike
 
 Relation = tuple[str, str, str]
@@ -43,35 +48,78 @@ def expected_visits(
     >>> visits["b"]
     array([0.5, 1.5, 0. ])
     """
-    for name in [*seeds, *(kind for source, _, destination in edges for kind in (source, destination))]:
-        if name not in num_nodes:
-            raise ValueError(f"expected_visits: the type {name!r} must be one of {', '.join(num_nodes)}")
+    for name in {kind for source, _, destination in edges for kind in (source, destination)}:
+        _known(name, num_nodes)
+    degrees = {
+        relation: _counts(ends[1], num_nodes[relation[2]], f"receivers of {relation}")
+        for relation, ends in edges.items()
+    }
+
+    def sent(relation: Relation, weight: np.ndarray) -> np.ndarray:
+        return _pushed(edges[relation], weight, num_nodes[relation[0]], f"senders of {relation}")
+
+    return visits_by_hops(degrees, sent, num_nodes, seeds, fan_outs, batch_size)
+
+
+def visits_by_hops(
+    degrees: Mapping[Relation, np.ndarray],
+    sent: Callable[[Relation, np.ndarray], np.ndarray],
+    num_nodes: Mapping[str, int],
+    seeds: Mapping[str, ArrayLike],
+    fan_outs: Sequence[int | Mapping[Relation, int]],
+    batch_size: int | None,
+) -> dict[str, np.ndarray]:
+    """As `expected_visits`: `degrees` of receivers by relation; `sent` sums receivers' weights for each sender."""
+    for name in seeds:
+        _known(name, num_nodes)
     reached = {name: np.zeros(count) for name, count in num_nodes.items()}
     total = sum(np.asarray(nodes).size for nodes in seeds.values())
     share = 1.0 if batch_size is None else batch_size / max(1, total)
     for name, nodes in seeds.items():
         reached[name] += share * np.bincount(_checked("seeds", nodes, num_nodes[name]), minlength=num_nodes[name])
     visits = {name: values.copy() for name, values in reached.items()}
-    degrees = {
-        relation: _counts(ends[1], num_nodes[relation[2]], f"receivers of {relation}")
-        for relation, ends in edges.items()
-    }
     for hop in fan_outs:
-        if isinstance(hop, Mapping) and (unknown := set(hop) - set(edges)):
+        if isinstance(hop, Mapping) and (unknown := set(hop) - set(degrees)):
             raise ValueError(
-                f"expected_visits: relations of `fan_outs` must be of {list(edges)}, got {sorted(unknown)}"
+                f"expected_visits: relations of `fan_outs` must be of {list(degrees)}, got {sorted(unknown)}"
             )
         following = {name: np.zeros(count) for name, count in num_nodes.items()}
-        for relation, ends in edges.items():
+        for relation, degree in degrees.items():
             source, _, destination = relation
             k = hop.get(relation, 0) if isinstance(hop, Mapping) else hop
-            degree = np.maximum(degrees[relation], 1)
-            weight = reached[destination] * (1.0 if k < 0 else np.minimum(k, degree) / degree)
-            following[source] += _pushed(ends, weight, num_nodes[source], f"senders of {relation}")
+            drawn = degree if k < 0 else np.minimum(k, degree)
+            following[source] += sent(relation, reached[destination] * drawn / np.maximum(degree, 1))
         reached = following
         for name, values in reached.items():
             visits[name] += values
     return visits
+
+
+def sent_by_csc(starts: np.ndarray, senders: Iterable[Any], weight: np.ndarray, num_senders: int) -> np.ndarray:
+    """The sum over the edges of each sender of the receiver's weight, on jax's device: float32[num_senders].
+
+    Args:
+        starts: int[receivers + 1], the first edge of each receiver, and the number of edges.
+        senders: int[edges], cut in pieces, such as slices of a table in host memory.
+        weight: real[receivers].
+        num_senders: number of senders.
+    """
+    total, begin = jnp.zeros(num_senders, jnp.float32), 0
+    if not num_senders:
+        return np.asarray(total)
+    first, values = jnp.asarray(starts), jnp.asarray(weight, jnp.float32)
+    for piece in senders:
+        total = _add_piece(total, values, first, jnp.asarray(piece), begin)
+        begin += len(piece)
+    return np.asarray(total)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add_piece(total: Array, weight: Array, starts: Array, senders: Array, begin: ArrayLike) -> Array:
+    """Adds the weights of the receivers of the edges `begin`, `begin` + 1, ..."""
+    edges = jnp.arange(len(senders), dtype=starts.dtype) + jnp.asarray(begin).astype(starts.dtype)
+    receivers = jnp.searchsorted(starts, edges, side="right") - 1
+    return total.at[senders].add(weight[receivers])
 
 
 def hot_rows(
@@ -125,6 +173,11 @@ def hot_rows(
         room -= len(equal) * row_bytes[name]
         chosen[name] = np.sort(np.concatenate([np.flatnonzero(values > high) if high or room >= 0 else equal, equal]))
     return chosen
+
+
+def _known(name: str, num_nodes: Mapping[str, int]) -> None:
+    if name not in num_nodes:
+        raise ValueError(f"expected_visits: the type {name!r} must be one of {', '.join(num_nodes)}")
 
 
 def _checked(what: str, nodes: ArrayLike, count: int) -> np.ndarray:

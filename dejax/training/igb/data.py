@@ -14,7 +14,7 @@ from jax import Array
 
 from dejax.datasets import IGBShape, fill_rows, load_igb, random_rows_on_device
 from dejax.host_gather import DeviceTable, HostTable, SplitTable
-from dejax.minibatch import FeatureStore, HeteroTopology, hot_rows, random_topology, sample_blocks
+from dejax.minibatch import FeatureStore, HeteroTopology, hot_rows, random_topology
 from dejax.minibatch._formats import table_dtype
 from dejax.training.igb.model import SEED_TYPE
 
@@ -96,7 +96,7 @@ def random_data(
     found = table_dtype("random_data", dtype)
     hot: dict[str, np.ndarray] = {}
     if device_bytes:
-        visits = count_visits(topology, train, batch, fan_outs, seed=seed)
+        visits = topology.expected_visits({SEED_TYPE: train}, fan_outs, batch_size=batch)
         row_bytes = dict.fromkeys(visits, width * found.itemsize)
         hot = _rows_for_the_device(visits, row_bytes, device_bytes)
     store = FeatureStore()
@@ -146,7 +146,7 @@ def folder_data(
     train = data.splits["train"][SEED_TYPE].astype(np.int32)
     on_device: Any = False
     if device_bytes:
-        visits = count_visits(topology, train, batch, fan_outs)
+        visits = topology.expected_visits({SEED_TYPE: train}, fan_outs, batch_size=batch)
         visits = {name: visits[name] for name in data.features}
         row_bytes = {name: rows.shape[1] * found.itemsize for name, rows in data.features.items()}
         on_device = _rows_for_the_device(visits, row_bytes, device_bytes)
@@ -171,28 +171,3 @@ def _rows_for_the_device(
 ) -> dict[str, np.ndarray]:
     """The rows that batches read most, then further ones while there is room: those need no host memory then."""
     return hot_rows({name: counts + 1 for name, counts in visits.items()}, row_bytes, device_bytes)
-
-
-def count_visits(
-    topology: HeteroTopology,
-    nodes: np.ndarray,
-    batch: int,
-    fan_outs: Sequence[int],
-    *,
-    batches: int = 20,
-    seed: int = 0,
-) -> dict[str, np.ndarray]:
-    """How many of some sampled batches read each node: float32[nodes] by type."""
-
-    @jax.jit
-    def node_ids(key: Array, topology: HeteroTopology, seeds: Array) -> dict[str, Array]:
-        return sample_blocks(key, topology, (SEED_TYPE, seeds), list(fan_outs)).node_ids
-
-    rng = np.random.default_rng([seed, 77])
-    visits = {name: np.zeros(count, np.float32) for name, count in topology.num_nodes.items()}
-    for number in range(batches):
-        seeds = jnp.asarray(rng.choice(nodes, batch).astype(np.int32))
-        for name, ids in node_ids(jax.random.key(number), topology, seeds).items():
-            found = np.asarray(ids)
-            visits[name][found[found >= 0]] += 1  # a node occurs once in a sample
-    return visits

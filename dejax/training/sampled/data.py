@@ -9,7 +9,7 @@ import numpy as np
 
 from dejax import datasets
 from dejax.datasets import EntityDataset, HeteroDataset
-from dejax.minibatch import FeatureStore, HeteroTopology, expected_visits, hot_rows
+from dejax.minibatch import FeatureStore, HeteroTopology, hot_rows
 from dejax.training.sampled.settings import SampledSettings
 
 SPLITS = ("train", "valid", "test")
@@ -158,7 +158,7 @@ def prepare(data: HeteroDataset, settings: SampledSettings) -> Prepared:
     topology = HeteroTopology.from_edges(
         edges, data.num_nodes, on_host=settings.place != "device", keep_edge_ids=edge_type is not None
     )
-    features = _features(data, settings, edges, splits["train"])
+    features = _features(data, settings, topology, splits["train"])
     widths = {kind: data.features[kind].shape[1] for kind in features.types}
     return Prepared(data, topology, edge_type, edge_types, features, targets, classes.pop(), splits, widths)
 
@@ -194,14 +194,14 @@ def embeddings_of(prepared: Prepared, settings: SampledSettings, seed: int) -> F
 
 
 def _features(
-    data: HeteroDataset, settings: SampledSettings, edges: dict, train: dict[str, np.ndarray]
+    data: HeteroDataset, settings: SampledSettings, topology: HeteroTopology, train: dict[str, np.ndarray]
 ) -> FeatureStore:
     arrays = {kind: array for kind, array in data.features.items() if data.num_nodes[kind]}
     dtype = settings.feature_dtype
     scale = "row" if dtype in ("int8", "float8_e4m3fn") else None
     if settings.place != "split":
         return FeatureStore.from_arrays(arrays, dtype=dtype, scale=scale, on_device=settings.place == "device")
-    visits = expected_visits(edges, data.num_nodes, train, settings.fan_outs)
+    visits = topology.expected_visits(train, settings.fan_outs)
     row_bytes = {
         kind: array.shape[1] * np.dtype("uint8" if scale else dtype or array.dtype).itemsize
         for kind, array in arrays.items()
