@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -101,8 +102,9 @@ def measured(name: str, case: Case, args: argparse.Namespace) -> Iterator[dict[s
         return state, (loss, batch.sample.node_ids)
 
     for way in args.ways.split(","):
-        make = pipelined_steps if way == "pipelined" else sampled_step
-        several = (keys, seeds) if way == "pipelined" else (keys[0], seeds[0])
+        piped, sms = way.startswith("pipelined"), way.partition(":")[2]
+        make = functools.partial(pipelined_steps, num_sms=int(sms) if sms else None) if piped else sampled_step
+        several = (keys, seeds) if piped else (keys[0], seeds[0])
         state, begin = case.state(), time.perf_counter()
         lowered = (
             make(update, case.sample, dtype=case.dtype, joined=True).trace(state, *inputs, *several, *case.rest).lower()
@@ -114,7 +116,7 @@ def measured(name: str, case: Case, args: argparse.Namespace) -> Iterator[dict[s
                "compile_s": round(compiled_s, 1)}  # fmt: skip
 
         def steps(state: Any, run: Any = run, way: str = way) -> tuple[Any, Any]:
-            if way == "pipelined":
+            if way != "single":
                 return run(state, *inputs, keys, seeds, *case.rest)
             outs = []
             for n in range(count):
@@ -148,7 +150,7 @@ def measured(name: str, case: Case, args: argparse.Namespace) -> Iterator[dict[s
         yield result
         if not args.no_profile:
             yield {"section": "profile", "case": name, "way": way, **profiled(lambda: steps(state)[1], count)}  # noqa: B023
-    if len(losses) == 2:
+    if "single" in losses and "pipelined" in losses:
         difference = float(np.abs(losses["single"] - losses["pipelined"]).max())
         yield {"section": "equal", "case": name, "largest_difference_of_losses": difference}
 
@@ -286,7 +288,11 @@ CASES: dict[str, Callable[[argparse.Namespace], Case]] = {
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=CASES, action="append", help="cases; by default all")
-    parser.add_argument("--ways", default="single,pipelined", help="single, pipelined, or both with a comma")
+    parser.add_argument(
+        "--ways",
+        default="single,pipelined",
+        help="single, pipelined, pipelined:N with N multiprocessors for rows; with commas",
+    )
     parser.add_argument("--steps", type=int, default=24, help="steps of a program")
     parser.add_argument("--repeats", type=int, default=2, help="timings of each way, one after the other")
     parser.add_argument("--seeds", type=int, default=1024, help="seeds of a step")

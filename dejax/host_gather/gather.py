@@ -17,7 +17,7 @@ from dejax import _native
 from dejax.host_gather import _cost, _kernels, _types
 from dejax.host_gather._ids import checked_ids, in_range, nearest
 from dejax.host_gather._lifetime import reporting_closed
-from dejax.host_gather._operands import ReadableTable, operands_of
+from dejax.host_gather._operands import ReadableTable, TableOperands, operands_of
 from dejax.host_gather._recording import is_recorded, record
 from dejax.host_gather._spec import TableSpec
 
@@ -32,6 +32,11 @@ UNSORTED_SMS = 16
 WIDENING_SMS = 16
 # Rows in device memory: as many multiprocessors as there are. The grid is cut where there is less work.
 DEVICE_SMS = 132
+# Multiprocessors that an overlapped gather takes from compute: the fewest that saturate the bus.
+OVERLAP_SMS = 4
+# Where some rows lie on the device, so many times as many. One multiprocessor copies 13 GB/s of these rows: four would
+# take longer for them than the bus takes for the others.
+MIXED = 4
 _LINE = 128  # bytes of one request over the bus
 
 
@@ -96,8 +101,8 @@ def gather(
         order: "given" reads rows in the order of `ids`. "sorted" sorts the ids inside the step and reads equal ones
             once: for large tables and for ids with many duplicates. "auto" decides from sizes by a cost model. The
             result is the same.
-        num_sms: the most multiprocessors that the read may take; by default 8 or 16, which saturate the bus, or all for
-            a DeviceTable.
+        num_sms: the most multiprocessors that the read may take; by default 8 or 16, which saturate the bus, four times
+            as many where some rows lie on the device (CachedTable, SplitTable), or all for a DeviceTable.
 
     Returns:
         [*ids.shape, *row], or [*ids.shape[:-1], *row] with `reduce`, of `out_dtype`.
@@ -119,7 +124,7 @@ def gather(
     if recorded and scale is not None:
         raise ValueError("gather: the gradient of scaled rows is not defined; multiply the gathered rows instead")
     options = GatherOptions(mode, fill_value, out_dtype, scale, reduce, order, num_sms)
-    ids, call, factor = prepare_gather("gather", operands.spec, ids, options)
+    ids, call, factor = prepare_gather("gather", operands, ids, options)
     leaf, cache, slots = operands.leaf, operands.cache, operands.slots
     if call.mean and not (call.ordered or recorded):
         with reporting_closed(leaf, "gather"):
@@ -153,10 +158,20 @@ def check_errors() -> None:
 # -------------------------------------------------------------------------------------------- checks
 
 
-def prepare_gather(what: str, spec: TableSpec, ids: Any, options: GatherOptions) -> tuple[Array, GatherCall, Array]:
-    """Checks the arguments of a gather. Returns ids, the static call and the scale as float32[0], [1] or [rows]."""
+def prepare_gather(
+    what: str, operands: TableOperands, ids: Any, options: GatherOptions, *, overlapped: bool = False
+) -> tuple[Array, GatherCall, Array]:
+    """Checks the arguments of a gather. Returns ids, the static call and the scale as float32[0], [1] or [rows].
+
+    Args:
+        what: the caller's name.
+        operands: of the table.
+        ids: int[...].
+        options: of the gather.
+        overlapped: whether it runs beside compute.
+    """
     _native.extension(f"dejax.host_gather.{what}")
-    spec = spec.plain
+    spec = operands.spec.plain
     ids = checked_ids(what, ids, spec.rows)
     _check_choices(what, options)
     mean = options.reduce == "mean"
@@ -187,18 +202,32 @@ def prepare_gather(what: str, spec: TableSpec, ids: Any, options: GatherOptions)
         fill_value=float(fill) if convert else 0.0,
         fill=(pattern * 16)[:16] or bytes(16),
         ordered=ordered and spec.platform == "cuda",
-        num_sms=options.num_sms or _default_sms(spec, result, ordered),
+        num_sms=options.num_sms or _default_sms(spec, result, ordered, overlapped, mixed=operands.slots.size > 0),
     )
     return ids, call, factor
 
 
-def _default_sms(spec: TableSpec, result: np.dtype, ordered: bool) -> int:
-    """The fewest multiprocessors that saturate the bus, or those of the device."""
+def _default_sms(spec: TableSpec, result: np.dtype, ordered: bool, overlapped: bool, *, mixed: bool) -> int:
+    """The fewest multiprocessors that saturate the bus, more for rows on the device, or all.
+
+    Args:
+        spec: of the table.
+        result: dtype of the result.
+        ordered: whether ids are sorted.
+        overlapped: whether the gather runs beside compute.
+        mixed: whether some rows lie on the device.
+    """
     if spec.on_device:
         return DEVICE_SMS
-    if result.itemsize >= 4 * spec.dtype.itemsize:
-        return WIDENING_SMS
-    return SORTED_SMS if ordered else UNSORTED_SMS
+    wider = max(1, result.itemsize // spec.dtype.itemsize)
+    if overlapped:
+        # Stores of rows that become wider take more: eight store 138 GB/s of float32 rows made of fp8.
+        for_bus = OVERLAP_SMS * min(wider, 4)
+    elif wider >= 4:
+        for_bus = WIDENING_SMS
+    else:
+        for_bus = SORTED_SMS if ordered else UNSORTED_SMS
+    return for_bus * (MIXED if mixed else 1)
 
 
 def _check_choices(what: str, options: GatherOptions) -> None:

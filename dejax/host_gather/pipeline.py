@@ -19,14 +19,10 @@ from jax.typing import ArrayLike
 from dejax.host_gather._ids import checked_ids
 from dejax.host_gather._operands import ReadableTable, TableOperands, operands_of
 from dejax.host_gather._recording import is_recorded
-from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.gather import GatherCall, GatherOptions, gather, native_arguments, native_gather, prepare_gather
 
 Carry = TypeVar("Carry")
 _sites = itertools.count(1)
-
-OVERLAP_SMS = 4
-"""Multiprocessors that an overlapped gather takes from compute: the fewest that saturate the bus."""
 
 
 @jax.tree_util.register_dataclass
@@ -72,7 +68,8 @@ def gather_start(table: ReadableTable, ids: ArrayLike, *, before: Any = None, **
         before: a pytree of arrays that the compute to overlap with reads. XLA orders calls by data dependence alone:
             `before` comes back dependent on the start, so that compute which uses it runs after the start.
         options: mode, fill_value, out_dtype, scale, order and num_sms, as in `gather`. The default of num_sms is 4: the
-            fewest multiprocessors that saturate the bus. It is 8 or 16 if rows become two or four times as wide.
+            fewest multiprocessors that saturate the bus. It is 8 or 16 if rows become two or four times as wide, and
+            four times as many where some rows lie on the device. A DeviceTable is read by all.
 
     Returns:
         PendingRows; with `before`, (PendingRows, before).
@@ -91,7 +88,7 @@ def gather_start(table: ReadableTable, ids: ArrayLike, *, before: Any = None, **
            [0., 1.]], dtype=float32)
     """
     operands = operands_of("gather_start", table)
-    source, ids = _prepare("gather_start", operands, ids, _options("gather_start", operands.spec, options))
+    source, ids = _prepare("gather_start", operands, ids, _options("gather_start", options))
     through, tree = jax.tree.flatten(before)
     pending, through = _start(source, next(_sites), _Place.ALONE, ids, [jnp.asarray(x) for x in through])
     return pending if before is None else (pending, jax.tree.unflatten(tree, through))
@@ -200,7 +197,7 @@ def prefetched_scan(
         raise ValueError("prefetched_scan: `ids` must have a leading axis of steps")
     if depth < 1:
         raise ValueError(f"prefetched_scan: `depth` must be at least 1, got {depth}")
-    chosen = _options("prefetched_scan", operands.spec, options)
+    chosen = _options("prefetched_scan", options)
     if chosen.mode != "fill":
         raise ValueError(f"prefetched_scan: `mode` must be 'fill', got {chosen.mode!r}; clip the ids beforehand")
     # Starts beyond the last step read nothing: their ids are out of range.
@@ -278,21 +275,18 @@ def _prepare(what: str, operands: TableOperands, ids: Any, options: GatherOption
             f"{what}: value_and_grad does not see gathers that are begun ahead; use `gather` in the loss, or read rows "
             "ahead outside of it and pass them on"
         )
-    ids, call, scale = prepare_gather(what, operands.spec, ids, options)
+    ids, call, scale = prepare_gather(what, operands, ids, options, overlapped=True)
     return _Source(call, operands.leaf, scale, operands.slots, operands.cache), ids
 
 
-def _options(what: str, spec: TableSpec, given: dict[str, Any]) -> GatherOptions:
-    """The options of an overlapped gather, with its defaults."""
+def _options(what: str, given: dict[str, Any]) -> GatherOptions:
+    """The options of an overlapped gather."""
     if given.get("reduce") is not None:
         raise ValueError(f"{what}: `reduce` is not supported; reduce the rows that come back")
     known = {field.name for field in dataclasses.fields(GatherOptions)}
     if unknown := set(given) - known:
         raise TypeError(f"{what}: unknown options {sorted(unknown)}; the options are {sorted(known - {'reduce'})}")
-    # Stores of rows that become wider take more multiprocessors: eight store 138 GB/s of float32 rows made of fp8.
-    out = given.get("out_dtype")
-    wider = 1 if out is None else max(1, np.dtype(out).itemsize // spec.dtype.itemsize)
-    return GatherOptions(**{"num_sms": OVERLAP_SMS * min(wider, 4), **given})
+    return GatherOptions(**given)
 
 
 def _start(

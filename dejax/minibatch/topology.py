@@ -280,7 +280,7 @@ class HeteroTopology:
         lists = self.lists[relation.lists]
         here = slice(relation.first_edge, relation.first_edge + relation.num_edges)
         ids = np.arange(relation.num_edges) if lists.edge_ids is None else as_numpy(lists.edge_ids)[here]
-        return self._starts(edge_type), as_numpy(lists.senders)[here], ids
+        return np.asarray(self._starts(edge_type)), as_numpy(lists.senders)[here], ids
 
     def expected_visits(
         self,
@@ -306,14 +306,16 @@ class HeteroTopology:
         >>> topology.expected_visits({"a": [0, 1]}, [1])["b"]
         array([0.5, 1.5, 0. ])
         """
-        starts = {edge_type: self._starts(edge_type) for edge_type in self.edge_types}
-        degrees = {edge_type: np.diff(found) for edge_type, found in starts.items()}
 
-        def sent(edge_type: EdgeType, weight: np.ndarray) -> np.ndarray:
-            senders = self._senders_in_pieces(self.relations[self.number_of(edge_type)])
-            return visits.sent_by_csc(starts[edge_type], senders, weight, self.num_nodes[edge_type[0]])
+        def sent(edge_type: EdgeType, reached: Array, fan_out: int) -> Array:
+            relation = self.relations[self.number_of(edge_type)]
+            starts, count = jax.numpy.asarray(self._starts(edge_type)), self.num_nodes[edge_type[0]]
+            return visits.sent_by_csc(starts, self._senders_in_pieces(relation), reached, fan_out, count)
 
-        return visits.visits_by_hops(degrees, sent, self.num_nodes, seeds, fan_outs, batch_size)
+        by_seeds = visits.seed_visits(seeds, self.num_nodes, batch_size)
+        reached = {name: jax.numpy.asarray(found, "float32") for name, found in by_seeds.items() if found.any()}
+        found = visits.visits_by_hops(reached, self.edge_types, sent, fan_outs)
+        return {name: np.asarray(found.get(name, by_seeds[name]), np.float64) for name in self.num_nodes}
 
     def _senders_in_pieces(self, relation: Relation) -> Iterator[np.ndarray | Array]:
         senders: Any = self.lists[relation.lists].senders
@@ -323,12 +325,12 @@ class HeteroTopology:
         for first in range(relation.first_edge, end, _PIECE):
             yield senders[first : min(end, first + _PIECE)]
 
-    def _starts(self, edge_type: EdgeType) -> np.ndarray:
-        """The first edge of each receiver within the relation, and the number of edges."""
+    def _starts(self, edge_type: EdgeType) -> Any:
+        """The first edge of each receiver within the relation, and the number of edges, where they lie."""
         relation = self.relations[self.number_of(edge_type)]
-        first = relation.first_group
-        starts = as_numpy(self.lists[relation.lists].starts)[first : first + self.num_nodes[edge_type[2]] + 1]
-        return starts - relation.first_edge
+        first, starts = relation.first_group, self.lists[relation.lists].starts
+        whole: Any = starts.numpy() if isinstance(starts, HostTable) else starts
+        return whole[first : first + self.num_nodes[edge_type[2]] + 1] - relation.first_edge
 
     def __repr__(self) -> str:
         return f"HeteroTopology(nodes={self.num_nodes}, edges={self.num_edges})"

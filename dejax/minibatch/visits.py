@@ -55,67 +55,92 @@ def expected_visits(
         for relation, ends in edges.items()
     }
 
-    def sent(relation: Relation, weight: np.ndarray) -> np.ndarray:
+    def sent(relation: Relation, reached: np.ndarray, fan_out: int) -> np.ndarray:
+        weight = reached * _share_drawn(np, degrees[relation], fan_out)
         return _pushed(edges[relation], weight, num_nodes[relation[0]], f"senders of {relation}")
 
-    return visits_by_hops(degrees, sent, num_nodes, seeds, fan_outs, batch_size)
+    return visits_by_hops(seed_visits(seeds, num_nodes, batch_size), edges, sent, fan_outs)
+
+
+def seed_visits(
+    seeds: Mapping[str, ArrayLike], num_nodes: Mapping[str, int], batch_size: int | None
+) -> dict[str, np.ndarray]:
+    """Visits of each node as a seed of a batch: float64[nodes] by type."""
+    for name in seeds:
+        _known(name, num_nodes)
+    total = sum(np.asarray(nodes).size for nodes in seeds.values())
+    share = 1.0 if batch_size is None else batch_size / max(1, total)
+    found = {name: np.zeros(count) for name, count in num_nodes.items()}
+    for name, nodes in seeds.items():
+        found[name] += share * np.bincount(_checked("seeds", nodes, num_nodes[name]), minlength=num_nodes[name])
+    return found
 
 
 def visits_by_hops(
-    degrees: Mapping[Relation, np.ndarray],
-    sent: Callable[[Relation, np.ndarray], np.ndarray],
-    num_nodes: Mapping[str, int],
-    seeds: Mapping[str, ArrayLike],
+    reached: Mapping[str, Any],
+    relations: Iterable[Relation],
+    sent: Callable[[Relation, Any, int], Any],
     fan_outs: Sequence[int | Mapping[Relation, int]],
-    batch_size: int | None,
-) -> dict[str, np.ndarray]:
-    """As `expected_visits`: `degrees` of receivers by relation; `sent` sums receivers' weights for each sender."""
-    for name in seeds:
-        _known(name, num_nodes)
-    reached = {name: np.zeros(count) for name, count in num_nodes.items()}
-    total = sum(np.asarray(nodes).size for nodes in seeds.values())
-    share = 1.0 if batch_size is None else batch_size / max(1, total)
-    for name, nodes in seeds.items():
-        reached[name] += share * np.bincount(_checked("seeds", nodes, num_nodes[name]), minlength=num_nodes[name])
-    visits = {name: values.copy() for name, values in reached.items()}
+) -> dict[str, Any]:
+    """Visits of all hops.
+
+    Args:
+        reached: visits of the seeds by type, arrays of numpy or jax.
+        relations: all of them.
+        sent: (relation, visits of the receivers, fan-out) -> visits of the senders.
+        fan_outs: as in `expected_visits`.
+    """
+    relations = list(relations)
+    visits = dict(reached)
     for hop in fan_outs:
-        if isinstance(hop, Mapping) and (unknown := set(hop) - set(degrees)):
-            raise ValueError(
-                f"expected_visits: relations of `fan_outs` must be of {list(degrees)}, got {sorted(unknown)}"
-            )
-        following = {name: np.zeros(count) for name, count in num_nodes.items()}
-        for relation, degree in degrees.items():
+        if isinstance(hop, Mapping) and (unknown := set(hop) - set(relations)):
+            raise ValueError(f"expected_visits: relations of `fan_outs` must be of {relations}, got {sorted(unknown)}")
+        following: dict[str, Any] = {}
+        for relation in relations:
             source, _, destination = relation
             k = hop.get(relation, 0) if isinstance(hop, Mapping) else hop
-            drawn = degree if k < 0 else np.minimum(k, degree)
-            following[source] += sent(relation, reached[destination] * drawn / np.maximum(degree, 1))
+            if k != 0 and destination in reached:
+                new = sent(relation, reached[destination], k)
+                following[source] = following[source] + new if source in following else new
         reached = following
         for name, values in reached.items():
-            visits[name] += values
+            visits[name] = visits[name] + values if name in visits else values
     return visits
 
 
-def sent_by_csc(starts: np.ndarray, senders: Iterable[Any], weight: np.ndarray, num_senders: int) -> np.ndarray:
-    """The sum over the edges of each sender of the receiver's weight, on jax's device: float32[num_senders].
+def sent_by_csc(
+    starts: Array, senders: Iterable[np.ndarray | Array], reached: Array, fan_out: int, num_senders: int
+) -> Array:
+    """The visits of the senders of one relation: float32[num_senders].
 
     Args:
         starts: int[receivers + 1], the first edge of each receiver, and the number of edges.
         senders: int[edges], cut in pieces, such as slices of a table in host memory.
-        weight: real[receivers].
+        reached: float32[receivers], visits of the receivers.
+        fan_out: edges that are drawn of each receiver; -1 for all.
         num_senders: number of senders.
     """
     total, begin = jnp.zeros(num_senders, jnp.float32), 0
-    if not num_senders:
-        return np.asarray(total)
-    first, values = jnp.asarray(starts), jnp.asarray(weight, jnp.float32)
+    weight = _weights(starts, reached, fan_out)
     for piece in senders:
-        total = _add_piece(total, values, first, jnp.asarray(piece), begin)
+        total = _add_piece(total, weight, starts, jnp.asarray(piece), begin)
         begin += len(piece)
-    return np.asarray(total)
+    return total
+
+
+def _share_drawn(module: Any, degree: Any, fan_out: int) -> Any:
+    """The part of its edges that a receiver of this degree draws."""
+    drawn = degree if fan_out < 0 else module.minimum(fan_out, degree)
+    return drawn / module.maximum(degree, 1)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _weights(starts: Array, reached: Array, fan_out: int) -> Array:
+    return reached * _share_drawn(jnp, jnp.diff(starts), fan_out).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _add_piece(total: Array, weight: Array, starts: Array, senders: Array, begin: ArrayLike) -> Array:
+def _add_piece(total: Array, weight: Array, starts: Array, senders: Array, begin: int) -> Array:
     """Adds the weights of the receivers of the edges `begin`, `begin` + 1, ..."""
     edges = jnp.arange(len(senders), dtype=starts.dtype) + jnp.asarray(begin).astype(starts.dtype)
     receivers = jnp.searchsorted(starts, edges, side="right") - 1

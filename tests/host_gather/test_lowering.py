@@ -11,7 +11,17 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from dejax import _native
-from dejax.host_gather import CachedTable, HostTable, adam, gather, prefetched_scan, scatter, scatter_add
+from dejax.host_gather import (
+    CachedTable,
+    HostTable,
+    adam,
+    gather,
+    gather_done,
+    gather_start,
+    prefetched_scan,
+    scatter,
+    scatter_add,
+)
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.gradient import RowGradient
 from dejax.host_gather.update import OptimizerState
@@ -125,3 +135,18 @@ def test_barriers_separate_slices_from_the_calls(name: str) -> None:
 def test_rows_that_are_too_long() -> None:
     with pytest.raises(ValueError, match="rows must have at most .*; split them"):
         HostTable.empty((1, 2**30), np.int16)
+
+
+@pytest.mark.parametrize(("dtype", "out", "alone", "mixed"), [("float32", None, 4, 16), ("int8", jnp.bfloat16, 8, 32)])
+def test_rows_on_the_device_take_more_multiprocessors(dtype: str, out: Any, alone: int, mixed: int) -> None:
+    def grid(t: Any) -> int:
+        text = lowered(lambda t, i: gather_done(gather_start(t, i, out_dtype=out)), t, IDS)
+        (found,) = set(re.findall(r"dejax_table_gather_start.*?grid = (\d+)", text))
+        return int(found)
+
+    spec = TableSpec(4096, (128,), np.dtype(dtype), "cuda")
+    leaf = jax.core.ShapedArray(spec.leaf.shape, spec.leaf.dtype, memory_space=jax.memory.Space.Host)
+    host = HostTable(leaf, spec)
+    cache = jax.core.ShapedArray((16, *spec.leaf.shape[1:]), spec.leaf.dtype)
+    assert grid(host) == alone
+    assert grid(CachedTable(host, cache, jax.core.ShapedArray((4096,), jnp.int32))) == mixed

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dejax.minibatch import expected_visits, hot_rows
+from dejax.minibatch import HeteroTopology, expected_visits, hot_rows, topology
 
 RNG = np.random.default_rng(0)
 NODES = {"a": 7, "b": 5, "empty": 0}
@@ -46,6 +46,23 @@ def test_expected_visits(fan_outs) -> None:
     np.testing.assert_allclose(half["b"], found["b"] / 2)
 
 
+@pytest.mark.parametrize("fan_outs", [[2, 1], [-1, {("b", "to", "a"): 1}], [3, 0, 2], []])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_topologies_expect_the_same_visits(fan_outs, on_host: bool, monkeypatch) -> None:
+    monkeypatch.setattr(topology, "_PIECE", 7)  # a relation takes several pieces
+    graph = HeteroTopology.from_edges(EDGES, NODES, on_host=on_host)
+    seeds = {"a": [1, 4, 4], "b": [2]}
+    for size in (None, 2):
+        found = graph.expected_visits(seeds, fan_outs, batch_size=size)
+        want = expected_visits(EDGES, NODES, seeds, fan_outs, batch_size=size)
+        assert set(found) == set(want)
+        for name, values in want.items():
+            assert found[name].dtype == np.float64
+            np.testing.assert_allclose(found[name], values, rtol=1e-6)
+    moved = graph.with_starts_on_device().expected_visits(seeds, fan_outs)
+    np.testing.assert_array_equal(moved["a"], graph.expected_visits(seeds, fan_outs)["a"])
+
+
 @pytest.mark.parametrize("room", [0, 10, 60, 100, 137, 10_000])
 @pytest.mark.parametrize("seed", range(3))
 def test_hot_rows_are_the_most_visited(room: int, seed: int) -> None:
@@ -79,6 +96,13 @@ def test_bad_input() -> None:
         expected_visits(EDGES, NODES, {"a": [0]}, [{("b", "x", "a"): 1}])
     with pytest.raises(ValueError, match=r"receivers of \('b', 'to', 'a'\) must be"):
         expected_visits(EDGES, {**NODES, "a": 2}, {"a": [0]}, [1])
+    graph = HeteroTopology.from_edges(EDGES, NODES)
+    with pytest.raises(ValueError, match="the type 'x' must be one of a, b, empty"):
+        graph.expected_visits({"x": [0]}, [1])
+    with pytest.raises(ValueError, match="seeds must be integers from 0 to 6"):
+        graph.expected_visits({"a": [7]}, [1])
+    with pytest.raises(ValueError, match="relations of `fan_outs` must be"):
+        graph.expected_visits({"a": [0]}, [{("b", "x", "a"): 1}])
     with pytest.raises(ValueError, match="`row_bytes` must have"):
         hot_rows({"a": [1]}, {}, 5)
     with pytest.raises(ValueError, match="NaN"):
