@@ -9,7 +9,9 @@ are moved, rows of 1,024 bytes are converted from fp8 to bfloat16.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,10 @@ import numpy as np
 from benchmarks.provenance import save
 from dejax.host_gather import CachedTable, HostTable, gather_done, gather_start
 from dejax.pallas.profile import record
+
+
+def _wait(run: Callable[..., Any], *given: Any) -> None:
+    jax.block_until_ready(run(*given))
 
 
 def main() -> None:
@@ -48,12 +54,11 @@ def main() -> None:
 
                 for _ in range(2):
                     jax.block_until_ready(read(cached, ids))
-                records = record(lambda: jax.block_until_ready(read(cached, ids)))  # noqa: B023
+                records = record(functools.partial(_wait, read, cached, ids))
                 ms = sum(r.duration_ns for r in records if "dejax_gather" in r.name) / 1e6
                 row_bytes = width * np.dtype(dtype).itemsize
                 results.append({"row_bytes": row_bytes, "on_host": share, "multiprocessors": count, "ms": round(ms, 3)})
                 print(json.dumps(results[-1]), flush=True)
-        del cached
         table.close()
     if args.out:
         save(args.out, results)
