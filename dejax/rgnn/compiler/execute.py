@@ -31,7 +31,7 @@ from dejax.rgnn.ir.intra import Fallback, Kernels
 from dejax.rgnn.lowering.destinations import read_elsewhere, summed_at
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
 from dejax.rgnn.lowering.running import NodeRows
-from dejax.rgnn.lowering.segments import num_rows, valid_rows, where_rows
+from dejax.rgnn.lowering.segments import num_rows, segment_sum, valid_rows, where_rows
 from dejax.rgnn.lowering.xla import Evaluator
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes import Counts, Cut, Watch, differentiated, lower_to_kernels, optimise, silent
@@ -203,8 +203,7 @@ def run_kernels(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScal
         own = [i for i in program.inputs if program.ops[i].attr("position") in task.destinations]
         elsewhere = read_elsewhere(program, task.destination_outputs)
         pallas = PallasLowering(kernels, graph, options, encoded, given, NodeRows(own, elsewhere, unmasked))
-    own_sums = () if pallas is None else (pallas.sum_types, pallas.sum_outer)
-    xla = Evaluator(program, graph, options.precision, *own_sums)
+    xla = Evaluator(program, graph, options.precision, segment_sum if pallas is None else pallas.sum_types)
     remaining = [set(instance.reads) for instance in kernels.instances]
     narrow = frozenset(i for i in program.inputs if isinstance(env[i], RowScaled) or i in encoded)
     for number, instance in enumerate(kernels.instances):
@@ -222,7 +221,7 @@ def run_kernels(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScal
                 record_failure(kernels, options, number, error)
         if not done:
             # XLA recomputes values that a kernel keeps in registers. The values of the failed attempt are dropped.
-            with label(name), jax.named_scope(name):
+            with jax.named_scope(name):
                 whole = {i: _decoded(a) for i, a in env.items()}
                 xla.compute(instance.writes, whole)
             env.update((w, whole[w]) for w in instance.writes)

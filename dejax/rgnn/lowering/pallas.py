@@ -9,13 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import dejax.pallas as kernels
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.intra import Gemm, Instance, Traversal, WeightGradient
 from dejax.rgnn.lowering.products import Products
-from dejax.rgnn.lowering.row_sums import row_sum
 from dejax.rgnn.lowering.running import Columns
 from dejax.rgnn.lowering.segments import segment_sum
 from dejax.rgnn.lowering.traversals import Traversals
@@ -50,18 +48,3 @@ class PallasLowering(Products, Traversals):
         if group.num_rows < _SUMS_AT_ONCE or not few or x.ndim < 3 or str(x.dtype) not in _DTYPES:
             return segment_sum(x, group)
         return kernels.sum_rows(x, group.offsets, order=group.order, interpret=self.interpret)
-
-    def sum_outer(
-        self, spec: tuple[str, str, str], x: jax.Array, y: jax.Array, mask: jax.Array | None
-    ) -> jax.Array | None:
-        """Sums outer products over the rows of the mask; None where that is left to XLA."""
-        how = row_sum(spec, x.shape[1:], y.shape[1:])
-        kernels_have = all(str(a.dtype) in _DTYPES for a in (x, y))
-        if not (kernels_have and how.is_product and how.is_long):
-            return None
-        heads = () if how.together else (how.size(how.heads),)
-        x, y = (a.reshape(a.shape[0], *heads, -1) for a in (x, y))
-        total = kernels.row_product(x, y, mask=mask, precision=self.precision, interpret=self.interpret)
-        letters = how.left + how.right if how.together else how.heads + "".join(how.one_head)
-        # Of heads that were multiplied together this takes the diagonal.
-        return jnp.einsum(f"{letters}->{how.out}", total.reshape([how.sizes[c] for c in letters]))

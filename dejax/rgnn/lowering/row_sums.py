@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dejax.pallas._shapes import cdiv
 from dejax.pallas.machine import machine
+from dejax.pallas.products.schedule import rows_per_part
 
 # The side of a tile, and how many tiles keep a multiprocessor busy.
 _TILE, _BUSY = 64, 4
@@ -39,10 +40,19 @@ class RowSum:
         return left, right
 
     @property
+    def sides(self) -> tuple[str, str]:
+        """The letters of each side that one product multiplies."""
+        return (self.left, self.right) if self.together else self.one_head
+
+    @property
+    def leads(self) -> bool:
+        """Whether heads come first on both sides."""
+        return all(side.startswith(self.heads) for side in (self.left, self.right))
+
+    @property
     def is_product(self) -> bool:
-        """Whether it is a product of matrices. Rows times scalars are none: tensor cores would multiply zeros."""
-        left, right = self.one_head
-        return bool(left and right) and all(side.startswith(self.heads) for side in (self.left, self.right))
+        """Whether it is a product of matrices, and not of rows with scalars."""
+        return all(self.one_head)
 
     @property
     def together(self) -> bool:
@@ -53,14 +63,21 @@ class RowSum:
         return self._tiles(self.left, self.right) <= self.size(self.heads) * self._tiles(*self.one_head)
 
     @property
-    def is_long(self) -> bool:
-        """Whether the result has too few tiles for a GPU, so that the sum over rows must be cut into parts.
+    def num_products(self) -> int:
+        return 1 if self.together else self.size(self.heads)
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether it is a product with too few tiles for a GPU, so that the sum over rows must be cut into parts.
 
         XLA pads the rows for that, by copies of both operands. Products with more tiles are left to it.
         """
-        heads = 1 if self.together else self.size(self.heads)
-        sides = (self.left, self.right) if self.together else self.one_head
-        return heads * self._tiles(*sides) < _BUSY * machine().multiprocessors
+        tiles = self.num_products * self._tiles(*self.sides)
+        return self.leads and self.is_product and tiles < _BUSY * machine().multiprocessors
+
+    def parts(self, rows: int) -> int:
+        """How many programs sum the rows of each tile."""
+        return cdiv(rows, rows_per_part(rows, self.num_products * self._tiles(*self.sides), 1))
 
     def size(self, letters: str) -> int:
         return math.prod(self.sizes[c] for c in letters)

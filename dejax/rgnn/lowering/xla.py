@@ -35,9 +35,6 @@ from dejax.rgnn.lowering.segments import (
     zero_if_none,
 )
 
-# The letters of both sides and of the result, both arrays, and which of their rows to sum.
-OuterSum = Callable[[tuple[str, str, str], jax.Array, jax.Array, jax.Array | None], jax.Array | None]
-
 # Rows a tile of a grouped GEMM on the CPU: a batched matrix product over tiles costs O(rows + types) and no more.
 _TILE = 32
 
@@ -53,19 +50,12 @@ class Evaluator:
     Attributes:
       precision: of matrix products: "f32", "tf32", "bf16" or None for JAX's default.
       sum_types: sums weights of edge types by a grouping of those; `segment_sum` by default.
-      sum_outer: sums outer products of rows, or says None, which it does by default.
     """
 
     def __init__(
-        self,
-        program: Program,
-        graph: RelGraph,
-        precision: str | None,
-        sum_types: SegmentSum = segment_sum,
-        sum_outer: OuterSum = lambda spec, x, y, mask: None,
+        self, program: Program, graph: RelGraph, precision: str | None, sum_types: SegmentSum = segment_sum
     ) -> None:
-        self.program, self.graph, self.precision = program, graph, precision
-        self.sum_types, self.sum_outer = sum_types, sum_outer
+        self.program, self.graph, self.precision, self.sum_types = program, graph, precision, sum_types
         # Backward compares these with their extremum: XLA must not compute them once for that and once to be kept, and
         # round the two differently.
         self.compared = {op.args[0] for op in program.ops if op.is_extremum}
@@ -204,10 +194,8 @@ class Evaluator:
         space = self._space_of(op)
         if via == "all" or num_rows(self.graph, op.space) == 1:
             mask = valid_rows(self.graph, space)
-            total = self.sum_outer((left, right, out), x, y, mask)
-            if total is None:
-                total = self._einsum(f"r{left},r{right}->{out}", where_rows(mask, x), where_rows(mask, y))
-            return total[None]
+            x, y = where_rows(mask, x), where_rows(mask, y)
+            return self._einsum(f"r{left},r{right}->{out}", x, y)[None]
         group = segments(self.graph, via)
         if via != TYPE_VIA.get(space) or x.shape[0] == 0:
             return segment_sum(self._einsum(f"r{left},r{right}->r{out}", x, y), group)
