@@ -106,7 +106,7 @@ def test_parts_have_whole_steps_and_keep_the_device_busy(rows, block, tiles):
 def test_errors_say_what_to_do():
     x, y = jnp.zeros((4, 3)), jnp.zeros((4, 2))
     with pytest.raises(ValueError, match=r"must be \[rows, k\] and \[rows, n\]"):
-        kernels.row_products([x], y[:3])
+        kernels.row_products([x[:3]], y)
     with pytest.raises(ValueError, match="`mask` must have shape"):
         kernels.row_products([x], y, mask=jnp.ones(3, bool))
     with pytest.raises(ValueError, match="precision must be one of"):

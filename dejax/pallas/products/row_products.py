@@ -78,7 +78,8 @@ def row_products(
     """The sum of `x[r]^T y[r]` over the rows r, for each of `xs`, and for each head if there are some.
 
     Args:
-      xs: float[rows, k] or float[rows, heads, k], float32, bfloat16 or float16; each may have its own k.
+      xs: float[rows, k] or float[rows, heads, k], float32, bfloat16 or float16; each may have its own k, and
+        more rows than y, which are not read.
       y: float[rows, n] or float[rows, heads, n].
       total: also returns the sum of the rows of y.
       mask: bool[rows]: the rows to sum. What is in the others, be it NaN, has no effect.
@@ -95,7 +96,7 @@ def row_products(
       ValueError: shapes that do not fit each other.
     """
     _check(xs, y, mask, precision)
-    (rows, *heads, n), widths = y.shape, tuple(x.shape[-1] for x in xs)
+    (*heads, n), widths = y.shape[1:], tuple(x.shape[-1] for x in xs)
     shapes = [(*heads, k, n) for k in widths] + [(*heads, n)] * total
     if 0 in (*y.shape, *widths):
         return tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
@@ -111,7 +112,7 @@ def row_products(
         num_warps=plan.schedule.num_warps,
         num_stages=plan.schedule.num_stages,
         interpret=_triton.use_interpreter(interpret),
-    )(*(a.reshape(rows, -1) for a in (*xs, y)), *(() if mask is None else (mask.astype(jnp.int8),)))
+    )(*(a.reshape(a.shape[0], -1) for a in (*xs, y)), *(() if mask is None else (mask.astype(jnp.int8),)))
     found = (p[0] if plan.parts == 1 else p.sum(0) for p in partials)
     return tuple(sum_.reshape(shape) for sum_, shape in zip(found, shapes, strict=True))
 
@@ -121,10 +122,10 @@ def _check(xs: Sequence[jax.Array], y: jax.Array, mask: jax.Array | None, precis
     check_float(y, "y")
     for x in xs:
         check_float(x, "x")
-        if x.ndim not in (2, 3) or x.shape[:-1] != y.shape[:-1]:
+        if x.ndim not in (2, 3) or x.ndim != y.ndim or x.shape[1:-1] != y.shape[1:-1] or x.shape[0] < y.shape[0]:
             raise ValueError(
-                "`x` and `y` must be [rows, k] and [rows, n], or [rows, heads, k] and [rows, heads, n]; "
-                f"got {x.shape} and {y.shape}"
+                "`x` and `y` must be [rows, k] and [rows, n], or [rows, heads, k] and [rows, heads, n], `x` with at "
+                f"least the rows of `y`; got {x.shape} and {y.shape}"
             )
     if mask is not None and mask.shape != y.shape[:1]:
         raise ValueError(f"`mask` must have shape {y.shape[:1]}, got {mask.shape}")
@@ -167,7 +168,7 @@ def _kernel(*refs: Any, c: _Plan) -> None:
 def _sum_part(
     refs: Sequence[Any], c: _Plan, number: int, part: jax.Array, head: jax.Array, block_k: jax.Array, block_n: jax.Array
 ) -> None:
-    """Sums the rows of a part for a tile of one result, and the rows of y where the tile is the first of its columns."""
+    """Sums the rows of a part for a tile of one result; and the rows of y, where the tile is the first of its columns."""
     s, count, width = c.schedule, len(c.widths), c.widths[number]
     x, y, outs = refs[number], refs[count], refs[count + 1 + c.masked :]
     k = (block_k * s.block_k + lanes(s.block_k, 0, 1))[None, :]
