@@ -168,7 +168,7 @@ def _kernel(*refs: Any, c: _Plan) -> None:
 def _sum_part(
     refs: Sequence[Any], c: _Plan, number: int, part: jax.Array, head: jax.Array, block_k: jax.Array, block_n: jax.Array
 ) -> None:
-    """Sums the rows of a part for a tile of one result; and the rows of y, where the tile is the first of its columns."""
+    """Sums the products of a part for a tile of one result, and the rows of y for the first tile of its columns."""
     s, count, width = c.schedule, len(c.widths), c.widths[number]
     x, y, outs = refs[number], refs[count], refs[count + 1 + c.masked :]
     k = (block_k * s.block_k + lanes(s.block_k, 0, 1))[None, :]
