@@ -98,7 +98,7 @@ def test_scores_by_the_product(width: int, options: Options, tolerance: float) -
 
 
 def test_gradients_of_shared_weights_make_no_padded_copies() -> None:
-    """GraphSAGE's training step as XLA compiles it: no array is longer than one of all nodes, by padding or otherwise."""
+    """GraphSAGE's training step as XLA compiles it: nothing pads or cuts an array of all nodes."""
     nodes = 100_003
     rng = np.random.default_rng(0)
     graph = RelGraph.from_edges(rng.integers(0, nodes, nodes), rng.integers(0, nodes, nodes), num_nodes=nodes)
