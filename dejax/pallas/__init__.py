@@ -9,6 +9,7 @@ from dejax.pallas.formats.table_slice import TableSlice
 from dejax.pallas.padding import clear_rows
 from dejax.pallas.products.grouped_gemm import grouped_gemm
 from dejax.pallas.products.requests import GemmEpilogue, GemmGroups, GemmOutput, GroupedGemm, GroupedWeightGradient
+from dejax.pallas.products.row_products import row_products
 from dejax.pallas.products.schedule import GemmSchedule, WeightGradientSchedule, gemm_block
 from dejax.pallas.products.sums import sum_rows
 from dejax.pallas.products.weight_gradient import grouped_weight_gradient, split_table
@@ -46,6 +47,7 @@ __all__ = [
     "map_entries",
     "next_power_of_two",
     "rounded",
+    "row_products",
     "split_table",
     "sum_rows",
     "to_row_scaled",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, seed, settings
 
-from dejax.rgnn import Options, library
+from dejax.rgnn import Options, RelGraph, library, zoo
 from tests.rgnn.cases import CASES, MODELS, Size
 from tests.rgnn.contract import check, covering, expected, make_arrays
 from tests.rgnn.random_programs import Recipe, recipes
@@ -94,6 +95,24 @@ def test_typed_sources(name: str, options: Options, tolerance: float) -> None:
 @pytest.mark.parametrize("width", [17, 64])
 def test_scores_by_the_product(width: int, options: Options, tolerance: float) -> None:
     check("rgat", "large", Size(width, width, 1), options, tolerance=tolerance)
+
+
+def test_gradients_of_shared_weights_make_no_padded_copies() -> None:
+    """GraphSAGE's training step as XLA compiles it: nothing pads or cuts an array of all nodes."""
+    nodes = 100_003
+    rng = np.random.default_rng(0)
+    graph = RelGraph.from_edges(rng.integers(0, nodes, nodes), rng.integers(0, nodes, nodes), num_nodes=nodes)
+    x = jnp.asarray(rng.standard_normal((nodes, 64)), jnp.float32)
+    params = {"neighbour": jnp.ones((64, 64)), "root": jnp.ones((64, 64)), "bias": jnp.ones(64)}
+
+    def training(x: Any, p: Any) -> Any:
+        y, pull = jax.vjp(lambda x, p: zoo.graphsage(graph, x, p, options=Options(precision="tf32")), x, p)
+        return y, pull(y)
+
+    text = jax.jit(training).lower(x, params).compile().as_text()
+    entry = text[text.index("\nENTRY") :]
+    copies = [line.strip() for line in entry.splitlines() if re.search(r"= f32\[\d{6,},64\]\S* fusion\(", line)]
+    assert not [line for line in copies if re.search(r"pad|slice", line.split(" = ")[0])]
 
 
 def test_the_same_bits_again() -> None:

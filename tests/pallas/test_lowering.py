@@ -137,6 +137,18 @@ def test_map_entries(shape):
     assert "custom_call" in text
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("k, n", [(64, 64), (100, 37), (256, 512), (3, 1)])
+@pytest.mark.parametrize("precision", ["f32", "tf32", "bf16"])
+def test_row_products(precision, k, n, dtype):
+    def run(x, z, y, mask):
+        whole = kernels.row_products([x], y, precision=precision, interpret=False)
+        return whole, kernels.row_products([x, z], y, total=True, mask=mask, precision=precision, interpret=False)
+
+    x, z, y = (jnp.zeros((100_003, width), dtype) for width in (k, 64, n))
+    assert lower(run, x, z, y, jnp.zeros(100_003, bool)).count("custom_call") >= 2
+
+
 def test_sum_rows():
     def run(x, offsets, order):
         return kernels.sum_rows(x, offsets, order=order, interpret=False)

@@ -71,7 +71,7 @@ class GradientPlan(MergedHeads):
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
+class Left:
     """A tile of x as the products take it: cast, in float16 below 2^15 in magnitude, or in two float16 parts.
 
     `exponent`, [rows, 1], has the biased exponents of the powers of two that multiply its rows.
@@ -90,15 +90,15 @@ def _normalized(tile: jax.Array, exponent: jax.Array | None) -> tuple[jax.Array,
     return tile * inverse, exponent
 
 
-def _left(x: jax.Array, exponent: jax.Array | None, c: GradientPlan) -> _Left:
+def _left(x: jax.Array, exponent: jax.Array | None, c: GradientPlan) -> Left:
     if c.arithmetic == "scaled":
         x, exponent = _normalized(x, exponent)
-        return _Left(x.astype(jnp.float16), exponent)
+        return Left(x.astype(jnp.float16), exponent)
     if c.arithmetic == "exact":
         x = x.astype(jnp.float32)
         exponent, inverse = raised_exponents(x, 1)
-        return _Left(two_parts(x * inverse), exponent)
-    return _Left(x.astype(c.dtype), None)
+        return Left(two_parts(x * inverse), exponent)
+    return Left(x.astype(c.dtype), None)
 
 
 Sum = tuple[jax.Array, jax.Array]
@@ -108,10 +108,10 @@ Sum = tuple[jax.Array, jax.Array]
 _dot = functools.partial(_triton.dot, transpose_x=True)
 
 
-def _added(sum_: Sum, x: _Left, y: jax.Array, y_exponent: jax.Array | None, c: GradientPlan) -> Sum:
+def _added(sum_: Sum, x: Left, y: jax.Array, y_exponent: jax.Array | None, c: GradientPlan) -> Sum:
     """The sum plus x^T y, where y are wide rows."""
     if c.arithmetic == "exact":
-        return sum_[0] + _exact_transposed_product(x, y), sum_[1]
+        return sum_[0] + exact_transposed_product(x, y), sum_[1]
     if c.arithmetic == "direct":
         return sum_[0] + _dot(x.tile, y.astype(c.dtype), c.precision), sum_[1]
     assert x.exponent is not None
@@ -129,7 +129,7 @@ def _added(sum_: Sum, x: _Left, y: jax.Array, y_exponent: jax.Array | None, c: G
     return total + _dot(left, right, "tf32"), unit
 
 
-def _narrow_added(sum_: Sum, x: _Left, y: jax.Array, c: GradientPlan) -> Sum:
+def _narrow_added(sum_: Sum, x: Left, y: jax.Array, c: GradientPlan) -> Sum:
     """The sum plus x^T y, where y are narrow rows of several columns: in two parts, so that x alone is rounded."""
     if c.arithmetic == "exact":
         return _added(sum_, x, y, None, c)
@@ -166,7 +166,7 @@ def _relative(sum_: Sum, largest: jax.Array) -> Sum:
     return total * power(jnp.maximum(unit - now + 127, 1)), now  # 2^-126 and less is 0
 
 
-def _exact_transposed_product(x: _Left, y: jax.Array) -> jax.Array:
+def exact_transposed_product(x: Left, y: jax.Array) -> jax.Array:
     """x^T y in float32. The powers of two of x's rows multiply y."""
     assert x.exponent is not None
     y, y_exponent = _normalized(y.astype(jnp.float32), None)

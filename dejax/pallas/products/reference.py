@@ -1,6 +1,6 @@
 """The plain references of this folder's templates: numpy in float64, one type after the other.
 
-The contract tests (`tests/pallas/test_gemm.py`, `tests/pallas/test_sums.py`) hold the kernels to them.
+The contract tests (`tests/pallas/test_gemm.py`, `test_row_products.py`, `test_sums.py`) hold the kernels to them.
 """
 
 from __future__ import annotations
@@ -67,6 +67,12 @@ def grouped_weight_gradient(r: GroupedWeightGradient) -> tuple[np.ndarray, ...]:
                 total[t] = np.einsum("phk,phn->hkn", left[type_ == t], right[type_ == t])
             found.append(total[:, 0] if flat else total)
     return tuple(found)
+
+
+def row_product(x: Any, y: Any, mask: Any = None) -> np.ndarray:
+    """The sum of `x[r]^T y[r]` over the rows of the mask."""
+    x, y = _wide(x), _wide(y)
+    return x.T @ y if mask is None else x[np.asarray(mask)].T @ y[np.asarray(mask)]
 
 
 def sum_rows(x: Any, offsets: Any, order: Any = None) -> np.ndarray:

@@ -267,3 +267,36 @@ def rows_per_split(num_positions: int, num_types: int) -> int:
     del num_types
     few = min(256, max(64, next_power_of_two(cdiv(num_positions, 256))))
     return max(few, next_power_of_two(cdiv(num_positions, 1024)))
+
+
+# Programs of the first pass of a row product for each multiprocessor: together they wait for enough rows.
+_PROGRAMS = 4
+# Fewer rows are no part of their own.
+_LEAST_PART = 128
+
+
+def row_product_schedule(k: int, n: int, dtype: Any, *, exact: bool = False) -> WeightGradientSchedule:
+    """The heuristic schedule of a row product.
+
+    Args:
+      k: width of x.
+      n: width of y.
+      dtype: in which tiles are multiplied.
+      exact: whether they are, as float32, in two float16 parts.
+    """
+    wide_k, wide_n = max(16, next_power_of_two(k)), max(16, next_power_of_two(n))
+    if exact:
+        return weight_gradient_schedule(k, n, "f32")
+    if jnp.dtype(dtype).itemsize == 4:
+        # Two warps: the products of four take no transposed tiles of float32.
+        block_k, block_n = min(wide_k, 64), min(wide_n, 64)
+        return WeightGradientSchedule(1024 // max(block_k, block_n), block_k, block_n, 2, 3)
+    if min(wide_k, wide_n) >= 128:
+        return WeightGradientSchedule(64, 128, 128, 8, _fitting_stages(3, 64 * 2 * 128 * 2))
+    return WeightGradientSchedule(32, min(wide_k, 64), min(wide_n, 64), 4, 3)
+
+
+def rows_per_part(rows: int, tiles: int, block_rows: int) -> int:
+    """Rows that one program of a row product sums, whole steps: as many programs as keep the device busy."""
+    parts = max(1, min(_PROGRAMS * machine().multiprocessors // tiles, rows // _LEAST_PART))
+    return cdiv(cdiv(rows, parts), block_rows) * block_rows

@@ -13,7 +13,17 @@ from pathlib import Path
 
 from dejax.rgnn.compiler.cost import CostModel
 from dejax.rgnn.ir.inter import Program, Space
-from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, Operand, Traversal, WeightGradient, user_lines
+from dejax.rgnn.ir.intra import (
+    Fallback,
+    Gemm,
+    Instance,
+    Kernels,
+    Operand,
+    RowProducts,
+    Traversal,
+    WeightGradient,
+    user_lines,
+)
 from dejax.rgnn.passes._rewrite import live
 
 # Rows of fewer elements are scalars, for each head at most: what they take is not worth a line.
@@ -28,7 +38,7 @@ class KernelBound:
 
     Attributes:
       number: of the kernel, as `explain` and profiles number them.
-      template: grouped GEMM, weight gradient, traversal or xla.
+      template: grouped GEMM, weight gradient, row products, traversal or xla.
       bytes: from and to memory.
       needed: the part of the least bytes that this kernel moves.
       seconds: predicted for an NVIDIA H200.
@@ -239,7 +249,7 @@ def _why_stored(program: Program, value: int, writer: Instance, readers: list[In
         if isinstance(writer, Fallback) or any(isinstance(r, Fallback) for r in readers):
             why = next((i.why for i in (writer, *readers) if isinstance(i, Fallback) and i.why), "")
             return f"{row} for XLA" + (f" ({why})" if why else ""), "a form that kernels compute: docs/programs.md"
-        if any(isinstance(r, WeightGradient) for r in readers):
+        if any(isinstance(r, WeightGradient | RowProducts) for r in readers):
             return f"{row} for the gradient of a weight", "a weight that meets rows of nodes, before edges read them"
         return f"{row} for another kernel", "fewer passes over the edges: fewer aggregations of one message"
     if op.space in (Space.SOURCE_PAIR, Space.DESTINATION_PAIR):

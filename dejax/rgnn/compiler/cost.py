@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dejax.pallas.machine import H200
-from dejax.pallas.products.schedule import rows_per_split
+from dejax.pallas.products.schedule import rows_per_part, rows_per_split
 from dejax.rgnn.ir.inter import VIAS, Space, spec_sizes
-from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, Traversal, WeightGradient
+from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, RowProducts, Traversal, WeightGradient
+from dejax.rgnn.ir.row_sums import row_sum
 from dejax.rgnn.passes import Counts, Cut
 from dejax.rgnn.passes.storage import encoded_values, shared_encodings
 
@@ -129,6 +130,8 @@ class CostModel:
             traffic, flops, seconds = self._gemm(instance)
         elif isinstance(instance, WeightGradient):
             traffic, flops, seconds = self._weight_gradient(instance)
+        elif isinstance(instance, RowProducts):
+            traffic, flops, seconds = self._row_products(instance)
         elif isinstance(instance, Traversal):
             traffic, flops, seconds = self._traversal(instance)
         else:
@@ -177,6 +180,20 @@ class CostModel:
         products = flops / dict(m.flops)[self.precision]
         moved = self._time(traffic, m.weight_gradient, products, m.weight_gradient_cache_bytes_per_second)
         return traffic, flops, m.weight_gradient_seconds + min(split, 256) * m.position_seconds + moved
+
+    def _row_products(self, p: RowProducts) -> tuple[_Traffic, float, float]:
+        """Every operand is read once; the sums of parts are written, and read by XLA."""
+        program, m = self.kernels.program, self.constants
+        rows, sums = self.counts.rows(program.ops[p.y].space), [row_sum(program, i) for i in p.outs]
+        tiles = sum(s.tiles for s in sums if s is not None)
+        width = sum(s.num_products * math.prod(map(s.size, s.sides)) for s in sums if s is not None)
+        parts = math.ceil(rows / rows_per_part(rows, max(tiles, 1), 1)) if rows else 1
+        traffic = _Traffic(sum(rows * program.ops[v].row_bytes for v in p.reads))
+        traffic.memory += sum(program.ops[v].row_bytes for v in p.writes)
+        traffic.memory += 8 * parts * (width + (0 if p.total is None else program.ops[p.total].width)) * (parts > 1)
+        flops = 2 * rows * width
+        moved = self._time(traffic, m.weight_gradient, flops / dict(m.flops)[self.precision])
+        return traffic, flops, m.launch_seconds * (1 + len(p.writes) * (parts > 1)) + moved
 
     def _traversal(self, t: Traversal) -> tuple[_Traffic, float, float]:
         ops, rows = self.kernels.program.ops, self.counts.rows

@@ -253,6 +253,7 @@ _COLOURS = {
     "input": "#e8eaf0",
     "grouped GEMM": "#f6d7b0",
     "weight gradient": "#f3c6a0",
+    "row products": "#f3c6a0",
     "traversal": "#bfe0c5",
     "xla": "#f2f2f2",
     "output": "#cfd8f5",

@@ -125,6 +125,34 @@ class WeightGradient:
 
 
 @dataclass(frozen=True, slots=True)
+class RowProducts:
+    """Outer products of the rows of each of `xs` with those of `y`, summed over all rows: gradients of shared weights.
+
+    `outs` are the sums, by the contraction `spec` each; `total` is the sum of the rows of `y` in the same pass.
+    """
+
+    template: ClassVar[str] = "row products"
+    outs: tuple[int, ...]
+    xs: tuple[int, ...]
+    y: int
+    spec: str
+    total: int | None = None
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return self.outs if self.total is None else (*self.outs, self.total)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys((*self.xs, self.y)))
+
+    def __str__(self) -> str:
+        products = ", ".join(f"%{out} = %{x} x %{self.y}" for out, x in zip(self.outs, self.xs, strict=True))
+        extra = "" if self.total is None else f"; %{self.total} = sum of %{self.y}"
+        return f"{self.template} {products} over all rows, {self.spec}{extra}"
+
+
+@dataclass(frozen=True, slots=True)
 class Term:
     """One factor of a weighted sum's summand: a value to the power +1 or -1, with axes inserted."""
 
@@ -240,7 +268,7 @@ class Fallback:
         return f"{self.template} " + " ".join(f"%{i}" for i in self.ops) + (f": {self.why}" if self.why else "")
 
 
-Instance = Gemm | WeightGradient | Traversal | Fallback
+Instance = Gemm | WeightGradient | RowProducts | Traversal | Fallback
 
 
 @dataclass(frozen=True)

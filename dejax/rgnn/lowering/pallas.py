@@ -12,7 +12,7 @@ import jax
 
 import dejax.pallas as kernels
 from dejax.rgnn.graphs.segments import Segments
-from dejax.rgnn.ir.intra import Gemm, Instance, Traversal, WeightGradient
+from dejax.rgnn.ir.intra import Gemm, Instance, RowProducts, Traversal, WeightGradient
 from dejax.rgnn.lowering.products import Products
 from dejax.rgnn.lowering.running import Columns
 from dejax.rgnn.lowering.segments import segment_sum
@@ -37,6 +37,8 @@ class PallasLowering(Products, Traversals):
             env.update(zip(instance.writes, self.gemm(instance, env), strict=True))
         elif isinstance(instance, WeightGradient):
             env.update(zip(instance.writes, self.weight_gradient(instance, env), strict=True))
+        elif isinstance(instance, RowProducts):
+            env.update(zip(instance.writes, self.row_products(instance, env), strict=True))
         elif isinstance(instance, Traversal):
             self.traversal(instance, env)
         else:

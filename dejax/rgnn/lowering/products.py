@@ -17,10 +17,11 @@ from dejax.pallas.formats.row_scaled import of_stored, stored
 from dejax.pallas.products.grouped_gemm import MAX_ROW_SCALED_N
 from dejax.pallas.products.requests import both_in_16_bits
 from dejax.rgnn.graphs.segments import Segments
-from dejax.rgnn.ir.intra import Gemm, Operand, WeightGradient
+from dejax.rgnn.ir.intra import Gemm, Operand, RowProducts, WeightGradient
+from dejax.rgnn.ir.row_sums import row_sum
 from dejax.rgnn.ir.templates import by_head
-from dejax.rgnn.lowering.running import Running
-from dejax.rgnn.lowering.segments import segments
+from dejax.rgnn.lowering.running import Columns, Running
+from dejax.rgnn.lowering.segments import segments, valid_rows
 
 
 class Products(Running):
@@ -179,6 +180,35 @@ class Products(Running):
             for total, (spec, other, stored_as) in zip(totals, sides, strict=True)
         )
 
+    def row_products(self, instance: RowProducts, env: dict[int, Any]) -> tuple[jax.Array, ...]:
+        """The sums of products over the rows that are not padding, and of the rows of y.
+
+        Where the rows of y are zeros but at destinations, the others are not read.
+        """
+        ops, sums = self.program.ops, [row_sum(self.program, i) for i in instance.outs]
+        known = [s for s in sums if s is not None]
+        y = _decoded(self.destinations.get(instance.y, self.unmasked.get(instance.y, env[instance.y])))
+        rows, mask = y.shape[0], valid_rows(self.graph, ops[instance.y].space)
+        first = known[0]
+        heads = () if first.together else (first.size(first.heads),)
+        xs = [_decoded(self.unmasked.get(x, env[x])) for x in instance.xs]
+        found = kernels.row_products(
+            [x.reshape(x.shape[0], *heads, s.size(s.sides[0])) for x, s in zip(xs, known, strict=True)],
+            y.reshape(rows, *heads, first.size(first.sides[1])),
+            total=instance.total is not None,
+            mask=None if mask is None else mask[:rows],
+            precision=self.precision,
+            interpret=self.interpret,
+        )
+        results = []
+        for product, s in zip(found, known, strict=False):
+            letters = s.left + s.right if s.together else s.heads + "".join(s.one_head)
+            # Of heads that were multiplied together this takes the diagonal.
+            results.append(jnp.einsum(f"{letters}->{s.out}", product.reshape([s.sizes[c] for c in letters])))
+        if instance.total is not None:
+            results.append(found[-1].reshape(ops[instance.y].shape))
+        return tuple(r[None].astype(ops[v].dtype) for r, v in zip(results, instance.writes, strict=True))
+
     def as_contracted(self, total: jax.Array, spec: str, x: Operand, y: Operand, lengths: tuple[int, int]) -> jax.Array:
         """Sums of outer products [types, groups, width of x, width of y] with the axes of the contraction's result.
 
@@ -196,6 +226,12 @@ class Products(Running):
         if heads and "h" not in result:
             total, letters = total.sum(1), letters[1:]
         return jnp.transpose(total, (0, *(1 + letters.index(c) for c in result)))
+
+
+def _decoded(rows: Any) -> jax.Array:
+    if isinstance(rows, Columns):
+        return rows.whole()
+    return rows.decode() if isinstance(rows, kernels.RowScaled) else rows
 
 
 def _as_grouped_gemm(spec: str, x: Any, w: jax.Array) -> tuple[Any, jax.Array, bool, bool]:

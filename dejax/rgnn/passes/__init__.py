@@ -27,6 +27,7 @@ from dejax.rgnn.passes.factor_weights import factor_weights
 from dejax.rgnn.passes.fallback import fallback
 from dejax.rgnn.passes.fold import fold
 from dejax.rgnn.passes.fuse_gemm import fuse_gemm
+from dejax.rgnn.passes.fuse_row_products import fuse_row_products
 from dejax.rgnn.passes.fuse_traversal import fuse_traversal
 from dejax.rgnn.passes.hoist import hoist
 from dejax.rgnn.passes.merge_gemms import merge_gemms
@@ -116,7 +117,8 @@ FORWARD_ALONE: tuple[tuple[str, Pass], ...] = (("decompact", decompact), ("dce",
 # What `Options(disable=...)` takes. `backward` off: gradients by JAX's autodiff of the XLA lowering.
 PASSES = (
     *dict.fromkeys(name for name, _ in (*OPTIMISE, *FORWARD_ALONE)),
-    *("backward", "recompute", "gemm", "traversal", "share_scalars", "fallback", "merge_weight_gradients", "storage"),
+    *("backward", "recompute", "gemm", "row_products", "traversal", "share_scalars", "fallback"),
+    *("merge_weight_gradients", "storage"),
 )
 # Old names that `Options(disable=...)` takes for one more release -> the names of now.
 RENAMED = {
@@ -217,7 +219,8 @@ def lower_to_kernels(
     alone: bool = False,
     watch: Watch = silent,
 ) -> Kernels:
-    """Level 1 to level 2: GEMM instances, then traversals, then the fallback; then weight gradients are merged.
+    """Level 1 to level 2: GEMM instances and products of all rows, then traversals, then the fallback; then weight
+    gradients are merged.
 
     With `row_scaled`, kernels store wide rows for each other as row-scaled float16. So they do with the outputs whose
     positions are in `packed`.
@@ -228,6 +231,8 @@ def lower_to_kernels(
     kernels = Kernels(program)
     if "gemm" not in disable:
         kernels = fuse_gemm(kernels, counts, accumulate=not deterministic)
+    if "row_products" not in disable:
+        kernels = fuse_row_products(kernels)
     row_scaled = row_scaled and "storage" not in disable
     if "traversal" not in disable:
         kernels = fuse_traversal(kernels, counts, sharing="share_scalars" not in disable, row_scaled=row_scaled)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from dejax.pallas.machine import H200
 from dejax.rgnn.ir.inter import Op, Program, Space
-from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, Traversal, WeightGradient
+from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, RowProducts, Traversal, WeightGradient
 from dejax.rgnn.passes._rewrite import Counts
 from dejax.rgnn.passes.save import Cut
 
@@ -316,5 +316,5 @@ def _needs_whole(instance: Instance) -> set[int]:
         return set()
     if isinstance(instance, Traversal):
         return {o.value for o in instance.operands if o.access == "shared"}
-    assert isinstance(instance, Fallback)
+    assert isinstance(instance, Fallback | RowProducts)
     return set(instance.reads)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax.numpy as jnp
 import pytest
 
-from dejax.rgnn import Options, library
+from dejax.rgnn import Options, library, zoo
 from dejax.rgnn.compiler import execute
 from dejax.rgnn.compiler.cost import CostConstants, CostModel, training_models
-from dejax.rgnn.ir.intra import Gemm, Kernels, Traversal
+from dejax.rgnn.ir.intra import Gemm, Kernels, RowProducts, Traversal
 from dejax.rgnn.passes import Counts
 from dejax.rgnn.passes.storage import encoded_values
 from tests.rgnn.cases import Size
@@ -98,3 +99,21 @@ def test_operators_of_fused_reductions_count() -> None:
     body = lambda t: MANY.rows(t.space) * sum(kernels.program.ops[i].width for i in t.body)  # noqa: E731
     assert body(loop.fused_sums) > 0
     assert CostModel(kernels, MANY).costs()[number].flops == body(loop) + body(loop.fused_sums)
+
+
+def test_gradients_of_shared_weights_read_their_rows_once() -> None:
+    """GraphSAGE's: two weights and a bias meet the rows of one gradient."""
+    params = {"neighbour": jnp.zeros((64, 64)), "root": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}
+    graph = graph_of("typical")
+    x = jnp.zeros((graph.num_nodes, 64))
+    task, _, _ = zoo.graphsage._prepare(graph, Options(precision="tf32"), (x, params), {})
+    task = replace(task, counts=MANY)
+    _, _, backward = execute.training_tasks(task, execute.differentiable_positions(task))
+    kernels = execute.inference_kernels(backward)
+    ((number, instance),) = ((n, i) for n, i in enumerate(kernels.instances) if isinstance(i, RowProducts))
+    assert len(instance.xs) == 2 and instance.total is not None
+    cost = CostModel(kernels, MANY).costs()[number]
+    rows = 3 * MANY.nodes * 256
+    assert rows < cost.bytes < 1.05 * rows
+    assert cost.flops == 2 * 2 * MANY.nodes * 64 * 64
+    assert cost.seconds > cost.bytes / CostConstants().bytes_per_second

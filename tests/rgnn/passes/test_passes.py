@@ -30,6 +30,7 @@ from dejax.rgnn.passes.factor_weights import factor_weights
 from dejax.rgnn.passes.fallback import fallback
 from dejax.rgnn.passes.fold import fold
 from dejax.rgnn.passes.fuse_gemm import fuse_gemm
+from dejax.rgnn.passes.fuse_row_products import fuse_row_products
 from dejax.rgnn.passes.fuse_traversal import fuse_traversal
 from dejax.rgnn.passes.hoist import hoist
 from dejax.rgnn.passes.merge_gemms import merge_gemms
@@ -537,6 +538,25 @@ def test_golden_fallback(golden: Golden) -> None:
     golden("pass_fallback.txt", before_after(what_no_template_does, ("instances", fused), *stages))
 
 
+@program("row_products")
+def gradients_of_shared_weights(b: Tiny) -> list[int]:
+    """Two weights and a bias meet the same rows, and a third weight follows from the first one's gradient."""
+    x, z, dy = b.node("x", 4), b.node("z", 6), b.node("dy", 3)
+    of = lambda left, right: b.op("outer", left, right, spec="k,n->kn", via="all", dtype="float32")  # noqa: E731
+    first = of(x, dy)
+    after = b.op("linear", dy, first, spec="n,kn->k", via="all")
+    scaled = b.op("outer", x, b.node("s"), spec="k,->k", via="all", dtype="float32")
+    return [first, of(z, dy), b.sum(dy, "all"), of(after, dy), scaled]
+
+
+def test_golden_row_products(golden: Golden) -> None:
+    """What follows from a result is an instance of its own; rows times scalars are left to XLA."""
+    fused = fuse_row_products(Kernels(gradients_of_shared_weights))
+    golden("pass_row_products.txt", before_after(gradients_of_shared_weights, ("instances", fallback(fused))))
+    first, second = fused.instances
+    assert len(first.xs) == 2 and first.total is not None and second.total is None
+
+
 def test_golden_merge_weight_gradients(golden: Golden) -> None:
     """One pass over rows, once the gradients of vector and weight are products with the same rows."""
     apart = fallback(fuse_gemm(Kernels(dce(factor_weights(vector_after_product, COUNTS), COUNTS)), COUNTS))
@@ -598,6 +618,7 @@ def test_every_pass_has_a_golden_text() -> None:
         "recompute",
         "decompact",
         "gemm",
+        "row_products",
         "traversal",
         "share_scalars",
         "fallback",
