@@ -121,7 +121,9 @@ def rows_of(arrays: Sequence[Any], shardings: Sequence[Any], ahead: int) -> Host
     Raises:
         ValueError: not all arrays are on one mesh, or the mesh divides rows from one another.
     """
-    row = [_disk_shards.shard_bytes(at, x.shape, x.dtype) // x.shape[0] for x, at in zip(arrays, shardings, strict=True)]
+    row = [
+        _disk_shards.shard_bytes(at, x.shape, x.dtype) // x.shape[0] for x, at in zip(arrays, shardings, strict=True)
+    ]
     staging = staging_bytes(row, ahead, arrays[0].shape[0])
     if not any(map(_disk_shards.divided, shardings)):
         return HostRows(arrays, staging)

@@ -100,7 +100,7 @@ class Program:
 
 
 def run(rng, stream, *, ahead, share, count=12):
-    """Forward reads some arrays; backward reads all, the last row first, and writes others; a third loop reads those."""
+    """Forward reads some arrays; backward reads all, the last row first, and writes others; a third loop reads them."""
     rows = int(rng.integers(1, 7))
     dtypes = [DTYPES[k] for k in rng.integers(0, len(DTYPES), count)]
     widths = [1, *rng.integers(1, 700, size=count - 1)]
@@ -126,7 +126,6 @@ def run(rng, stream, *, ahead, share, count=12):
     for wanted, i, k, out in seen:
         assert out.tobytes() == wanted[i][k].tobytes(), (program.number, i, k)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(arrays, after, strict=True)), program.number
-    return cap
 
 
 def a_call_is_cheap(stream, together):

@@ -23,7 +23,17 @@ def build(folder, *options):
     if compiler is None:
         pytest.skip("no C++ compiler to build the driver with")
     source = Path(__file__).with_name("fake_cuda.cc")
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", str(source), "-o", str(folder / "libcuda.so.1"), *options]
+    command = [
+        compiler,
+        "-std=c++17",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        str(source),
+        "-o",
+        str(folder / "libcuda.so.1"),
+        *options,
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return folder
 
