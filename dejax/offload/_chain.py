@@ -113,7 +113,7 @@ class Chain:
         """Each piece with its arrays by number, while the `ahead` pieces after it are copied to the device."""
         for piece in pieces[:ahead]:
             self.pull(piece)
-            self.call()  # one for each: what a call pulls shares a part of the staging memory
+        self.call()
         for number, piece in enumerate(pieces):
             if number + ahead < len(pieces):
                 self.pull(pieces[number + ahead])
