@@ -124,6 +124,7 @@ def run(name: str, make: Callable[[], tuple[Any, Any, Any]], shares: list[float]
     found: dict[str, Any] = {"planning_s": time.perf_counter() - begin, "all_on_the_device_gb": everything / 1e9}
     rates = {name: value for name, value in dataclasses.asdict(plan.tiers).items() if value and math.isfinite(value)}
     found |= {"measured_tiers": rates, "measured_cost": dataclasses.asdict(plan.costs[1])}
+    found["measured_copies"] = {name: x for name, x in dataclasses.asdict(plan.copies).items() if math.isfinite(x)}
     for share in shares:
         try:
             part = plan.within(device_bytes=share * everything)
@@ -139,6 +140,8 @@ def run(name: str, make: Callable[[], tuple[Any, Any, Any]], shares: list[float]
             "measured_gb": near / 1e9,
             "memory_off": part.chosen.device_bytes / near - 1,
             "predicted_ms": 1e3 * part.chosen.seconds,
+            "predicted_copying_ms": 1e3 * part.chosen.copy_seconds,
+            "predicted_launching_ms": 1e3 * part.chosen.launch_seconds,
             "measured_ms": 1e3 * seconds,
             "time_off": part.chosen.seconds / seconds - 1,
         }

@@ -40,6 +40,20 @@ def new_site() -> int:
     return next(_sites)
 
 
+_STAGED = 256  # alignment of pieces in staging memory, as in native/offload/staging.h
+
+
+def staging_bytes(sizes: Sequence[int], ahead: int, count: int) -> int:
+    """Size of the device's memory for arrays on their way: so many calls' pieces, each way, as are on it at one time.
+
+    Args:
+        sizes: bytes of the pieces of one call.
+        ahead: number of calls whose pieces are on their way to the device. One more has arrived.
+        count: of the calls.
+    """
+    return 2 * min(ahead + 1, count) * sum(-(-size // _STAGED) * _STAGED for size in sizes)
+
+
 @dataclass(slots=True)
 class Group:
     """Arrays of state that are needed together.

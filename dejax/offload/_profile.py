@@ -14,11 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dejax import _native
 from dejax.offload import _calls, _current
 from dejax.offload._boundary import ring_bytes
 from dejax.offload._residuals import Residual, make_plan
-from dejax.offload._rows import HostRows, Walk
 from dejax.offload._state_store import StateStore, store_at
 from dejax.offload._store import ActivationStore
 
@@ -135,19 +133,10 @@ def place(
     return Placement(min(ring, stored), travels - on_disk, on_disk, waiting)
 
 
-def tiers_of(store: ActivationStore | None, *, duplex: bool = False) -> Tiers:
-    """Measures the bus and the store's drive.
-
-    Args:
-        store: for activations.
-        duplex: measure the bus with both directions busy, too. Activations do not need it: they leave in forward and
-            come back in backward.
-    """
+def tiers_of(store: ActivationStore | None) -> Tiers:
+    """Measures the bus, one direction at a time, and the drive of a store for activations."""
     gpu = jax.default_backend() == "gpu"
     tiers = Tiers(*bandwidths()) if gpu else Tiers(float("inf"), float("inf"))
-    if gpu and duplex and _native.unavailable_reason() is None:
-        both = duplex_bandwidth()
-        tiers = dataclasses.replace(tiers, out_duplex=both, in_duplex=both)
     if store is None:
         return tiers
     tiers = dataclasses.replace(tiers, host_bytes=store.host_bytes)
@@ -283,15 +272,23 @@ def training_step(stack: Callable[[Any, Any], Any]) -> Any:
 
 def timed(run: Callable[[], Any], *, seconds: float | None = None) -> float:
     """Median seconds of a run, after three warm-up runs."""
+    return launched(run, seconds=seconds)[0]
+
+
+def launched(run: Callable[[], Any], *, seconds: float | None = None) -> tuple[float, float]:
+    """Median seconds of a run, after three warm-up runs, and until `run` returns, which may be before it has ended."""
     for _ in range(3):
         jax.block_until_ready(run())
     times: list[float] = []
+    returned: list[float] = []
     end = time.perf_counter() + (_PROFILE_SECONDS if seconds is None else seconds)
     while len(times) < 3 or time.perf_counter() < end:
         begin = time.perf_counter()
-        jax.block_until_ready(run())
+        result = run()
+        returned.append(time.perf_counter() - begin)
+        jax.block_until_ready(result)
         times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return statistics.median(times), statistics.median(returned)
 
 
 def profile(step: Any, params: Any, x: Any) -> tuple[float, float]:
@@ -340,42 +337,6 @@ def device_bandwidth(nbytes: int = 1 << 26) -> float:
     x = jnp.zeros(nbytes // 4, jnp.float32)
     copy = jax.jit(lambda x: x + 1)
     return 2 * nbytes / max(1e-9, timed(lambda: copy(x), seconds=0.02))
-
-
-@functools.cache
-def duplex_bandwidth(row_bytes: int = 32 << 20, lengths: tuple[int, int] = (4, 16)) -> float:
-    """Bytes a second of each direction of the bus while both are busy; measured once in each process.
-
-    Rows in host memory come to the device and go back in a loop, as a step's state does. The difference of two lengths
-    leaves out the first row's way in and the last one's way out.
-    """
-    device = jax.local_devices()[0]
-
-    def seconds(length: int) -> float:
-        host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-
-        def there_and_back(rows: Any) -> Any:
-            moved = HostRows([rows], 4 * row_bytes)
-            walk = Walk((0,), length, False, 1)
-            ticket = moved.first_rows(moved.begin(), walk)
-
-            def one(ticket: Any, _: Any) -> tuple[Any, None]:
-                ticket, arrived = moved.take(ticket, walk)
-                return moved.put(ticket, walk, (0,), arrived), None
-
-            return moved.finish(jax.lax.scan(one, ticket, length=length)[0])[0]
-
-        run = jax.jit(there_and_back, donate_argnums=0, in_shardings=host, out_shardings=host)
-        held = [jax.device_put(np.zeros((length, row_bytes // 4), np.float32), host)]
-
-        def once() -> Any:
-            held[0] = run(held[0])
-            return held[0]
-
-        return timed(once, seconds=0.05)
-
-    short, long = map(seconds, lengths)
-    return (lengths[1] - lengths[0]) * row_bytes / max(1e-9, long - short)
 
 
 def bandwidths(nbytes: int = 1 << 28, count: int = 4) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dejax import _compat
 from dejax.offload import _disk_shards
+from dejax.offload._chain import staging_bytes
 from dejax.offload._rows import HostRows, Walk
 from dejax.offload._shard_calls import ShardCalls, shapes_of_shards
 from dejax.offload._state_store import is_on_disk
@@ -120,15 +121,15 @@ def rows_of(arrays: Sequence[Any], shardings: Sequence[Any], ahead: int) -> Host
     Raises:
         ValueError: not all arrays are on one mesh, or the mesh divides rows from one another.
     """
-    row = sum(
+    row = [
         _disk_shards.shard_bytes(at, x.shape, x.dtype) // x.shape[0] for x, at in zip(arrays, shardings, strict=True)
-    )
-    staging_bytes = 2 * (ahead + 1) * row
+    ]
+    staging = staging_bytes(row, ahead, arrays[0].shape[0])
     if not any(map(_disk_shards.divided, shardings)):
-        return HostRows(arrays, staging_bytes)
+        return HostRows(arrays, staging)
     if why := why_no_rows(arrays, shardings):
         raise ValueError(f"stack_step: {why}")
-    return ShardRows(arrays, shardings, staging_bytes)
+    return ShardRows(arrays, shardings, staging)
 
 
 def why_no_rows(arrays: Sequence[Any], shardings: Sequence[Any]) -> str | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dejax.offload._copy_cost import FREE, Carried, CopyCosts
 from dejax.offload._moments import Tier
 from dejax.offload._profile import NOTHING, Tiers, Traffic, place
 
@@ -27,6 +28,8 @@ class StepWay:
         disk_bytes: activations on disk, and two versions of the state there.
         seconds: of a step.
         stall_seconds: the part of it that waits for the bus or the drive.
+        copy_seconds: the part of it in which the device copies between staging memory and XLA's buffers.
+        launch_seconds: what the launching thread needs. A step takes at least as long.
 
     >>> import jax.numpy as jnp, optax
     >>> from dejax.offload import plan_step
@@ -53,6 +56,8 @@ class StepWay:
     disk_bytes: float
     seconds: float
     stall_seconds: float
+    copy_seconds: float = 0.0
+    launch_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ class Cost:
         base_seconds, layer_seconds: likewise, time of a step.
         forward_seconds: of a layer.
         input_bytes: of a layer's input.
+        base_launch, layer_launch: as base_seconds and layer_seconds, time of the launching thread.
     """
 
     base_bytes: float
@@ -72,6 +78,8 @@ class Cost:
     layer_seconds: float
     forward_seconds: float
     input_bytes: int
+    base_launch: float = 0.0
+    layer_launch: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +92,11 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class KeptGradients:
-    """Gradients of the stack: freed in backward, or kept; bytes of those that are kept in host memory."""
+    """Gradients of the stack: freed in backward, or kept; bytes and number of those that are kept in host memory."""
 
     freed: bool = True
     far_bytes: int = 0
+    far_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +136,25 @@ def _ends(seconds: float, traffic: Traffic, tiers: Tiers) -> float:
     return sum(parts) - max(parts)
 
 
+def _carried(away: Sequence[Leaf], kept: KeptGradients, stored: float) -> tuple[Carried, Carried, Carried]:
+    """What the calls of forward, backward and the update after it carry."""
+    changed = [leaf for leaf in away if not leaf.is_frozen]
+    params = _arrays(leaf for leaf in away if leaf.is_param)
+    gradients = Carried(kept.far_bytes, kept.far_count, min(kept.far_count, 1))
+    inputs = Carried(stored, 1, 1) if stored else Carried()
+    back = _arrays(changed)
+    if kept.freed:
+        return params + inputs, _arrays(away) + back + inputs, Carried()
+    read = _arrays(away) + dataclasses.replace(gradients, calls=int(not away and gradients.calls > 0))
+    return params + inputs, params + gradients + inputs, read + back
+
+
+def _arrays(leaves: Iterable[Leaf]) -> Carried:
+    """These arrays, by one call for each layer."""
+    sizes = [leaf.nbytes for leaf in leaves]
+    return Carried(sum(sizes), len(sizes), min(len(sizes), 1))
+
+
 def predict(
     far: Sequence[Leaf],
     state_bytes: float,
@@ -137,6 +165,7 @@ def predict(
     tiers: Tiers,
     kept: KeptGradients = FREED,
     drive: Drive = NO_DRIVE,
+    copies: CopyCosts = FREE,
 ) -> StepWay | None:
     away = [*far, *drive.leaves]
     moved = sum(leaf.nbytes for leaf in away)
@@ -146,8 +175,11 @@ def predict(
     held = moved - drive.nbytes + (2 + _STAGED_LAYERS) * drive.nbytes / num_layers
     stored = num_layers * cost.input_bytes if activations == "host" else 0
     ring = min(stored, 2 * cost.input_bytes)
-    forward = num_layers * cost.forward_seconds
-    backward = num_layers * max(0.0, cost.layer_seconds - cost.forward_seconds)
+    carried = _carried(away, kept, stored)
+    copying = [copies.on_device(some, num_layers) for some in carried]
+    forward = num_layers * cost.forward_seconds + copying[0]
+    backward = num_layers * max(0.0, cost.layer_seconds - cost.forward_seconds) + copying[1]
+    update = copying[2]  # all that the device does in this loop, or next to it
     if kept.freed:
         in_backward, in_update = Traffic(moved, back, drive.seconds), NOTHING
     else:  # the update comes after backward, and next to no arithmetic hides its copies
@@ -158,12 +190,14 @@ def predict(
     where = place(stored, ring, forward, backward, left, in_forward, in_backward)
     if where is None:
         return None
-    stall = where.stall_seconds + max(tiers.bus_seconds(in_update), in_update.drive_seconds)
-    for seconds, traffic in ((forward, in_forward), (backward, in_backward), (0.0, in_update)):
+    stall = where.stall_seconds + max(0.0, tiers.bus_seconds(in_update) - update, in_update.drive_seconds - update)
+    for seconds, traffic in ((forward, in_forward), (backward, in_backward), (update, in_update)):
         stall += _ends(seconds, traffic, tiers) / num_layers
     inputs = 0 if activations == "host" else num_layers * cost.input_bytes
     device = state_bytes - moved + cost.base_bytes + num_layers * cost.layer_bytes + inputs - kept.far_bytes
     staging = ring + _STAGED_LAYERS * (moved + kept.far_bytes) / num_layers
+    launch = cost.base_launch + num_layers * cost.layer_launch
+    launch += sum(copies.launching(some, num_layers) for some in carried)
     return StepWay(
         frozenset(leaf.path for leaf in far),
         frozenset(leaf.path for leaf in drive.leaves),
@@ -173,6 +207,8 @@ def predict(
         staging,
         held + kept.far_bytes + where.host_bytes,
         where.disk_bytes + 2 * drive.nbytes,
-        cost.base_seconds + forward + backward + stall,
+        max(launch, cost.base_seconds + forward + backward + update + stall),
         stall,
+        sum(copying),
+        launch,
     )

@@ -2,7 +2,8 @@
 
 Short stacks of the user's own layers are compiled and timed with all of their state on the device. Memory and time of
 the whole stack follow: state that lies on the host costs its bytes over the bus, alongside the arithmetic of the
-layers. Where both directions of the bus are busy, the bus has the rate that was measured so.
+layers. Where both directions of the bus are busy, the bus has the rate that was measured so. Each array also costs two
+copies on the device, and time of the thread that launches the step's work.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from dejax import _native
 from dejax.offload import _memory
+from dejax.offload._copy_cost import FREE, CopyCosts, copy_costs, duplex_bandwidth
 from dejax.offload._layerwise import StackState, StackStep, stack_step
 from dejax.offload._layerwise_settings import Kept
 from dejax.offload._moments import Tier
@@ -27,6 +30,7 @@ from dejax.offload._profile import (
     SHORT,
     Tiers,
     count_layers,
+    launched,
     measured_rows,
     part,
     state_bandwidths,
@@ -47,6 +51,7 @@ class StepPlan:
         ways: every way that was considered.
         num_layers: of the stack.
         tiers: measured bandwidths, and the sizes of host memory and of the drive for activations.
+        copies: measured costs of carrying state, besides the bus; all zero where XLA carries it.
         costs: measured short stacks, by number of microbatches.
         device_bytes, host_bytes, disk_bytes: the budgets.
         measured: (device bytes, seconds) of the chosen way, after `measure`.
@@ -71,6 +76,7 @@ class StepPlan:
     ways: list[StepWay]
     num_layers: int
     tiers: Tiers
+    copies: CopyCosts
     costs: Mapping[int, Cost]
     device_bytes: float
     host_bytes: float
@@ -124,11 +130,15 @@ class StepPlan:
         return self.measured
 
     def table(self) -> str:
-        """A Markdown table: the fastest way for each choice of places, the chosen one, and its measured values."""
+        """A Markdown table: the fastest way for each choice of places, the chosen one, and its measured values.
+
+        A step's time has two parts besides arithmetic: it waits for the bus or the drive, and the device copies between
+        staging memory and XLA's buffers. A step takes at least as long as the thread that launches its work.
+        """
         lines = [
             "| parameters, moments on the host | on disk | inputs | parts | device, GB | host, disk, GB | step, ms | "
-            "waiting, ms |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- |",
+            "waiting, copying, ms | launching, ms |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         for way in self.ways:
             if way is not self.chosen and way not in self.best():
@@ -141,7 +151,8 @@ class StepPlan:
             lines.append(
                 f"| {mark}{counts[0]} arrays{mark} | {counts[1]} arrays | {way.activations} | {way.microbatches} | "
                 f"{way.device_bytes / 1e9:.3f} | {way.host_bytes / 1e9:.3f}, {way.disk_bytes / 1e9:.3f} | "
-                f"{way.seconds * 1e3:.2f} | {way.stall_seconds * 1e3:.2f} |"
+                f"{way.seconds * 1e3:.2f} | {way.stall_seconds * 1e3:.2f}, {way.copy_seconds * 1e3:.2f} | "
+                f"{way.launch_seconds * 1e3:.2f} |"
             )
         lines += ["", "| | device, GiB | step, ms | | |", "| --- | --- | --- | --- | --- |"]
         lines.append(f"| predicted | {self.chosen.device_bytes / 2**30:.3f} | {self.chosen.seconds * 1e3:.2f} | | |")
@@ -179,10 +190,11 @@ def plan_step(
 ) -> StepPlan:
     """Decides where parameters, moments and activations of a `stack_step` lie, and in how many parts a batch runs.
 
-    It measures the bus, the store's drive, and two short stacks for each number of microbatches. It predicts the rest.
-    Moments leave the device before parameters, because parameters travel twice in a step. Large arrays leave before
-    small ones. The layers' inputs leave if computation hides their time over the bus. With a `path`, moments and then
-    parameters may go on to a drive.
+    It measures the bus, the store's drive, and two short stacks for each number of microbatches. It also measures what
+    an array that travels costs besides its time on the bus: copies on the device, and time of the thread that launches
+    a step's work. It predicts the rest. Moments leave the device before parameters, because parameters travel twice in
+    a step. Large arrays leave before small ones. The layers' inputs leave if computation hides their time over the bus.
+    With a `path`, moments and then parameters may go on to a drive.
 
     Args:
         embed, body, head, tx: as for `stack_step`.
@@ -214,7 +226,11 @@ def plan_step(
     host_bytes = _memory.available_memory() / 2 if host_bytes is None else host_bytes
     if disk_bytes is None:
         disk_bytes = float("inf") if path is None else _free_bytes(path)
-    tiers = dataclasses.replace(tiers_of(store, duplex=True), host_bytes=host_bytes)
+    tiers, copies = dataclasses.replace(tiers_of(store), host_bytes=host_bytes), FREE
+    if jax.default_backend() == "gpu" and _native.unavailable_reason() is None:
+        both = duplex_bandwidth()
+        tiers = dataclasses.replace(tiers, out_duplex=both, in_duplex=both)
+        copies = FREE if streams is False else copy_costs()
     drive = NO_DRIVE if path is None else Drive((), *state_bandwidths(path))
     step = make()
     leaves, kept = _leaves(step, outer, layers), _kept(step, outer, layers)
@@ -231,10 +247,10 @@ def plan_step(
         for (on_disk, moved), activations in itertools.product(_cuts(len(movable), path), ("device", "host")):
             some = dataclasses.replace(drive, leaves=tuple(movable[:on_disk]))
             far = movable[on_disk:moved]
-            way = predict(far, total + fixed, cost, num_layers, count, activations, tiers, kept, some)  # type: ignore[arg-type]
+            way = predict(far, total + fixed, cost, num_layers, count, activations, tiers, kept, some, copies)  # type: ignore[arg-type]
             ways += [] if way is None else [way]
     budgets: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
-    return StepPlan(_choose(ways, **budgets), ways, num_layers, tiers, costs, **budgets, _make=make)
+    return StepPlan(_choose(ways, **budgets), ways, num_layers, tiers, copies, costs, **budgets, _make=make)
 
 
 def _excess(way: StepWay, budgets: dict[str, float]) -> set[str]:
@@ -283,7 +299,7 @@ def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, c
     step = make(params="device", moments="device", microbatches=count)
     if step.gradients == "host":
         step = dataclasses.replace(step, gradients="device")
-    temps, seconds = [], []
+    temps, seconds, launch = [], [], []
     for length in SHORT:
         state = step.init(jax.tree.map(_copied, outer), _some_layers(layers, length))
         compiled = step.jit(state).lower(state, batch).compile()
@@ -294,7 +310,9 @@ def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, c
             held[0], loss = compiled(held[0], batch)
             return loss
 
-        seconds.append(timed(run))
+        took, returned = launched(run)
+        seconds.append(took)
+        launch.append(returned)
     x = jax.eval_shape(step.embed, outer, batch)
     input_bytes = sum(_nbytes(leaf) for leaf in jax.tree.leaves(x))
     between = SHORT[1] - SHORT[0]
@@ -302,7 +320,18 @@ def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, c
     layer_seconds = max(0.0, (seconds[1] - seconds[0]) / between)
     base_seconds = max(0.0, seconds[0] - SHORT[0] * layer_seconds)
     base_bytes = max(0.0, temps[0] - SHORT[0] * (layer_bytes + input_bytes))
-    return Cost(base_bytes, layer_bytes, base_seconds, layer_seconds, layer_seconds / 4, input_bytes)
+    layer_launch = max(0.0, (launch[1] - launch[0]) / between)
+    base_launch = max(0.0, launch[0] - SHORT[0] * layer_launch)
+    return Cost(
+        base_bytes,
+        layer_bytes,
+        base_seconds,
+        layer_seconds,
+        layer_seconds / 4,
+        input_bytes,
+        base_launch,
+        layer_launch,
+    )
 
 
 def _leaves(step: StackStep, outer: Any, layers: Any) -> list[Leaf]:
@@ -323,7 +352,7 @@ def _kept(step: StackStep, outer: Any, layers: Any) -> KeptGradients:
     trained = step.split(outer, layers)[1].trained(jax.tree.leaves(layers))
     places = step.places("host", trained)
     far = [_nbytes(x) for x, at in zip(jax.tree.leaves(trained), places, strict=True) if at == "host"]
-    return KeptGradients(False, sum(far))
+    return KeptGradients(False, sum(far), len(far))
 
 
 def _step_of(make: Callable[..., StackStep], way: StepWay) -> StackStep:

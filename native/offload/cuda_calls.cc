@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
+
 namespace dejax::offload {
 namespace {
 
@@ -39,6 +41,11 @@ Loaded Load() {
   find(&c.copy_device_to_device, "cuMemcpyDtoDAsync_v2");
   find(&c.copy_device_to_host, "cuMemcpyDtoHAsync_v2");
   find(&c.copy_host_to_device, "cuMemcpyHtoDAsync_v2");
+  const auto find_optional = [&](auto* function, const char* symbol) {
+    *function = reinterpret_cast<std::decay_t<decltype(*function)>>(dlsym(library, symbol));
+  };
+  find_optional(&c.copy_batch, "cuMemcpyBatchAsync_v2");
+  find_optional(&c.copy_batch_old, "cuMemcpyBatchAsync");
   find(&c.memset_d32, "cuMemsetD32Async");
   find(&c.module_load, "cuModuleLoadData");
   find(&c.module_unload, "cuModuleUnload");
@@ -89,6 +96,46 @@ Event EventPool::Record(Stream stream) {
   });
   Check(GetCalls().event_record(event, stream), "cuEventRecord");
   return owned;
+}
+
+void Copies::Add(DevicePointer to, DevicePointer from, size_t bytes) {
+  to_.push_back(to);
+  from_.push_back(from);
+  bytes_.push_back(bytes);
+}
+
+void Copies::Run(Stream stream) {
+  if (kind_ != Kind::kDeviceToDevice && to_.size() > 1 && RunTogether(stream)) return;
+  const Calls& calls = GetCalls();
+  for (size_t i = 0; i < to_.size(); ++i) {
+    if (kind_ == Kind::kDeviceToDevice) {
+      Check(calls.copy_device_to_device(to_[i], from_[i], bytes_[i], stream), "cuMemcpyDtoDAsync");
+    } else if (kind_ == Kind::kDeviceToHost) {
+      Check(calls.copy_device_to_host(reinterpret_cast<void*>(to_[i]), from_[i], bytes_[i], stream),
+            "cuMemcpyDtoHAsync");
+    } else {
+      Check(calls.copy_host_to_device(to_[i], reinterpret_cast<const void*>(from_[i]), bytes_[i], stream),
+            "cuMemcpyHtoDAsync");
+    }
+  }
+}
+
+// One after the other they do the same, so a driver that refuses this once is not asked again.
+bool Copies::RunTogether(Stream stream) {
+  static std::atomic<bool> refused{false};
+  const Calls& calls = GetCalls();
+  if (refused) return false;
+  BatchAttributes attributes;
+  size_t first = 0, failed = 0;
+  Result result = -1;
+  if (calls.copy_batch != nullptr) {
+    result = calls.copy_batch(to_.data(), from_.data(), bytes_.data(), to_.size(), &attributes, &first, 1, stream);
+  } else if (calls.copy_batch_old != nullptr) {
+    result = calls.copy_batch_old(to_.data(), from_.data(), bytes_.data(), to_.size(), &attributes, &first, 1, &failed,
+                                  stream);
+  }
+  if (result != 0) refused = true;
+  return result == 0;
 }
 
 void FillWithOnes(DevicePointer data, int64_t bytes, Stream stream) {

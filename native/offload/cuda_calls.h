@@ -24,6 +24,13 @@ using cuda::Result;
 using cuda::Stream;
 using RawEvent = CUevent_st*;
 
+// How the copies of a batch read their sources (CUmemcpyAttributes): of ours, in the order of the stream.
+struct BatchAttributes {
+  int source_order = 1;  // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+  int source_hint[2] = {}, target_hint[2] = {};
+  unsigned flags = 0;
+};
+
 struct Calls {
   Result (*stream_get_ctx)(Stream, Context*);
   Result (*ctx_push)(Context);
@@ -45,6 +52,11 @@ struct Calls {
   Result (*copy_device_to_device)(DevicePointer, DevicePointer, size_t, Stream);
   Result (*copy_device_to_host)(void*, DevicePointer, size_t, Stream);
   Result (*copy_host_to_device)(DevicePointer, const void*, size_t, Stream);
+  // Of newer drivers; null elsewhere. The first is of CUDA 13, the second of CUDA 12.8.
+  Result (*copy_batch)(DevicePointer* to, DevicePointer* from, size_t* bytes, size_t count, BatchAttributes*,
+                       size_t* first_of_attributes, size_t num_attributes, Stream);
+  Result (*copy_batch_old)(DevicePointer* to, DevicePointer* from, size_t* bytes, size_t count, BatchAttributes*,
+                           size_t* first_of_attributes, size_t num_attributes, size_t* failed, Stream);
   Result (*memset_d32)(DevicePointer, unsigned value, size_t count, Stream);
   Result (*module_load)(CUmod_st**, const void* image);
   Result (*module_unload)(CUmod_st*);
@@ -92,6 +104,24 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
   std::vector<RawEvent> free_;
 };
 using Event = std::shared_ptr<CUevent_st>;
+
+// Copies of one kind that do not depend on each other.
+class Copies {
+ public:
+  enum class Kind { kDeviceToDevice, kDeviceToHost, kHostToDevice };
+
+  explicit Copies(Kind kind) : kind_(kind) {}
+  void Add(DevicePointer to, DevicePointer from, size_t bytes);
+  // The launching thread makes one call of the driver for all copies over the bus, where the driver can.
+  void Run(Stream stream);
+
+ private:
+  bool RunTogether(Stream stream);
+
+  const Kind kind_;
+  std::vector<DevicePointer> to_, from_;
+  std::vector<size_t> bytes_;
+};
 
 // Ones in every bit: NaN.
 void FillWithOnes(DevicePointer data, int64_t bytes, Stream stream);

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
-#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -14,31 +13,42 @@
 #include <vector>
 
 #include "cuda_calls.h"
+#include "staging.h"
 #include "state_disk.h"
 #include "together.h"
 
 namespace dejax::offload {
 namespace {
 
+constexpr char kOtherOrder[] =
+    "XLA ran the pieces of an update in another order than written; use optimizer(tx, streams=False)";
 constexpr int kMostChains = 64;  // a run that failed early leaves its chain; beyond this the oldest are forgotten
-
-struct Staging {
-  DevicePointer memory = 0;
-  size_t capacity = 0;
-  bool in_use = false;  // it holds a piece that is not taken yet
-  Event free;           // after it other pieces may use the memory
-};
 
 // A piece that was pulled and not taken yet.
 struct Waiting {
   int64_t tag = 0;
   int64_t array = -1, offset = 0;  // of a piece that a loop pulled
   size_t bytes = 0;
-  Staging* staging = nullptr;  // on a GPU
+  StagingRegionPtr region;  // on a GPU: where it is, together with others that were pulled by the same call
+  DevicePointer staged = 0;
   Event ready;
   std::vector<char> memory;  // on the CPU
   std::shared_ptr<StateDisk> disk;
   std::vector<StateIoPtr> reads;  // of an array in files, until its bytes are in staging memory
+};
+
+// A piece whose copy to the host begins.
+struct Pushed {
+  const void* from = nullptr;
+  char* to = nullptr;
+  size_t bytes = 0;
+  int64_t array = -1, offset = 0;  // of a piece that a loop pushes
+};
+
+// A piece whose copy to the device begins, and where it comes from.
+struct Pulled {
+  const char* from = nullptr;
+  Waiting* piece = nullptr;
 };
 
 // An array in files.
@@ -160,25 +170,28 @@ class Pieces {
       }
     }
     int64_t tag = request.first_tag;
-    for (const auto& [to, bytes] : request.taken) {
-      Require(!chain->waiting.empty() && chain->waiting.front().tag == tag && chain->waiting.front().bytes == bytes,
-              "XLA ran the pieces of an update in another order than written; use optimizer(tx, streams=False)");
-      Take(chain->waiting.front(), to, compute);
-      chain->waiting.pop_front();
-      ++tag;
+    Require(chain->waiting.size() >= request.taken.size(), kOtherOrder);
+    for (size_t i = 0; i < request.taken.size(); ++i) {
+      const Waiting& piece = chain->waiting[i];
+      Require(piece.tag == tag++ && piece.bytes == request.taken[i].second, kOtherOrder);
     }
+    Take(chain, request.taken, compute);
+    std::vector<Pushed> pushed;
     for (size_t i = 0; i < request.pushes.size(); ++i) {
       const Transfer& t = request.pushes[i];
-      Push(request.pushed[i], request.addresses[t.array] + t.offset, t.bytes, request.staging_bytes, compute);
+      pushed.push_back({request.pushed[i], request.addresses[t.array] + t.offset, static_cast<size_t>(t.bytes)});
     }
+    Push(pushed, request.staging_bytes, chain, compute);
     tag += static_cast<int64_t>(chain->waiting.size());
+    std::vector<Pulled> pulled;
     for (const Transfer& t : request.pulls) {
       chain->waiting.emplace_back();
       Waiting& piece = chain->waiting.back();
       piece.tag = tag++;
       piece.bytes = t.bytes;
-      Pull(request.addresses[t.array] + t.offset, t.bytes, request.staging_bytes, &piece);
+      pulled.push_back({request.addresses[t.array] + t.offset, &piece});
     }
+    Pull(pulled, request.staging_bytes);
   }
 
   // The arrays in files. Their tickets say which version this step goes on from, so the launching thread waits for it.
@@ -229,27 +242,33 @@ class Pieces {
   // counts the calls. Taken pieces must be those that were pulled for this iteration.
   void RunIteration(const PiecesRequest& request, Chain* chain, Stream compute) {
     const int64_t at = chain->iterations[request.slot]++;
+    const char* const other = "XLA ran the iterations of a step in another order than written; this is a defect of dejax";
+    Require(chain->waiting.size() >= request.taken.size(), other);
     for (size_t i = 0; i < request.taken.size(); ++i) {
       const Transfer& t = request.takes[i];
-      Require(!chain->waiting.empty() && chain->waiting.front().array == t.array &&
-                  chain->waiting.front().offset == t.offset + at * t.stride &&
-                  chain->waiting.front().bytes == request.taken[i].second,
-              "XLA ran the iterations of a step in another order than written; this is a defect of dejax");
-      Stage(&chain->waiting.front(), request.staging_bytes);
-      Take(chain->waiting.front(), request.taken[i].first, compute);
-      chain->waiting.pop_front();
+      Waiting& piece = chain->waiting[i];
+      Require(piece.array == t.array && piece.offset == t.offset + at * t.stride &&
+                  piece.bytes == request.taken[i].second,
+              other);
+      Stage(&piece, request.staging_bytes);
     }
+    Take(chain, request.taken, compute);
+    std::vector<Pushed> pushed;
     for (size_t i = 0; i < request.pushes.size(); ++i) {
       const Transfer& t = request.pushes[i];
+      const int64_t offset = t.offset + at * t.stride;
       const auto file = chain->on_disk.find(t.array);
       if (file != chain->on_disk.end()) {
-        PushToDisk(request.pushed[i], &file->second, t.offset + at * t.stride, t.bytes, request.staging_bytes, compute);
+        PushToDisk(request.pushed[i], &file->second, offset, t.bytes, request.staging_bytes, compute);
         continue;
       }
-      Push(request.pushed[i], Address(*chain, t, at), t.bytes, request.staging_bytes, compute);
-      if (device_ >= 0) chain->pushed[{t.array, t.offset + at * t.stride}] = last_out_;
+      pushed.push_back(
+          {request.pushed[i], Address(*chain, t, at), static_cast<size_t>(t.bytes), t.array, offset});
     }
+    Push(pushed, request.staging_bytes, chain, compute);
     if (at >= request.pull_iterations) return;
+    std::vector<Pulled> pulled;
+    Event last;
     for (const Transfer& t : request.pulls) {
       const auto file = chain->on_disk.find(t.array);
       const char* const from = file == chain->on_disk.end() ? Address(*chain, t, at) : nullptr;
@@ -266,9 +285,10 @@ class Pieces {
       }
       // A later loop may read what an earlier one has written: gradients.
       const auto written = chain->pushed.find({piece.array, piece.offset});
-      if (written != chain->pushed.end()) Wait(in_, written->second);
-      Pull(from, t.bytes, request.staging_bytes, &piece);
+      if (written != chain->pushed.end() && written->second != last) Wait(in_, last = written->second);
+      pulled.push_back({from, &piece});
     }
+    Pull(pulled, request.staging_bytes);
   }
 
   static char* Address(const Chain& chain, const Transfer& t, int64_t at) {
@@ -280,17 +300,42 @@ class Pieces {
     return static_cast<char*>(address->second) + offset;
   }
 
-  void Pull(const char* from, size_t bytes, int64_t staging_bytes, Waiting* piece) {
+  // Begins to copy pieces of one call to the device. They share regions of staging memory, and so events.
+  void Pull(const std::vector<Pulled>& pulled, int64_t staging_bytes) {
     if (device_ < 0) {
-      piece->memory.assign(from, from + bytes);
+      for (const Pulled& p : pulled) p.piece->memory.assign(p.from, p.from + p.piece->bytes);
       return;
     }
-    Staging* staging = TakeStaging(bytes, staging_bytes);
-    piece->staging = staging;
-    staging->in_use = true;
-    Wait(in_, staging->free);
-    Check(GetCalls().copy_host_to_device(staging->memory, from, bytes, in_), "cuMemcpyHtoDAsync");
-    piece->ready = staging->free = events_->Record(in_);
+    for (size_t begin = 0, end = 0; begin < pulled.size(); begin = end) {
+      size_t bytes = 0;
+      const auto size = [&](size_t i) { return pulled[i].piece->bytes; };
+      end = EndOfRegion(begin, pulled.size(), size, staging_bytes, &bytes);
+      const StagingRegionPtr region = staging_.Take(bytes, staging_bytes, in_);
+      Copies copies(Copies::Kind::kHostToDevice);
+      DevicePointer to = region->memory;
+      for (size_t i = begin; i < end; ++i) {
+        Waiting& piece = *pulled[i].piece;
+        piece.region = region;
+        piece.staged = to;
+        ++region->held;
+        copies.Add(to, reinterpret_cast<DevicePointer>(pulled[i].from), piece.bytes);
+        to += Aligned(piece.bytes);
+      }
+      copies.Run(in_);
+      region->free = events_->Record(in_);
+      for (size_t i = begin; i < end; ++i) pulled[i].piece->ready = region->free;
+    }
+  }
+
+  // Pieces [begin, result) have one region: a quarter of the staging memory at most, or one piece. A layer has that much
+  // where one is on its way and one in use, in each direction.
+  template <typename Size>
+  static size_t EndOfRegion(size_t begin, size_t count, const Size& size, int64_t staging_bytes, size_t* bytes) {
+    size_t end = begin;
+    do {
+      *bytes += Aligned(size(end++));
+    } while (end < count && *bytes + Aligned(size(end)) <= static_cast<size_t>(staging_bytes) / 4);
+    return end;
   }
 
   static bool IsRead(const Waiting& piece) {
@@ -310,18 +355,17 @@ class Pieces {
       piece->reads.clear();
       return;
     }
-    Staging* staging = TakeStaging(piece->bytes, staging_bytes);
-    piece->staging = staging;
-    staging->in_use = true;
-    Wait(in_, staging->free);
-    DevicePointer to = staging->memory;
+    piece->region = staging_.Take(piece->bytes, staging_bytes, in_);
+    piece->staged = piece->region->memory;
+    piece->region->held = 1;
+    DevicePointer to = piece->staged;
     for (const StateIoPtr& io : piece->reads) {
       Check(GetCalls().copy_host_to_device(to, io->buffer->data, static_cast<size_t>(io->bytes), in_),
             "cuMemcpyHtoDAsync");
       to += static_cast<DevicePointer>(io->bytes);
       io->buffer->busy = events_->Record(in_);
     }
-    piece->ready = staging->free = events_->Record(in_);
+    piece->ready = piece->region->free = events_->Record(in_);
     piece->reads.clear();
   }
 
@@ -330,13 +374,13 @@ class Pieces {
                                            host_bytes, context_);
     array->pushed += bytes;
     if (writes.empty()) return;  // another device writes them
-    Staging* staging = nullptr;
+    StagingRegionPtr region;
     if (device_ >= 0) {
-      staging = TakeStaging(bytes, host_bytes);
-      Wait(compute, staging->free);
-      Check(GetCalls().copy_device_to_device(staging->memory, reinterpret_cast<DevicePointer>(from), bytes, compute),
+      region = staging_.Take(bytes, host_bytes, compute);
+      Check(GetCalls().copy_device_to_device(region->memory, reinterpret_cast<DevicePointer>(from), bytes, compute),
             "cuMemcpyDtoDAsync");
-      Wait(out_, events_->Record(compute));
+      region->free = events_->Record(compute);
+      Wait(out_, region->free);
     }
     int64_t at = 0;
     for (const StateIoPtr& io : writes) {
@@ -345,92 +389,75 @@ class Pieces {
         std::memcpy(io->buffer->data, static_cast<const char*>(from) + at, size);
       } else {
         Wait(out_, io->buffer->busy);
-        Check(GetCalls().copy_device_to_host(io->buffer->data, staging->memory + static_cast<DevicePointer>(at), size,
+        Check(GetCalls().copy_device_to_host(io->buffer->data, region->memory + static_cast<DevicePointer>(at), size,
                                              out_),
               "cuMemcpyDtoHAsync");
-        io->after = last_out_ = staging->free = events_->Record(out_);
+        io->after = last_out_ = region->free = events_->Record(out_);
       }
       at += io->bytes;
       array->disk->Submit(io);
     }
   }
 
-  void Take(const Waiting& piece, void* to, Stream compute) {
+  // The first pieces that wait, into XLA's buffers.
+  void Take(Chain* chain, const std::vector<std::pair<void*, size_t>>& taken, Stream compute) {
+    if (taken.empty()) return;
     if (device_ < 0) {
-      std::memcpy(to, piece.memory.data(), piece.bytes);
+      for (size_t i = 0; i < taken.size(); ++i) {
+        std::memcpy(taken[i].first, chain->waiting[i].memory.data(), taken[i].second);
+      }
+    } else {
+      Copies copies(Copies::Kind::kDeviceToDevice);
+      Event last;
+      for (size_t i = 0; i < taken.size(); ++i) {
+        const Waiting& piece = chain->waiting[i];
+        if (piece.ready != last) Wait(compute, last = piece.ready);
+        copies.Add(reinterpret_cast<DevicePointer>(taken[i].first), piece.staged, piece.bytes);
+      }
+      copies.Run(compute);
+      const Event done = events_->Record(compute);
+      for (size_t i = 0; i < taken.size(); ++i) {
+        StagingRegion& region = *chain->waiting[i].region;
+        --region.held;
+        region.free = done;
+      }
+    }
+    chain->waiting.erase(chain->waiting.begin(), chain->waiting.begin() + static_cast<std::ptrdiff_t>(taken.size()));
+  }
+
+  // Begins to copy pieces of one call to the host. They share regions of staging memory, and so events.
+  void Push(const std::vector<Pushed>& pushed, int64_t staging_bytes, Chain* chain, Stream compute) {
+    if (device_ < 0) {
+      for (const Pushed& p : pushed) std::memcpy(p.to, p.from, p.bytes);
       return;
     }
-    Wait(compute, piece.ready);
-    Check(GetCalls().copy_device_to_device(reinterpret_cast<DevicePointer>(to), piece.staging->memory, piece.bytes,
-                                           compute),
-          "cuMemcpyDtoDAsync");
-    piece.staging->free = events_->Record(compute);
-    piece.staging->in_use = false;
-  }
-
-  void Push(const void* from, char* to, size_t bytes, int64_t staging_bytes, Stream compute) {
-    if (device_ < 0) {
-      std::memcpy(to, from, bytes);
-      return;
-    }
-    Staging* staging = TakeStaging(bytes, staging_bytes);
-    Wait(compute, staging->free);
-    Check(GetCalls().copy_device_to_device(staging->memory, reinterpret_cast<DevicePointer>(from), bytes, compute),
-          "cuMemcpyDtoDAsync");
-    Wait(out_, events_->Record(compute));
-    Check(GetCalls().copy_device_to_host(to, staging->memory, bytes, out_), "cuMemcpyDtoHAsync");
-    last_out_ = staging->free = events_->Record(out_);
-  }
-
-  // Staging memory that is free now; else new memory, within `staging_bytes`; else the memory that is free soonest.
-  Staging* TakeStaging(size_t bytes, int64_t staging_bytes) {
-    const auto fits = [&](const Staging& s) {
-      return !s.in_use && s.capacity >= bytes && s.capacity <= bytes + bytes / 2 + (1 << 16);
-    };
-    Staging* oldest = nullptr;
-    size_t total = 0;
-    for (auto at = staging_.begin(); at != staging_.end(); ++at) {
-      total += at->capacity;
-      if (!fits(*at)) continue;
-      if (!at->free || GetCalls().event_query(at->free.get()) == 0) {
-        staging_.splice(staging_.end(), staging_, at);
-        return &staging_.back();
+    for (size_t begin = 0, end = 0; begin < pushed.size(); begin = end) {
+      size_t bytes = 0;
+      const auto size = [&](size_t i) { return pushed[i].bytes; };
+      end = EndOfRegion(begin, pushed.size(), size, staging_bytes, &bytes);
+      const StagingRegionPtr region = staging_.Take(bytes, staging_bytes, compute);
+      Copies near(Copies::Kind::kDeviceToDevice), out(Copies::Kind::kDeviceToHost);
+      DevicePointer at = region->memory;
+      for (size_t i = begin; i < end; ++i) {
+        const Pushed& p = pushed[i];
+        near.Add(at, reinterpret_cast<DevicePointer>(p.from), p.bytes);
+        out.Add(reinterpret_cast<DevicePointer>(p.to), at, p.bytes);
+        at += Aligned(p.bytes);
       }
-      if (oldest == nullptr) oldest = &*at;
-    }
-    if (oldest == nullptr || total + bytes <= static_cast<size_t>(staging_bytes)) {
-      for (auto at = staging_.begin(); at != staging_.end() && total + bytes > static_cast<size_t>(staging_bytes);) {
-        if (at->in_use || fits(*at)) {
-          ++at;
-          continue;
-        }
-        total -= at->capacity;
-        at = FreeStaging(at);  // of another size, perhaps another model's
+      near.Run(compute);
+      region->free = events_->Record(compute);
+      Wait(out_, region->free);
+      out.Run(out_);
+      last_out_ = region->free = events_->Record(out_);
+      for (size_t i = begin; i < end; ++i) {
+        if (pushed[i].array >= 0) chain->pushed[{pushed[i].array, pushed[i].offset}] = last_out_;
       }
-      Staging made;
-      if (GetCalls().mem_alloc(&made.memory, bytes) == 0) {
-        made.capacity = bytes;
-        staging_.push_back(made);
-        return &staging_.back();
-      }
-      Require(oldest != nullptr, "no device memory is left for staging " + std::to_string(bytes) +
-                                     " bytes; leave some to other users than XLA (XLA_PYTHON_CLIENT_MEM_FRACTION), or "
-                                     "give optimizer a smaller piece_bytes");
     }
-    const auto at = std::find_if(staging_.begin(), staging_.end(), [&](const Staging& s) { return &s == oldest; });
-    staging_.splice(staging_.end(), staging_, at);
-    return oldest;
-  }
-
-  std::list<Staging>::iterator FreeStaging(std::list<Staging>::iterator at) {
-    if (at->free) Check(GetCalls().event_synchronize(at->free.get()), "cuEventSynchronize");
-    GetCalls().mem_free(at->memory);
-    return staging_.erase(at);
   }
 
   void Forget(const Chain& chain) {
     for (const Waiting& piece : chain.waiting) {
-      if (piece.staging != nullptr) piece.staging->in_use = false;
+      if (piece.region != nullptr) piece.region->held = 0;
     }
   }
 
@@ -451,7 +478,7 @@ class Pieces {
   Stream in_ = nullptr, out_ = nullptr;
   std::shared_ptr<EventPool> events_;
   Event last_out_;
-  std::list<Staging> staging_;  // least recently used first
+  Staging staging_;
   Chains chains_;
   int64_t chains_begun_ = 0;
 };

@@ -4,6 +4,9 @@
 // flow orders them. One side stream copies later pieces to staging memory on the device while the program works on
 // earlier ones; another copies results from staging memory back to the host. So both directions of the bus are busy at
 // once. Only the compute stream touches XLA's buffers: their lifetime is XLA's affair.
+//
+// What one call moves in one direction lies together in staging memory (staging.h). Each stream waits for it once, and the
+// driver gets all copies over the bus in one call where it can: a layer may have dozens of small arrays.
 #pragma once
 
 #include <cstdint>

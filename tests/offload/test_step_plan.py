@@ -1,5 +1,6 @@
 """Plans of a training step: the arithmetic of predictions, budgets, and a plan made and run on the CPU."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from dejax import _native
 from dejax.offload import StepPlan, StepWay, _profile, plan_step
-from dejax.offload._profile import Tiers, Traffic, duplex_bandwidth
-from dejax.offload._step_cost import FREED, Cost, Drive, KeptGradients, Leaf, predict
+from dejax.offload._copy_cost import FREE, Carried, CopyCosts, _slopes, copy_costs, duplex_bandwidth
+from dejax.offload._profile import Tiers, Traffic
+from dejax.offload._step_cost import FREED, NO_DRIVE, Cost, Drive, KeptGradients, Leaf, predict
 from dejax.offload._step_plan import _choose
 
 from .test_layerwise import batch, body, embed, head, model
@@ -68,6 +70,58 @@ def test_prediction_where_both_directions_are_busy():
     assert predict(LEAVES, *how).stall_seconds == waits + (5 + 120 + 15) / 5
 
 
+def test_prediction_with_copies_on_the_device():
+    """Parameters in forward; in backward all arrays, there and back."""
+    copies = CopyCosts(40.0, 0.5, 0.25, 0.0, 0.0)
+    how = (120, COST, 5, 1, "device", Tiers(1e9, 1e9), FREED, NO_DRIVE)
+    way = predict(LEAVES, *how, copies)
+    forward = 2 * 40 / 40 + 5 * (1 * 0.5 + 1 * 0.25)
+    backward = 2 * (120 + 120) / 40 + 5 * (4 * 0.5 + 2 * 0.25)
+    assert way.copy_seconds == forward + backward
+    assert way.seconds == pytest.approx(21.0 + way.copy_seconds, abs=1e-6) and way.launch_seconds == 0.0
+    assert predict([], *how, copies).copy_seconds == 0.0
+    frozen = [LEAVES[0], Leaf("params['a']", 40, True, is_frozen=True)]
+    one_way = predict(frozen, *how, copies)
+    assert one_way.copy_seconds == way.copy_seconds - 2 * 40 / 40 - 5 * 0.5
+    # The device copies while the bus is busy.
+    copies, forward, backward = CopyCosts(400.0, 0.05, 0.025, 0.0, 0.0), 0.2 + 5 * 0.075, 1.2 + 5 * 0.25
+    slow = (120, COST, 5, 1, "device", Tiers(4.0, 5.0), FREED, NO_DRIVE)
+    ends = (5 + forward + 120 / 5 + 15 + backward) / 5
+    waits = (40 / 5 - 5 - forward) + (120 / 4 - 15 - backward)
+    assert predict(LEAVES, *slow, copies).stall_seconds == pytest.approx(waits + ends)
+    assert predict(LEAVES, *slow, copies).device_bytes == predict(LEAVES, *slow).device_bytes
+    stored = predict([], 120, COST, 5, 1, "host", Tiers(1e9, 1e9), FREED, NO_DRIVE, copies)
+    assert stored.copy_seconds == pytest.approx(2 * (2 * 50 / 400 + 5 * (0.05 + 0.025)))
+
+
+def test_prediction_with_copies_where_gradients_are_kept():
+    copies = CopyCosts(40.0, 0.5, 0.25, 0.0, 0.0)
+    kept = KeptGradients(False, 40, 1)
+    way = predict(LEAVES, 120, COST, 5, 1, "device", Tiers(1e9, 1e9), kept, NO_DRIVE, copies)
+    forward = 2 * 40 / 40 + 5 * (0.5 + 0.25)
+    backward = 2 * (40 + 40) / 40 + 5 * (2 * 0.5 + 2 * 0.25)
+    update = 2 * (160 + 120) / 40 + 5 * (5 * 0.5 + 2 * 0.25)
+    assert way.copy_seconds == forward + backward + update
+    assert way.seconds == pytest.approx(21.0 + way.copy_seconds, abs=1e-6)
+
+
+def test_prediction_where_launching_takes_longest():
+    cost = Cost(100.0, 2.0, 1.0, 4.0, 1.0, 10, base_launch=2.0, layer_launch=1.0)
+    how = (120, cost, 5, 1, "device", Tiers(1e9, 1e9), FREED, NO_DRIVE)
+    assert predict(LEAVES, *how).launch_seconds == 2 + 5 * 1
+    assert predict(LEAVES, *how).seconds == pytest.approx(21.0, abs=1e-6)
+    way = predict(LEAVES, *how, CopyCosts(launch_array_seconds=1.0, launch_call_seconds=0.5))
+    assert way.seconds == way.launch_seconds == 7 + 5 * (5 * 1.0 + 3 * 0.5)  # 1 array in forward, 4 in backward
+
+
+def test_costs_are_slopes():
+    array, call = 3e-6, 11e-6
+    took = [1e-3 + length * 2 * (call + count * array) for count, length in ((1, 8), (33, 8), (1, 24))]
+    assert _slopes(took, 33, (8, 24)) == pytest.approx((array, call))
+    assert _slopes([1.0, 0.9, 0.8], 33, (8, 24)) == (0.0, 0.0)  # noise
+    assert FREE.on_device(Carried(100, 3, 1), 5) == FREE.launching(Carried(100, 3, 1), 5) == 0.0
+
+
 def test_recorded_plans_are_predicted_better_with_both_directions():
     """Stored results of an H100: memory, and time by the rates of each direction alone and of both at once."""
     recorded = json.loads((BENCHMARKS / "results" / "offload_plans_h100.json").read_text())
@@ -114,6 +168,8 @@ def test_prediction_with_state_on_a_drive():
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_both_directions_are_measured_by_the_copies_of_a_step():
     assert duplex_bandwidth(1 << 20) > 1e6
+    costs = copy_costs(1 << 16, 3, (2, 4), 256)
+    assert costs.bandwidth > 0 and min(dataclasses.astuple(costs)) >= 0.0
 
 
 @pytest.mark.newest_jax
@@ -168,6 +224,8 @@ def test_a_plan(monkeypatch):
     peak, seconds = tight.measure(state, batch(1))
     assert abs(peak / tight.chosen.device_bytes - 1) < 0.35 and seconds > 0
     assert "measured" in tight.table() and "off by" in tight.table()
+    assert "waiting, copying, ms | launching, ms |" in tight.table() and tight.copies == FREE
+    assert tight.chosen.launch_seconds > 0
     with pytest.raises(ValueError, match=r"nothing fits device_bytes=1000 .* the least on the device takes \d+"):
         plan(device_bytes=1000)
 

@@ -1,6 +1,7 @@
 // A CUDA driver for tests on machines without one. Device memory is host memory. Work is queued, and runs as late and in
 // as unlucky an order as streams and events allow: code that forgets to wait for an event finds wrong bytes.
-// FAKE_CUDA_SEED chooses the order.
+// FAKE_CUDA_SEED chooses the order. It counts calls and device memory. FAKE_CUDA_BATCH: how it copies several pieces at
+// once: "refused", else as asked. Built with -DOLD_BATCH it has that call as CUDA 12.8 has it.
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include <mutex>
 #include <random>
 #include <set>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -70,6 +72,13 @@ void WaitWhileHeld() {
   --waiting;
 }
 
+std::map<std::string, long> counts;
+void Count(const char* what, long by = 1) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  counts[what] += by;
+}
+std::map<unsigned long long, size_t> allocated;
+
 Stream* Of(void* stream) {
   streams[static_cast<Stream*>(stream)] = true;
   return static_cast<Stream*>(stream);
@@ -86,6 +95,22 @@ extern "C" {
 void fake_hold(int on) { held = on != 0; }
 int fake_waiting() { return waiting; }
 void fake_let_go() { ++let_go; }
+long fake_count(const char* what) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  return counts[what];
+}
+// Device memory now, and the most since this was last called.
+void fake_memory(long* now, long* peak) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  *now = counts["bytes"];
+  *peak = counts["peak"];
+  counts["peak"] = counts["bytes"];
+}
+// Only so much device memory: allocations beyond it fail.
+void fake_limit(long bytes) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  counts["limit"] = bytes;
+}
 
 int cuInit(unsigned) { return 0; }
 int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
@@ -115,6 +140,7 @@ int cuStreamSynchronize(void* stream) {
   return RunUntil([&] { return Of(stream)->ops.empty(); }) ? 0 : 999;
 }
 int cuStreamWaitEvent(void* stream, Event* event, unsigned) {
+  Count("wait");
   std::lock_guard<std::recursive_mutex> lock(mutex);
   Of(stream)->ops.push_back({nullptr, event, event->recorded});
   return 0;
@@ -122,6 +148,7 @@ int cuStreamWaitEvent(void* stream, Event* event, unsigned) {
 int cuEventCreate(Event** event, unsigned) { return *event = new Event, 0; }
 int cuEventDestroy_v2(Event*) { return 0; }  // queued work may still name it
 int cuEventRecord(Event* event, void* stream) {
+  Count("record");
   std::lock_guard<std::recursive_mutex> lock(mutex);
   const uint64_t version = ++event->recorded;
   return Queue(stream, [event, version] { event->happened.insert(version); });
@@ -132,6 +159,7 @@ int cuEventSynchronize(Event* event) {
   return RunUntil([&] { return event->Done(event->recorded); }) ? 0 : 999;
 }
 int cuEventQuery(Event* event) {
+  Count("query");
   std::lock_guard<std::recursive_mutex> lock(mutex);
   static int asked = 0;
   if (event->Done(event->recorded)) return 0;
@@ -144,12 +172,21 @@ int cuEventQuery(Event* event) {
 int cuEventElapsedTime(float* ms, Event*, Event*) { return *ms = 0, 0; }
 int cuMemAlloc_v2(unsigned long long* out, size_t bytes) {
   WaitWhileHeld();
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  if (counts["limit"] > 0 && counts["bytes"] + static_cast<long>(bytes) > counts["limit"]) return 2;
   void* memory = std::malloc(bytes);
   std::memset(memory, 0xAB, bytes);
-  return *out = reinterpret_cast<unsigned long long>(memory), 0;
+  *out = reinterpret_cast<unsigned long long>(memory);
+  allocated[*out] = bytes;
+  counts["bytes"] += static_cast<long>(bytes);
+  if (counts["bytes"] > counts["peak"]) counts["peak"] = counts["bytes"];
+  return 0;
 }
 int cuMemFree_v2(unsigned long long memory) {
   WaitWhileHeld();
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  counts["bytes"] -= static_cast<long>(allocated[memory]);
+  allocated.erase(memory);
   return std::free(reinterpret_cast<void*>(memory)), 0;
 }
 int cuMemHostAlloc(void** out, size_t bytes, unsigned) {
@@ -163,13 +200,41 @@ int cuMemFreeHost(void* memory) {
   return std::free(memory), 0;
 }
 int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t n, void* stream) {
+  Count("on device");
   return Queue(stream, [=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), n); });
 }
 int cuMemcpyDtoHAsync_v2(void* to, unsigned long long from, size_t n, void* stream) {
+  Count("to host");
   return Queue(stream, [=] { std::memcpy(to, reinterpret_cast<void*>(from), n); });
 }
 int cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, size_t n, void* stream) {
+  Count("to device");
   return Queue(stream, [=] { std::memcpy(reinterpret_cast<void*>(to), from, n); });
+}
+// The copies of a batch have no order among themselves.
+#ifdef OLD_BATCH
+int cuMemcpyBatchAsync(unsigned long long* to, unsigned long long* from, size_t* bytes, size_t count, int* order,
+                       size_t* first, size_t num_attributes, size_t*, void* stream) {
+#else
+int cuMemcpyBatchAsync_v2(unsigned long long* to, unsigned long long* from, size_t* bytes, size_t count, int* order,
+                          size_t* first, size_t num_attributes, void* stream) {
+#endif
+  const char* how = std::getenv("FAKE_CUDA_BATCH");
+  Count("batch");
+  if (how != nullptr && std::string(how) == "refused") return 801;
+  if (stream == nullptr || count == 0 || num_attributes != 1 || first[0] != 0 || order[0] != 1) return 1;
+  for (size_t i = 0; i < count; ++i) {
+    if (to[i] == 0 || from[i] == 0 || bytes[i] == 0) return 1;
+  }
+  std::vector<std::function<void()>> copies;
+  for (size_t i = 0; i < count; ++i) {
+    copies.push_back([to = to[i], from = from[i], n = bytes[i]] {
+      std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), n);
+    });
+  }
+  return Queue(stream, [copies] {
+    for (auto copy = copies.rbegin(); copy != copies.rend(); ++copy) (*copy)();
+  });
 }
 int cuMemsetD32Async(unsigned long long to, unsigned value, size_t count, void* stream) {
   return Queue(stream, [=] { for (size_t i = 0; i < count; ++i) reinterpret_cast<unsigned*>(to)[i] = value; });

@@ -15,12 +15,25 @@ pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("driver"))
+
+
+def build(folder, *options):
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
     if compiler is None:
         pytest.skip("no C++ compiler to build the driver with")
-    folder = tmp_path_factory.mktemp("driver")
     source = Path(__file__).with_name("fake_cuda.cc")
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", str(source), "-o", str(folder / "libcuda.so.1")]
+    command = [
+        compiler,
+        "-std=c++17",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        str(source),
+        "-o",
+        str(folder / "libcuda.so.1"),
+        *options,
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return folder
 
@@ -38,6 +51,12 @@ def test_pieces_of_an_optimizers_state(driver):
 
 def test_rows_of_a_stacks_state(driver):
     run("rows_program.py", driver, 1)
+
+
+@pytest.mark.parametrize("batch", ["new", "old", "refused"])
+def test_pieces_of_a_call_share_staging_memory(driver, batch, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_CUDA_BATCH", batch)
+    run("staging_program.py", build(tmp_path, "-DOLD_BATCH") if batch == "old" else driver, 1)
 
 
 def test_state_in_files(driver, tmp_path):
