@@ -402,3 +402,36 @@ def test_the_loss_alone_leaves_the_state_as_it_is(how):
             np.testing.assert_array_equal(a, b)
         state, value = run(state, batch(i))
         assert alone == [float(value)] * 2
+
+
+def test_rows_of_all_sizes():
+    """Of no byte, of one, of an odd number; in several dtypes. What has no bytes stays on the device."""
+
+    def odd_body(p, x):
+        scale = 1 + p["one"].astype(jnp.float32) / 100 + p["odd"].astype(jnp.float32).sum() + p["none"].sum()
+        return x + jnp.tanh(x @ p["w"]) * scale
+
+    def odd_model():
+        layers = {
+            "w": model()[1]["w"],
+            "one": jnp.arange(LAYERS, dtype=jnp.uint8),
+            "odd": jnp.full((LAYERS, 3), 0.25, jnp.bfloat16),
+            "none": jnp.zeros((LAYERS, 0)),
+        }
+        return model()[0], layers
+
+    found = []
+    for place in ("device", "host"):
+        step = stack_step(
+            embed, odd_body, head, optax.adam(1e-2), params=place, moments=place, streams=True, min_bytes=1,
+            frozen=lambda path, _: path == "layers['one']",
+        )  # fmt: skip
+        state = step.init(*odd_model())
+        far = {name for name, x in state.layers.items() if jax.typeof(x).memory_space == jax.memory.Space.Host}
+        assert far == (set() if place == "device" else {"w", "one", "odd"})
+        run = step.jit(state)
+        for i in range(2):
+            state, loss = run(state, batch(i))
+        found.append(jax.tree.leaves(jax.tree.map(np.asarray, (state.layers, state.layer_moments, loss))))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)
