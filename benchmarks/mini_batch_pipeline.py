@@ -115,8 +115,8 @@ def measured(name: str, case: Case, args: argparse.Namespace) -> Iterator[dict[s
         yield {"section": "compile", "case": name, "way": way, "trace_and_lower_s": round(lowered_s, 1),
                "compile_s": round(compiled_s, 1)}  # fmt: skip
 
-        def steps(state: Any, run: Any = run, way: str = way) -> tuple[Any, Any]:
-            if way != "single":
+        def steps(state: Any, run: Any = run, piped: bool = piped) -> tuple[Any, Any]:
+            if piped:
                 return run(state, *inputs, keys, seeds, *case.rest)
             outs = []
             for n in range(count):

@@ -16,6 +16,7 @@ An epoch is timed as it runs, with all its batches; nothing is extrapolated.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Iterator
@@ -29,12 +30,12 @@ import optax
 
 from benchmarks.mini_batch_pipeline import Case, measured
 from benchmarks.provenance import save
+from benchmarks.scale_model import GRAPHS
 from dejax import rgnn
 from dejax.datasets import fill_rows
 from dejax.host_gather import HostTable
 from dejax.minibatch import (
     FeatureStore,
-    HeteroTopology,
     MiniBatch,
     find_capacities,
     hot_rows,
@@ -45,7 +46,8 @@ from dejax.minibatch import (
     step_keys,
 )
 
-NODES, EDGES, TRAIN, CLASSES, WIDTH, HIDDEN = 111_059_956, 1_615_685_872, 1_207_179, 172, 128, 256
+PAPERS = next(graph for graph in GRAPHS if graph.name == "papers100M")
+CLASSES, WIDTH, HIDDEN = 172, 128, 256
 FAN_OUTS = [15, 10, 5]
 
 
@@ -57,21 +59,49 @@ def sage(g: Any, x: Any, own: Any, other: Any, bias: Any) -> Any:
 def cases(args: argparse.Namespace) -> Iterator[tuple[str, Case]]:
     """The placements, one after the other, of one graph."""
     begin = time.perf_counter()
-    nodes = int(NODES * args.scale)
-    topology = random_topology({"node": nodes}, {("node", "to", "node"): int(EDGES * args.scale)})
+    nodes, edges = int(PAPERS.nodes * args.scale), int(PAPERS.edges * args.scale)
+    topology = random_topology({"node": nodes}, {("node", "to", "node"): edges})
     edges_s = time.perf_counter() - begin
     table = HostTable.empty((nodes, WIDTH), np.float32)
     fill_rows(table)
     features = FeatureStore().with_table("node", table)
-    train = np.arange(max(1, int(TRAIN * args.scale)))
+    train = np.arange(max(1, int(PAPERS.train_nodes * args.scale)))
     rng = np.random.default_rng(3)
     labels = jnp.asarray(rng.integers(0, CLASSES, nodes), jnp.int32)
     made_s = time.perf_counter() - begin
     batches = [("node", rng.choice(train, args.seeds)) for _ in range(20)]
     optimizer = optax.adam(3e-3)
-    capacities, split = None, None
+    capacities = find_capacities(jax.random.key(0), topology, batches, FAN_OUTS, print_table=None)
+
+    def sample(key: Any, topology: Any, seeds: Any) -> Any:
+        return sample_blocks(key, topology, ("node", seeds), FAN_OUTS, capacities=capacities)
+
+    def update(state: Any, batch: MiniBatch, labels: Any) -> tuple[Any, Any]:
+        params, moments = state
+
+        def loss_of(params: Any) -> Any:
+            h = batch.blocks[0].join(batch.x)
+            for number, (block, own) in enumerate(zip(batch.blocks, params, strict=True)):
+                h = sage(block.bipartite, h, *own)
+                h = jax.nn.relu(h) if number + 1 < len(batch.blocks) else h
+            logits = h[batch.sample.seed_positions["node"]]
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels[batch.seeds])
+            return jnp.where(batch.seeds >= 0, losses, 0).sum() / jnp.maximum((batch.seeds >= 0).sum(), 1)
+
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    def state() -> Any:
+        key, glorot, params = jax.random.key(0), jax.nn.initializers.glorot_normal(), []
+        for number, dims in enumerate([(WIDTH, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, CLASSES)]):
+            own, other = jax.random.split(jax.random.fold_in(key, number))
+            params.append((glorot(own, dims), glorot(other, dims), jnp.zeros(dims[1])))
+        return params, optimizer.init(params)
+
+    split = None
     for placement in args.placements.split(","):
-        about: dict[str, Any] = {"nodes": nodes, "edges": int(EDGES * args.scale), "edges_s": round(edges_s, 1)}
+        about: dict[str, Any] = {"nodes": nodes, "edges": edges, "edges_s": round(edges_s, 1)}
         here, rows = topology, features
         if placement != "host":
             if split is None:
@@ -85,46 +115,15 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, Case]]:
             rows = split
             here = topology.with_starts_on_device()
         if placement == "edges":
-            moved = [
-                type(some)(some.starts, jnp.asarray(some.senders.numpy())) for some in here.lists
-            ]  # the benchmark's own: users say `on_host=False`
-            here = HeteroTopology(tuple(moved), here.relations, here.node_counts)
-        if capacities is None:
-            capacities = find_capacities(jax.random.key(0), here, batches, FAN_OUTS, print_table=None)
-
-        def sample(key: Any, topology: Any, seeds: Any, capacities: Any = capacities) -> Any:
-            return sample_blocks(key, topology, ("node", seeds), FAN_OUTS, capacities=capacities)
-
-        def update(state: Any, batch: MiniBatch, labels: Any) -> tuple[Any, Any]:
-            params, moments = state
-
-            def loss_of(params: Any) -> Any:
-                h = batch.blocks[0].join(batch.x)
-                for number, (block, own) in enumerate(zip(batch.blocks, params, strict=True)):
-                    h = sage(block.bipartite, h, *own)
-                    h = jax.nn.relu(h) if number + 1 < len(batch.blocks) else h
-                logits = h[batch.sample.seed_positions["node"]]
-                losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels[batch.seeds])
-                return jnp.where(batch.seeds >= 0, losses, 0).sum() / jnp.maximum((batch.seeds >= 0).sum(), 1)
-
-            loss, gradients = jax.value_and_grad(loss_of)(params)
-            updates, moments = optimizer.update(gradients, moments, params)
-            return (optax.apply_updates(params, updates), moments), loss
-
-        def state() -> Any:
-            key, glorot, params = jax.random.key(0), jax.nn.initializers.glorot_normal(), []
-            for number, dims in enumerate([(WIDTH, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, CLASSES)]):
-                own, other = jax.random.split(jax.random.fold_in(key, number))
-                params.append((glorot(own, dims), glorot(other, dims), jnp.zeros(dims[1])))
-            return params, optimizer.init(params)
-
+            # The benchmark's own: users say `on_host=False`.
+            moved = (dataclasses.replace(some, senders=jnp.asarray(some.senders.numpy())) for some in here.lists)
+            here = dataclasses.replace(here, lists=tuple(moved))
         yield placement, Case(here, rows, train, args.seeds, update, sample, state, (labels,), made_s, about=about)
-        del here, rows
+        del here
 
 
 def epochs(case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Whole epochs, `--steps` steps a program; the last program is padded by batches without seeds."""
-    begin = time.perf_counter()
     run = pipelined_steps(case.update, case.sample, joined=True)
     state = case.state()
     for number in range(args.epochs + 1):  # the first compiles
@@ -174,10 +173,8 @@ def main(argv: list[str] | None = None) -> None:
         for result in epochs(case, args):
             keep(placement, result)
         if args.profile:
-            args.steps, steps = 24, args.steps
-            for result in measured("papers", case, args):
+            for result in measured("papers", case, argparse.Namespace(**{**vars(args), "steps": 24})):
                 keep(placement, result)
-            args.steps = steps
         del case
 
 

@@ -318,9 +318,7 @@ class HeteroTopology:
         return {name: np.asarray(found.get(name, by_seeds[name]), np.float64) for name in self.num_nodes}
 
     def _senders_in_pieces(self, relation: Relation) -> Iterator[np.ndarray | Array]:
-        senders: Any = self.lists[relation.lists].senders
-        if isinstance(senders, HostTable):
-            senders = senders.numpy()
+        senders = _in_place(self.lists[relation.lists].senders)
         end = relation.first_edge + relation.num_edges
         for first in range(relation.first_edge, end, _PIECE):
             yield senders[first : min(end, first + _PIECE)]
@@ -328,9 +326,8 @@ class HeteroTopology:
     def _starts(self, edge_type: EdgeType) -> Any:
         """The first edge of each receiver within the relation, and the number of edges, where they lie."""
         relation = self.relations[self.number_of(edge_type)]
-        first, starts = relation.first_group, self.lists[relation.lists].starts
-        whole: Any = starts.numpy() if isinstance(starts, HostTable) else starts
-        return whole[first : first + self.num_nodes[edge_type[2]] + 1] - relation.first_edge
+        first, starts = relation.first_group, _in_place(self.lists[relation.lists].starts)
+        return starts[first : first + self.num_nodes[edge_type[2]] + 1] - relation.first_edge
 
     def __repr__(self) -> str:
         return f"HeteroTopology(nodes={self.num_nodes}, edges={self.num_edges})"
@@ -338,7 +335,12 @@ class HeteroTopology:
 
 def as_numpy(rows: Any) -> np.ndarray:
     """A list as a numpy array, wherever it lies."""
-    return rows.numpy() if isinstance(rows, HostTable) else np.asarray(rows)
+    return np.asarray(_in_place(rows))
+
+
+def _in_place(rows: Any) -> Any:
+    """A list where it lies: a view of host memory, or the array on the device."""
+    return rows.numpy() if isinstance(rows, HostTable) else rows
 
 
 def _placed(part: Part, on_host: bool, built: bool) -> EdgeLists:

@@ -99,7 +99,7 @@ def visits_by_hops(
         for relation in relations:
             source, _, destination = relation
             k = hop.get(relation, 0) if isinstance(hop, Mapping) else hop
-            if k != 0 and destination in reached:
+            if destination in reached:
                 new = sent(relation, reached[destination], k)
                 following[source] = following[source] + new if source in following else new
         reached = following
@@ -121,6 +121,8 @@ def sent_by_csc(
         num_senders: number of senders.
     """
     total, begin = jnp.zeros(num_senders, jnp.float32), 0
+    if fan_out == 0:
+        return total
     weight = _weights(starts, reached, fan_out)
     for piece in senders:
         total = _add_piece(total, weight, starts, jnp.asarray(piece), begin)

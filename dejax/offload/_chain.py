@@ -91,6 +91,12 @@ class Piece:
         return self.begin * row, (self.end - self.begin) * row
 
 
+def staging_of(pieces: Sequence[Piece], arrays: Any, ahead: int) -> int:
+    """`staging_bytes` for calls that have a piece each; `arrays`: by the numbers that the pieces' groups have."""
+    largest = max(([piece.span(arrays[i])[1] for i in piece.group.state] for piece in pieces), key=sum)
+    return staging_bytes(largest, ahead, len(pieces))
+
+
 class Chain:
     """The FFI calls of one update, one after the other."""
 

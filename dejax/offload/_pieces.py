@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from dejax.offload._chain import Chain, Group, Piece, staging_bytes
+from dejax.offload._chain import Chain, Group, Piece, staging_of
 from dejax.offload._evaluation import ELEMENTWISE, Demand
 from dejax.offload._loop_chain import LoopChain
 from dejax.offload._state_store import DiskArray, is_on_disk
@@ -48,9 +48,8 @@ def stream_state(
     groups = groups_of(jaxpr, [i for i, yes in enumerate(streamed) if yes], num_updates, len(state))
     pieces = [piece for group in groups for piece in _cut(evaluation, group, state, num_updates, piece_bytes)]
     arrays = {i: state[i] for group in groups for i in group.state}
-    largest = max(([piece.span(state[i])[1] for i in piece.group.state] for piece in pieces), key=sum)
     kind = LoopChain if any(map(is_on_disk, arrays.values())) else Chain
-    chain = kind(arrays, staging_bytes=staging_bytes(largest, ahead, len(pieces)))
+    chain = kind(arrays, staging_bytes=staging_of(pieces, state, ahead))
     parts: dict[int, list[Any]] = {}
     chain.begin()
     for piece, taken in chain.taken(pieces, ahead):

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dejax import _compat
 from dejax.offload import _disk_shards
-from dejax.offload._chain import Group, Piece, staging_bytes
+from dejax.offload._chain import Group, Piece, staging_of
 from dejax.offload._evaluation import Demand
 from dejax.offload._loop_chain import LoopChain
 from dejax.offload._pieces import (
@@ -56,9 +56,7 @@ def stream_shards(
     for group in groups:
         pieces = _cut(evaluation, group, local, {where[i].spec for i in group.state}, num_updates, piece_bytes)
         (far if pieces[0].whole else near).extend(pieces)
-    pieces = [*near, *far]
-    largest = max(([piece.span(local[i])[1] for i in piece.group.state] for piece in pieces), key=sum)
-    chain = _Chains(arrays, where, staging_bytes=staging_bytes(largest, ahead, len(pieces)))
+    chain = _Chains(arrays, where, staging_bytes=staging_of([*near, *far], local, ahead))
     if near:
         _update_in_pieces(evaluation, near, chain, num_updates, outputs, ahead, alone=len(groups) == 1)
     for piece in far:

@@ -34,8 +34,8 @@ ON_GPU = jax.default_backend() == "gpu"
 IDS = jax.ShapeDtypeStruct((262_144,), jnp.int32)
 
 
-def table(rows: int, width: int = 128) -> HostTable:
-    spec = TableSpec(rows, (width,), np.dtype(np.float32), "cuda")
+def table(rows: int, width: int = 128, dtype: Any = np.float32) -> HostTable:
+    spec = TableSpec(rows, (width,), np.dtype(dtype), "cuda")
     leaf = jax.core.ShapedArray(spec.leaf.shape, spec.leaf.dtype, memory_space=jax.memory.Space.Host)
     return HostTable(leaf, spec)
 
@@ -144,9 +144,8 @@ def test_rows_on_the_device_take_more_multiprocessors(dtype: str, out: Any, alon
         (found,) = set(re.findall(r"dejax_table_gather_start.*?grid = (\d+)", text))
         return int(found)
 
-    spec = TableSpec(4096, (128,), np.dtype(dtype), "cuda")
-    leaf = jax.core.ShapedArray(spec.leaf.shape, spec.leaf.dtype, memory_space=jax.memory.Space.Host)
-    host = HostTable(leaf, spec)
-    cache = jax.core.ShapedArray((16, *spec.leaf.shape[1:]), spec.leaf.dtype)
+    host = table(4096, dtype=dtype)
+    leaf = host._spec.leaf
+    cache = jax.core.ShapedArray((16, *leaf.shape[1:]), leaf.dtype)
     assert grid(host) == alone
     assert grid(CachedTable(host, cache, jax.core.ShapedArray((4096,), jnp.int32))) == mixed

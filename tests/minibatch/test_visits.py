@@ -96,6 +96,9 @@ def test_bad_input() -> None:
         expected_visits(EDGES, NODES, {"a": [0]}, [{("b", "x", "a"): 1}])
     with pytest.raises(ValueError, match=r"receivers of \('b', 'to', 'a'\) must be"):
         expected_visits(EDGES, {**NODES, "a": 2}, {"a": [0]}, [1])
+    wrong = {**EDGES, ("a", "of", "b"): ([7], [0])}  # in a relation that no hop draws from
+    with pytest.raises(ValueError, match=r"senders of \('a', 'of', 'b'\) must be"):
+        expected_visits(wrong, NODES, {"a": [0]}, [{("b", "to", "a"): 1}])
     graph = HeteroTopology.from_edges(EDGES, NODES)
     with pytest.raises(ValueError, match="the type 'x' must be one of a, b, empty"):
         graph.expected_visits({"x": [0]}, [1])

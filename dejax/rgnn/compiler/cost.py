@@ -15,7 +15,7 @@ from dejax.pallas.machine import H200
 from dejax.pallas.products.schedule import rows_per_part, rows_per_split
 from dejax.rgnn.ir.inter import VIAS, Space, spec_sizes
 from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, RowProducts, Traversal, WeightGradient
-from dejax.rgnn.ir.row_sums import row_sum
+from dejax.rgnn.ir.row_sums import row_sums
 from dejax.rgnn.passes import Counts, Cut
 from dejax.rgnn.passes.storage import encoded_values, shared_encodings
 
@@ -184,9 +184,9 @@ class CostModel:
     def _row_products(self, p: RowProducts) -> tuple[_Traffic, float, float]:
         """Every operand is read once; the sums of parts are written, and read by XLA."""
         program, m = self.kernels.program, self.constants
-        rows, sums = self.counts.rows(program.ops[p.y].space), [row_sum(program, i) for i in p.outs]
-        tiles = sum(s.tiles for s in sums if s is not None)
-        width = sum(s.num_products * math.prod(map(s.size, s.sides)) for s in sums if s is not None)
+        rows, sums = self.counts.rows(program.ops[p.y].space), row_sums(program, p.outs)
+        tiles = sum(s.tiles for s in sums)
+        width = sum(s.num_products * math.prod(map(s.size, s.sides)) for s in sums)
         parts = math.ceil(rows / rows_per_part(rows, max(tiles, 1), 1)) if rows else 1
         traffic = _Traffic(sum(rows * program.ops[v].row_bytes for v in p.reads))
         traffic.memory += sum(program.ops[v].row_bytes for v in p.writes)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dejax.pallas._shapes import cdiv
 from dejax.pallas.machine import machine
-from dejax.rgnn.ir.inter import Op, Program, parse_spec
+from dejax.rgnn.ir.inter import Program, parse_spec
 from dejax.rgnn.ir.templates import KERNEL_DTYPES
 
 # The side of a tile, and how many tiles keep a multiprocessor busy.
@@ -84,11 +84,14 @@ def row_sum(program: Program, value: int) -> RowSum | None:
     if op.name != "outer" or op.attr("via") != "all":
         return None
     x, y = (program.ops[a] for a in op.args)
-    return _as_sum(op, x, y) if {op.dtype, x.dtype, y.dtype} <= set(KERNEL_DTYPES) else None
-
-
-def _as_sum(op: Op, x: Op, y: Op) -> RowSum | None:
+    if not {op.dtype, x.dtype, y.dtype} <= set(KERNEL_DTYPES):
+        return None
     left, right, out = parse_spec(op.attr("spec"))
     sizes = dict(zip(left, x.shape, strict=True)) | dict(zip(right, y.shape, strict=True))
     found = RowSum(left, right, out, sizes)
     return found if found.by_kernel else None
+
+
+def row_sums(program: Program, values: Iterable[int]) -> list[RowSum]:
+    """The sums of an instance's results, all of which a kernel computes."""
+    return [found for value in values if (found := row_sum(program, value)) is not None]

@@ -18,7 +18,7 @@ from dejax.pallas.products.grouped_gemm import MAX_ROW_SCALED_N
 from dejax.pallas.products.requests import both_in_16_bits
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.intra import Gemm, Operand, RowProducts, WeightGradient
-from dejax.rgnn.ir.row_sums import row_sum
+from dejax.rgnn.ir.row_sums import row_sums
 from dejax.rgnn.ir.templates import by_head
 from dejax.rgnn.lowering.running import Columns, Running
 from dejax.rgnn.lowering.segments import segments, valid_rows
@@ -185,15 +185,14 @@ class Products(Running):
 
         Where the rows of y are zeros but at destinations, the others are not read.
         """
-        ops, sums = self.program.ops, [row_sum(self.program, i) for i in instance.outs]
-        known = [s for s in sums if s is not None]
+        ops, sums = self.program.ops, row_sums(self.program, instance.outs)
         y = _decoded(self.destinations.get(instance.y, self.unmasked.get(instance.y, env[instance.y])))
         rows, mask = y.shape[0], valid_rows(self.graph, ops[instance.y].space)
-        first = known[0]
+        first = sums[0]
         heads = () if first.together else (first.size(first.heads),)
         xs = [_decoded(self.unmasked.get(x, env[x])) for x in instance.xs]
         found = kernels.row_products(
-            [x.reshape(x.shape[0], *heads, s.size(s.sides[0])) for x, s in zip(xs, known, strict=True)],
+            [x.reshape(x.shape[0], *heads, s.size(s.sides[0])) for x, s in zip(xs, sums, strict=True)],
             y.reshape(rows, *heads, first.size(first.sides[1])),
             total=instance.total is not None,
             mask=None if mask is None else mask[:rows],
@@ -201,7 +200,7 @@ class Products(Running):
             interpret=self.interpret,
         )
         results = []
-        for product, s in zip(found, known, strict=False):
+        for product, s in zip(found, sums, strict=False):
             letters = s.left + s.right if s.together else s.heads + "".join(s.one_head)
             # Of heads that were multiplied together this takes the diagonal.
             results.append(jnp.einsum(f"{letters}->{s.out}", product.reshape([s.sizes[c] for c in letters])))
