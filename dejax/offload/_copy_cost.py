@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax.offload._chain import staging_bytes
-from dejax.offload._profile import timed
+from dejax.offload._profile import device_bandwidth, timed
 from dejax.offload._rows import HostRows, Walk
 
 
@@ -104,16 +104,13 @@ def duplex_bandwidth(row_bytes: int = 32 << 20, lengths: tuple[int, int] = (4, 1
 
 
 @functools.cache
-def copy_costs(
-    nbytes: int = 1 << 28, arrays: int = 33, lengths: tuple[int, int] = (8, 24), width: int = 8192
-) -> CopyCosts:
+def copy_costs(arrays: int = 33, lengths: tuple[int, int] = (8, 24), width: int = 8192) -> CopyCosts:
     """Measures the costs by the loop that carries a step's state, with small arrays; once in each process.
 
     A loop by itself takes the launching thread's time, where that is longer than the device's. Behind other work of the
     device, during which all of the loop is launched, it takes the device's time.
 
     Args:
-        nbytes: of a copy on the device that is timed.
         arrays: a loop with so many of them is compared with one array.
         lengths: of loops with one array.
         width: of a matrix whose products are the other work.
@@ -130,7 +127,7 @@ def copy_costs(
 
     hidden = [timed(functools.partial(behind, run), seconds=0.1) for run in loops]
     (array, call), (launch_array, launch_call) = (_slopes(took, arrays, lengths) for took in (hidden, alone))
-    return CopyCosts(_copy_bandwidth(nbytes), array, call, launch_array, launch_call)
+    return CopyCosts(device_bandwidth(), array, call, launch_array, launch_call)
 
 
 def _slopes(took: list[float], arrays: int, lengths: tuple[int, int]) -> tuple[float, float]:
@@ -138,11 +135,3 @@ def _slopes(took: list[float], arrays: int, lengths: tuple[int, int]) -> tuple[f
     few, many, long = took
     array = max(0.0, (many - few) / (2 * lengths[0] * (arrays - 1)))
     return array, max(0.0, (long - few) / (2 * (lengths[1] - lengths[0])) - array)
-
-
-def _copy_bandwidth(nbytes: int) -> float:
-    """The difference of two sizes leaves out the launch."""
-    copy = jax.jit(lambda x: x + 1)
-    sizes = (nbytes // 4, nbytes)
-    short, long = (timed(functools.partial(copy, jnp.zeros(size // 4, jnp.float32)), seconds=0.02) for size in sizes)
-    return 2 * (sizes[1] - sizes[0]) / max(1e-9, long - short)

@@ -168,7 +168,7 @@ def test_prediction_with_state_on_a_drive():
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_both_directions_are_measured_by_the_copies_of_a_step():
     assert duplex_bandwidth(1 << 20) > 1e6
-    costs = copy_costs(1 << 16, 3, (2, 4), 256)
+    costs = copy_costs(3, (2, 4), 256)
     assert costs.bandwidth > 0 and min(dataclasses.astuple(costs)) >= 0.0
 
 
