@@ -102,8 +102,10 @@ def measured(name: str, case: Case, args: argparse.Namespace) -> Iterator[dict[s
         return state, (loss, batch.sample.node_ids)
 
     for way in args.ways.split(","):
-        piped, sms = way.startswith("pipelined"), way.partition(":")[2]
-        make = functools.partial(pipelined_steps, num_sms=int(sms) if sms else None) if piped else sampled_step
+        piped, (kind, _, whole) = way.startswith("pipelined"), way.partition("/")
+        sms = kind.partition(":")[2]
+        options = {"num_sms": int(sms) if sms else None, "edges_ahead": False if whole else None}
+        make = functools.partial(pipelined_steps, **options) if piped else sampled_step
         several = (keys, seeds) if piped else (keys[0], seeds[0])
         state, begin = case.state(), time.perf_counter()
         lowered = (
@@ -291,7 +293,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--ways",
         default="single,pipelined",
-        help="single, pipelined, pipelined:N with N multiprocessors for rows; with commas",
+        help="single, pipelined, pipelined:N with N multiprocessors for rows, pipelined/whole with samples that read "
+        "edges in one iteration; with commas",
     )
     parser.add_argument("--steps", type=int, default=24, help="steps of a program")
     parser.add_argument("--repeats", type=int, default=2, help="timings of each way, one after the other")

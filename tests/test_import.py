@@ -123,7 +123,15 @@ LAYERS = (
     ("dejax.rgnn.graphs", "dejax.rgnn.ir"),
     ("dejax.segment",),
     ("dejax.pallas",),
-    ("dejax._byte_order", "dejax._compat", "dejax._native", "dejax._optional", "dejax._origin", "dejax._promotion"),
+    (
+        "dejax._byte_order",
+        "dejax._compat",
+        "dejax._jaxprs",
+        "dejax._native",
+        "dejax._optional",
+        "dejax._origin",
+        "dejax._promotion",
+    ),
 )
 PARTS = ("dejax.host_gather", "dejax.offload", "dejax.rgnn")
 RANKS = {layer: rank for rank, layers in enumerate(LAYERS) for layer in layers}

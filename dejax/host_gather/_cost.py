@@ -1,4 +1,4 @@
-"""The cost model that decides whether ids are sorted before a gather.
+"""The cost model that decides whether ids are sorted before a gather, and whether a loop reads ahead.
 
 A random read of a large table is bound by address translation, not by the bus: each row pays for the page that it lies
 in. Pages are about 64 KiB, whatever the operating system's page size. Ascending ids that are read in strict order pay
@@ -20,6 +20,7 @@ PAGES_PER_SECOND = 42.5e6
 RANDOM_ROWS = ((1, 105e6), (2, 56e6), (4, 40e6), (8, 33.6e6), (16, 30.5e6), (24, 29.3e6), (80, 27.9e6))
 SORT_LATENCY = 58e-6  # of jax.lax.sort of (id, position) pairs in a jitted step: fifteen launches
 SORT_PER_ID = 3.9e-11
+ARRAY_PASSED = 4e-6  # a small array that a loop passes to its next iteration: a copy, with its launch
 SORTED_ROWS = 5e9  # rows per second, however many share a line
 
 
@@ -57,3 +58,8 @@ def sorted_seconds(table_bytes: int, row_bytes: int, ids: int) -> float:
 def sorting_pays(table_bytes: int, row_bytes: int, ids: int) -> bool:
     """Whether sorting is faster for uniformly random ids. For distinct ids the sort is a loss: 2 % at 262,144 rows."""
     return sorted_seconds(table_bytes, row_bytes, ids) < random_seconds(table_bytes, row_bytes, ids)
+
+
+def reading_ahead_pays(ids: int, arrays: int) -> bool:
+    """Whether reads of a few bytes for each id take clearly longer than a loop takes to pass arrays on."""
+    return ids / LINES_PER_SECOND > 2 * arrays * ARRAY_PASSED

@@ -89,9 +89,8 @@ def gather_start(table: ReadableTable, ids: ArrayLike, *, before: Any = None, **
     """
     operands = operands_of("gather_start", table)
     source, ids = _prepare("gather_start", operands, ids, _options("gather_start", options))
-    through, tree = jax.tree.flatten(before)
-    pending, through = _start(source, next(_sites), _Place.ALONE, ids, [jnp.asarray(x) for x in through])
-    return pending if before is None else (pending, jax.tree.unflatten(tree, through))
+    pending, before = start_alone(source, ids, before)
+    return pending if before is None else (pending, before)
 
 
 def gather_done(pending: PendingRows, *, after: Any = None) -> Any:
@@ -212,7 +211,7 @@ def prefetched_scan(
 
 
 def _scan_ahead(
-    step: Callable[[Any, Array, Any], tuple[Any, Any]], init: Any, source: _Source, padded: Array, xs: Any, depth: int
+    step: Callable[[Any, Array, Any], tuple[Any, Any]], init: Any, source: Source, padded: Array, xs: Any, depth: int
 ) -> tuple[Any, Any]:
     """The loop of `prefetched_scan` on a GPU. `padded` has the ids of all steps and of `depth` steps after the last."""
     site, held = next(_sites), source.held
@@ -252,8 +251,15 @@ class _Place(enum.IntEnum):
     NEXT = 2
 
 
+def start_alone(source: Source, ids: Array, before: Any) -> tuple[PendingRows, Any]:
+    """Begins a gather, whose arguments were checked; `before` as in `gather_start`."""
+    through, tree = jax.tree.flatten(before)
+    pending, through = _start(source, next(_sites), _Place.ALONE, ids, [jnp.asarray(x) for x in through])
+    return pending, jax.tree.unflatten(tree, through)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Source:
+class Source:
     """What an overlapped gather reads, except its ids."""
 
     call: GatherCall
@@ -268,7 +274,7 @@ class _Source:
         return tuple(x for x in (self.scale, self.slots, self.cache) if x.size)
 
 
-def _prepare(what: str, operands: TableOperands, ids: Any, options: GatherOptions) -> tuple[_Source, Array]:
+def _prepare(what: str, operands: TableOperands, ids: Any, options: GatherOptions) -> tuple[Source, Array]:
     """Checks the arguments of an overlapped gather."""
     if is_recorded(operands.spec):
         raise ValueError(
@@ -276,7 +282,7 @@ def _prepare(what: str, operands: TableOperands, ids: Any, options: GatherOption
             "ahead outside of it and pass them on"
         )
     ids, call, scale = prepare_gather(what, operands, ids, options, overlapped=True)
-    return _Source(call, operands.leaf, scale, operands.slots, operands.cache), ids
+    return Source(call, operands.leaf, scale, operands.slots, operands.cache), ids
 
 
 def _options(what: str, given: dict[str, Any]) -> GatherOptions:
@@ -290,7 +296,7 @@ def _options(what: str, given: dict[str, Any]) -> GatherOptions:
 
 
 def _start(
-    source: _Source, site: int, place: _Place, ids: Array, through: list[Array]
+    source: Source, site: int, place: _Place, ids: Array, through: list[Array]
 ) -> tuple[PendingRows, list[Array]]:
     """Begins a gather. The call returns `through` unchanged, so that compute which uses it runs after the start."""
     call, scale, slots, cache = source.call, source.scale, source.slots, source.cache

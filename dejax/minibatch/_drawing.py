@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax.host_gather import gather
 from dejax.host_gather._draws import below, below_by_bits, draw_weighted, draw_weighted_subset, subset_of
 from dejax.host_gather._operands import ReadableTable
+from dejax.host_gather.deferred import deferrable_gather
 from dejax.host_gather.topology import Rows
 from dejax.minibatch._layout import Layout, Piece
 from dejax.minibatch.topology import EdgeLists, HeteroTopology
@@ -84,6 +84,7 @@ class Draw:
         return (self.last - self.first) * self.fan_out
 
 
+_SMS_AHEAD = 16  # multiprocessors for reads of lists beside compute
 _UNIFORM = ("subset", "any")  # kinds of draws that take bits
 _BY_KEY = ("by weight", "keys")  # and those that take keys
 
@@ -251,7 +252,8 @@ def _joined(parts: Sequence[Array]) -> Array:
 def take(values: Rows, ids: Array) -> Array:
     """Elements of a list by position; 0 out of range."""
     if isinstance(values, ReadableTable):
-        return gather(values, ids, order="given", num_sms=64)  # lists are read mostly in order, a few bytes per id
+        # Lists are read mostly in order, a few bytes per id.
+        return deferrable_gather(values, ids, num_sms=64, num_sms_ahead=_SMS_AHEAD)
     if values.shape[0] == 0:
         return jnp.zeros(ids.shape + values.shape[1:], values.dtype)
     return values.at[jnp.where(ids < 0, values.shape[0], ids)].get(mode="fill", fill_value=0)

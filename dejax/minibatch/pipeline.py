@@ -16,9 +16,10 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from dejax.host_gather import HostTable, shardings
+from dejax.host_gather import HostTable, gather_done, shardings
 from dejax.minibatch._joined import JoinedFeatures
 from dejax.minibatch._layout import Layout
+from dejax.minibatch._split import split_at_reads
 from dejax.minibatch.blocks import Block, join_nodes, make_blocks
 from dejax.minibatch.features import FeatureStore
 from dejax.minibatch.sampling import SampledBlocks
@@ -28,6 +29,7 @@ __all__ = ["MiniBatch", "TrainingSteps", "pipelined_steps", "sampled_step", "see
 
 Sample = Callable[[Array, HeteroTopology, Any], Any]
 """(key, topology, seeds) -> SampledBlocks, or a pair of it and a pytree of arrays."""
+_STEPS_A_STAGE = 8  # at least so many steps for each further stage, as a call begins and ends with an empty pipeline
 Update = Callable[..., tuple[Any, Any]]
 """(state, batch, *rest) -> (state, out)."""
 
@@ -166,20 +168,27 @@ def pipelined_steps(
     joined: bool = False,
     donate: bool = True,
     num_sms: int | None = None,
+    edges_ahead: bool | None = None,
 ) -> TrainingSteps:
     """Several training steps in one jitted program, whose parts overlap.
 
     While the layers of batch t run, a second stream reads the features of batch t + 1 from host memory, and batch t + 2
-    is sampled. States and results are those of `sampled_step`, called with the same keys and seeds one by one. An
-    `update` that writes embeddings reads them in the step that uses them: no read is stale.
+    is sampled. Where edges lie in host memory, too, later batches are sampled in stages: the second stream reads the
+    edges of one hop, and the next step's sampling goes on from them. States and results are those of `sampled_step`,
+    called with the same keys and seeds one by one. An `update` that writes embeddings reads them in the step that uses
+    them: no read is stale.
 
-    Each call begins and ends with an empty pipeline: the first sample and the first read overlap with nothing. So take
+    Each call begins and ends with an empty pipeline: the first samples and the first read overlap with nothing. So take
     some dozens of steps in a call. The features of two batches lie on the device.
 
     Args:
-        update, sample, dtype, joined, donate: as in `sampled_step`. `sample` is also called with seeds of -1 (two
+        update, sample, dtype, joined, donate: as in `sampled_step`. `sample` is also called with seeds of -1 (for the
             batches beyond the last one).
         num_sms: multiprocessors of the overlapped read; by default as in `dejax.host_gather.gather_start`.
+        edges_ahead: whether reads of edges in host memory overlap, too. It costs some copies in each step, and further
+            samples at the beginning and end of each call. By default, where the edges' reads take clearly longer than
+            the copies, and a call has eight steps for each stage of a sample. Reads inside of loops do not overlap,
+            such as those of the times of edges.
 
     Returns:
         A function (state, topology, features, keys, seeds, *rest) -> (state, outs). `keys` is key[steps] (`step_keys`);
@@ -196,12 +205,25 @@ def pipelined_steps(
         state: Any, topology: HeteroTopology, features: FeatureStore, keys: Array, seeds: Any, *rest: Any
     ) -> tuple[Any, Any]:
         _check_features(what, features)
-        keys, seeds = _padded(what, keys, seeds)
+        keys = _checked_steps(what, keys, seeds)
 
+        def draw(varying: tuple[Array, Any], topology: HeteroTopology) -> _Drawn:
+            return _draw(what, sample, varying[0], topology, varying[1])
+
+        # Stages of a sample, each up to where it needs rows of host memory that the stage before asked for.
+        split = None
+        if edges_ahead is not False:
+            like = keys[0], _at(seeds, 0)
+            split = split_at_reads(draw, like, topology, on_cpu=edges_ahead is True)
+        if edges_ahead is None and split is not None:
+            split = split if split.pays and keys.shape[0] >= _STEPS_A_STAGE * split.depth else None
+        depth = 0 if split is None else split.depth
+        keys, seeds = _padded(keys, seeds, 2 + depth)
         # Traced once, although it is called at the beginning and in the loop.
-        @jax.jit
-        def draw(key: Array, topology: HeteroTopology, seeds: Any) -> _Drawn:
-            return _draw(what, sample, key, topology, seeds)
+        whole = jax.jit(draw)
+
+        def drawn_with_stages(key: Array, some: Any) -> tuple[list[Any], _Drawn]:
+            return ([], whole((key, some), topology)) if split is None else split.all((key, some))
 
         def start(drawn: _Drawn, before: Any) -> Any:
             return features.gather_start(_ids(drawn, features), dtype=dtype, before=before, **options)
@@ -212,26 +234,51 @@ def pipelined_steps(
             return pending.gather_done(after=after)[0]
 
         def body(carry: Any, ahead: Any) -> tuple[Any, Any]:
-            state, now, following, x = carry
+            state, now, following, x, between = carry
             key, some = ahead
-            # What the sample and the layers read passes through the start, so that they run after it.
-            through = (jax.random.key_data(key), now.sample.slots, x)
-            pending, (bits, slots, x) = start(following, through)
+            # What the samples and the layers read passes through the start, so that they run after it.
+            through = (jax.random.key_data(key), now.sample.slots, x, [rows for _, rows in between])
+            pending, (bits, slots, x, all_rows) = start(following, through)
             key = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(key))
+            between = [(kept, rows) for (kept, _), rows in zip(between, all_rows, strict=True)]
+            if split is None:
+                later, kept, requests = whole((key, some), topology), [], []
+            else:
+                later = split.last(*between[-1])
+                stages = [split.first((key, some)), *(split.later(n + 1, *between[n]) for n in range(depth - 1))]
+                kept, requests = [stage[0] for stage in stages], [stage[1] for stage in stages]
+            reads = []
+            for asked in requests:  # they are begun before the layers, which run meanwhile
+                for request in asked:
+                    read, (slots, x) = request.start((slots, x))
+                    reads.append(read)
             now = dataclasses.replace(now, sample=dataclasses.replace(now.sample, slots=slots))
-            later = draw(key, topology, some)
             state, out = update(state, _batch(now, x), *rest)
-            return (state, following, later, done(following, pending, _arrays((state, out)))), out
+            after = _arrays((state, out))
+            x = done(following, pending, after)
+            arrived = iter([gather_done(read, after=after)[0] for read in reads])
+            between = [(own, [next(arrived) for _ in asked]) for own, asked in zip(kept, requests, strict=True)]
+            return (state, following, later, x, between), out
 
-        # A loop, so that XLA compiles the sampling twice and not three times.
-        begin = (keys[:2], jax.tree.map(lambda some: some[:2], seeds))
-        _, both = jax.lax.scan(lambda _, each: (None, draw(each[0], topology, each[1])), None, begin)
-        first, second = _at(both, 0), _at(both, 1)
+        # A loop, so that XLA compiles the sampling twice. Batch 0 is the first, batch 1 follows; of batch 2 all reads
+        # are done but for features, of batch 3 all but the last, and so on.
+        def fill(carry: Any, each: Any) -> tuple[Any, None]:
+            number, key, some = each
+            between, drawn = drawn_with_stages(key, some)
+            found = (drawn, drawn, between)
+            at = (0, 1, [depth + 1 - n for n in range(depth)])
+            taken = jax.tree.map(lambda n, new, old: _chosen(number == n, new, old), at, found, carry)
+            return taken, None
+
+        begin = (jnp.arange(2 + depth), keys[: 2 + depth], jax.tree.map(lambda some: some[: 2 + depth], seeds))
+        between, drawn = jax.eval_shape(drawn_with_stages, *_at(begin[1:], 0))
+        blank = jax.tree.map(lambda like: _blank(like, keys), (drawn, drawn, between))
+        (first, second, between), _ = jax.lax.scan(fill, blank, begin)
         x: Mapping[str, Array] = features.gather(_ids(first, features), dtype=dtype)
         if joined:
             x = _joined(what, first.sample.layout, x)
-        ahead = keys[2:], jax.tree.map(lambda some: some[2:], seeds)
-        last, outs = jax.lax.scan(body, (state, first, second, x), ahead)
+        ahead = keys[2 + depth :], jax.tree.map(lambda some: some[2 + depth :], seeds)
+        last, outs = jax.lax.scan(body, (state, first, second, x, between), ahead)
         return last[0], outs
 
     return TrainingSteps(steps, True, donate)
@@ -350,8 +397,20 @@ def _arrays(tree: Any) -> list[Array]:
     return [leaf for leaf in leaves if not jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended)]
 
 
-def _padded(what: str, keys: Array, seeds: Any) -> tuple[Array, Any]:
-    """Keys and seeds with two steps of padding at the end."""
+def _chosen(there: Array, new: Any, old: Any) -> Any:
+    """All arrays of `new` where `there` is true, else of `old`."""
+    return jax.tree.map(lambda some, other: jnp.where(there, some, other), new, old)
+
+
+def _blank(like: Any, keys: Array) -> Array:
+    """An array of a shape and dtype, of which nothing is read."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(keys[0], like.shape)
+    return jnp.zeros(like.shape, like.dtype)
+
+
+def _checked_steps(what: str, keys: Array, seeds: Any) -> Array:
+    """The keys, typed, of as many steps as the seeds have."""
     if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
         keys = jax.random.wrap_key_data(keys)
     if keys.ndim != 1 or not keys.shape[0]:
@@ -364,12 +423,16 @@ def _padded(what: str, keys: Array, seeds: Any) -> tuple[Array, Any]:
             raise ValueError(
                 f"{what}: `seeds` must have a leading axis of {count} steps, as `keys`, got shape {leaf.shape}"
             )
-    keys = jnp.concatenate([keys, keys[-1:], keys[-1:]])
+    return keys
+
+
+def _padded(keys: Array, seeds: Any, count: int) -> tuple[Array, Any]:
+    """Keys and seeds with some steps of padding at the end."""
 
     def longer(some: Array) -> Array:
-        return jnp.concatenate([some, jnp.full((2, *some.shape[1:]), -1, some.dtype)])
+        return jnp.concatenate([some, jnp.full((count, *some.shape[1:]), -1, some.dtype)])
 
-    return keys, jax.tree.map(longer, seeds)
+    return jnp.concatenate([keys, jnp.broadcast_to(keys[-1:], (count,))]), jax.tree.map(longer, seeds)
 
 
 def _check_features(what: str, features: Any) -> None:

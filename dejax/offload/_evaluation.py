@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from dejax._jaxprs import part, variables
+
 _DEVICE = jax.memory.Space.Device
 ELEMENTWISE = frozenset(
     """abs add and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf exp exp2 expm1 floor ge gt
@@ -84,7 +86,5 @@ def inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 def _equation(jaxpr: core.Jaxpr, eqn: Any, read: Callable[[Any], Any]) -> list[Any]:
     """Evaluates one equation, of whatever kind."""
-    inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, core.Literal)))
-    debug_info = jaxpr.debug_info.with_unknown_names()
-    one = jaxpr.replace(constvars=[], invars=inputs, eqns=[eqn], outvars=eqn.outvars, debug_info=debug_info)
-    return core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))(*map(read, inputs))
+    inputs = variables(eqn.invars)
+    return core.jaxpr_as_fun(part(jaxpr, [eqn], inputs, eqn.outvars))(*map(read, inputs))

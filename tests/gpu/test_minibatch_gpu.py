@@ -30,9 +30,9 @@ def test_kernels_on_bipartite_blocks_equal_xla(name, case):
             np.testing.assert_allclose(got, expected, rtol=0, atol=3e-3 * float(jnp.abs(expected).max()))
 
 
-@pytest.mark.parametrize("starts_on_device", [False, True])
+@pytest.mark.parametrize("starts_on_device, edges_ahead", [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("joined", [False, True])
-def test_pipelined_steps_equal_single_ones(joined, starts_on_device):
+def test_pipelined_steps_equal_single_ones(joined, starts_on_device, edges_ahead):
     rng, counts = np.random.default_rng(0), {"author": 3000, "paper": 5000}
     kinds = [("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "rev_writes", "author")]
     edges = {k: (rng.integers(0, counts[k[0]], 40_000), rng.integers(0, counts[k[2]], 40_000)) for k in kinds}
@@ -61,6 +61,7 @@ def test_pipelined_steps_equal_single_ones(joined, starts_on_device):
     for key, some in zip(keys, seeds, strict=True):
         state, loss = one(state, topology, store, key, some)
         losses.append(float(loss))
-    got, found = pipelined_steps(update, sample, joined=joined, donate=False)(weight, topology, store, keys, seeds)
+    run = pipelined_steps(update, sample, joined=joined, donate=False, edges_ahead=edges_ahead)
+    got, found = run(weight, topology, store, keys, seeds)
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     np.testing.assert_allclose(got, state, rtol=1e-3, atol=1e-5)

@@ -14,6 +14,8 @@ from dejax.host_gather import adam
 from dejax.minibatch import (
     FeatureStore,
     JoinedFeatures,
+    SampleOptions,
+    edge_ids,
     link_batch,
     pipelined_steps,
     sample_blocks,
@@ -22,8 +24,9 @@ from dejax.minibatch import (
     step_keys,
 )
 from dejax.minibatch import nnx as mb
+from dejax.minibatch._split import split_at_reads
 from dejax.rgnn.nnx import RGATConv, RGCNConv
-from tests.minibatch.graphs import COUNTS, REV, WRITES, topology_of
+from tests.minibatch.graphs import COUNTS, REV, WRITES, edge_lists, topology_of
 
 pytestmark = [
     pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
@@ -90,6 +93,97 @@ def test_pipelined_steps_equal_single_ones(steps, around):
     np.testing.assert_array_equal(np.asarray(outs["loss"]), np.array(single, np.float32))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def totals(state, batch):
+    """An update that tells what a batch has."""
+    sample = batch.sample
+    found = (sample.node_ids, sample.slots, sample.positions, sample.lost, sample.seed_positions, sample.trees)
+    return state + sum(x.sum() for x in batch.x.values()), (found, dict(batch.x), batch.seeds, batch.extra)
+
+
+def plain(key, topology, seeds):
+    return sample_blocks(key, topology, ("paper", seeds), [3, 2, 2])
+
+
+def by_weight(key, topology, seeds):
+    return sample_blocks(key, topology, ("paper", seeds), [3, 2], options=SampleOptions(replace=True))
+
+
+def in_time(key, topology, seeds):
+    own = sample_blocks(key, topology, ("paper", seeds), [3, 2], seed_times=jnp.where(seeds >= 0, 25, 0))
+    return own, edge_ids(topology, own)
+
+
+def links(key, topology, seeds):
+    pairs = (jnp.where(seeds >= 0, seeds % 9, -1), seeds)
+    batch = link_batch(key, topology, WRITES, pairs, 2, negatives="degree", reverse=REV)
+    return sample_blocks(key, topology, batch.seeds, [2, 2], exclude=batch.exclude), batch
+
+
+def looped(key, topology, seeds):
+    """Reads in a loop, which cannot be cut; reads of fixed ids; a result without any read."""
+    fixed = sample_blocks(jax.random.key(0), topology, ("paper", jnp.arange(2)), [2])
+
+    def body(total, n):
+        return total + sample_blocks(key, topology, ("paper", seeds + n), [2]).slots[0].sum(), None
+
+    return plain(key, topology, seeds), (fixed.slots, jax.lax.scan(body, 0, jnp.arange(2))[0], jnp.arange(3))
+
+
+def topologies():
+    rng = np.random.default_rng(5)
+    lists = edge_lists()
+    weights = {name: rng.random(len(some[0])) + 0.1 for name, some in lists.items()}
+    times = {name: rng.integers(0, 50, len(some[0])) for name, some in lists.items()}
+    host = {"on_host": True}
+    return {
+        plain: topology_of(**host), by_weight: topology_of(**host, weights=weights),
+        in_time: topology_of(**host, times=times), links: topology_of(**host), looped: topology_of(**host),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "drawn, steps",
+    [(plain, 1), (by_weight, 3), (in_time, 3), (links, 3), (looped, 4)],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_edges_that_are_read_ahead_give_the_same_samples(drawn, steps):
+    topology, store = topologies()[drawn], store_of()
+    seeds = np.random.default_rng(8).integers(0, COUNTS["paper"], (steps, 4)).astype(np.int32)
+    seeds[-1, 2:] = -1
+    keys = step_keys(jax.random.key(3), 7, steps)
+    one = sampled_step(totals, drawn, donate=False)
+    state, outs = jnp.zeros(()), []
+    for key, some in zip(keys, seeds, strict=True):
+        state, out = one(state, topology, store, key, some)
+        outs.append(out)
+    ahead = pipelined_steps(totals, drawn, edges_ahead=True, donate=False)
+    got = ahead(jnp.zeros(()), topology, store, keys, seeds)
+    jax.tree.map(lambda a, *some: np.testing.assert_array_equal(a, np.stack(some)), got[1], *outs)
+    np.testing.assert_array_equal(got[0], state)
+
+
+def test_a_sample_is_cut_at_each_read_that_needs_another_one():
+    host, device = topology_of(on_host=True), topology_of()
+    some = jax.random.key(0), jnp.arange(3)
+
+    def depth(topology, draw=plain):
+        found = split_at_reads(
+            lambda varying, topology: draw(varying[0], topology, varying[1]), some, topology, on_cpu=True
+        )
+        return 0 if found is None else found.depth
+
+    assert depth(host) == 6  # three hops, each of which reads where a receiver's edges begin, and then the edges
+    assert depth(device) == 0
+    assert depth(host.with_starts_on_device()) == 3
+    assert depth(host, looped) == 6
+
+    def prints(key, topology, seeds):
+        jax.debug.print("{}", seeds)
+        return plain(key, topology, seeds)
+
+    assert depth(host, prints) == 0  # effects keep their order
 
 
 def all_types(scale=None, width=4):

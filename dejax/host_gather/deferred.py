@@ -1,0 +1,109 @@
+"""Gathers that are left open while a function is traced, so that the function can be cut there.
+
+A program that runs in a loop can then begin each of them in one iteration and go on from its rows in the next one: the
+read overlaps with what the loop does in between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend import core
+
+from dejax.host_gather._operands import ReadableTable, operands_of
+from dejax.host_gather._recording import is_recorded
+from dejax.host_gather._tracing import current_trace, inside
+from dejax.host_gather.gather import GatherCall, GatherOptions, batched_gather, gather, prepare_gather
+from dejax.host_gather.pipeline import PendingRows, Source, start_alone
+
+__all__ = ["OpenRead", "deferrable_gather", "deferring", "open_read"]
+
+_state = threading.local()
+_open_read_p = core.Primitive("dejax_open_read")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenRead:
+    """The static part of a gather that was left open.
+
+    Attributes:
+        now: the gather by itself.
+        ahead: the gather beside compute.
+    """
+
+    now: GatherCall
+    ahead: GatherCall
+
+    def gather(self, leaf: Array, cache: Array, slots: Array, ids: Array) -> Array:
+        """The rows, at once."""
+        rows: Array = batched_gather(self.now, 1)(leaf, cache, slots, ids, _no_scale())
+        return rows
+
+    def start(self, leaf: Array, cache: Array, slots: Array, ids: Array, *, before: Any) -> tuple[PendingRows, Any]:
+        """As `gather_start`."""
+        return start_alone(Source(self.ahead, leaf, _no_scale(), slots, cache), ids, before)
+
+
+class deferring:
+    """A context for a function that is being traced: in it, `deferrable_gather` leaves reads of host memory open.
+
+    Functions inside that are traced by themselves, such as the bodies of loops, read at once.
+
+    Args:
+        on_cpu: whether reads by the CPU are left open, too. Nothing overlaps there.
+    """
+
+    def __init__(self, *, on_cpu: bool = False) -> None:
+        self._on_cpu = on_cpu
+
+    def __enter__(self) -> None:
+        self._before = getattr(_state, "open", None)
+        _state.open = (current_trace(), self._on_cpu)
+
+    def __exit__(self, *_: object) -> None:
+        _state.open = self._before
+
+
+def deferrable_gather(
+    table: ReadableTable, ids: Array, *, num_sms: int | None = None, num_sms_ahead: int | None = None
+) -> Array:
+    """`gather(table, ids, order="given")`, which `deferring` leaves open.
+
+    Args:
+        table: [rows, *row].
+        ids: int[...]. Ids out of range give rows of zeros.
+        num_sms: multiprocessors of the gather by itself.
+        num_sms_ahead: multiprocessors of the gather beside compute.
+    """
+    where = getattr(_state, "open", None)
+    if where is None or not inside(where[0]):
+        return gather(table, ids, order="given", num_sms=num_sms)
+    operands = operands_of("gather", table)
+    spec = operands.spec
+    if not spec.host_bytes or spec.shared or is_recorded(spec) or not (spec.platform == "cuda" or where[1]):
+        return gather(table, ids, order="given", num_sms=num_sms)
+    ids, now, _ = prepare_gather("gather", operands, ids, GatherOptions(order="given", num_sms=num_sms))
+    options = GatherOptions(order="given", num_sms=num_sms_ahead)
+    ahead = prepare_gather("gather_start", operands, ids, options, overlapped=True)[1]
+    rows: Array = _open_read_p.bind(operands.leaf, operands.cache, operands.slots, ids, read=OpenRead(now, ahead))
+    return rows
+
+
+def open_read(eqn: Any) -> OpenRead | None:
+    """The gather of a jaxpr's equation that was left open, whose operands are (leaf, cache, slots, ids); else None."""
+    return eqn.params["read"] if eqn.primitive is _open_read_p else None
+
+
+@_open_read_p.def_abstract_eval
+def _rows_of(leaf: Any, cache: Any, slots: Any, ids: Any, *, read: OpenRead) -> Any:
+    del leaf, cache, slots
+    return jax.core.ShapedArray(ids.shape + read.now.spec.row, read.now.out_dtype)
+
+
+def _no_scale() -> Array:
+    return jnp.zeros((0,), jnp.float32)
