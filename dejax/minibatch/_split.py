@@ -105,7 +105,7 @@ class Split:
         return jax.tree.unflatten(self._tree, [self._read(var, values) for var in self._jaxpr.outvars])
 
     def all(self, varying: Any) -> tuple[list[tuple[list[Array], list[Array]]], Any]:
-        """All stages, whose reads do not overlap: what each but the last keeps with the rows of its reads; the result."""
+        """All stages, whose reads do not overlap: what each but the last keeps, with rows, and the result."""
         between = []
         kept, requests = self.first(varying)
         for number in range(1, self.depth + 1):
