@@ -126,6 +126,7 @@ LAYERS = (
     (
         "dejax._byte_order",
         "dejax._compat",
+        "dejax._int32",
         "dejax._jaxprs",
         "dejax._native",
         "dejax._optional",

@@ -61,5 +61,5 @@ def sorting_pays(table_bytes: int, row_bytes: int, ids: int) -> bool:
 
 
 def reading_ahead_pays(ids: int, arrays: int) -> bool:
-    """Whether reads of a few bytes for each id take clearly longer than a loop takes to pass arrays on."""
-    return ids / LINES_PER_SECOND > 2 * arrays * ARRAY_PASSED
+    """Whether reads of a few bytes for each id take longer than a loop takes to pass arrays on."""
+    return ids / LINES_PER_SECOND > arrays * ARRAY_PASSED

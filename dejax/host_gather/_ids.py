@@ -10,8 +10,7 @@ import numpy as np
 from jax import Array
 
 from dejax._byte_order import native_order
-
-_INT32_MAX = 2**31 - 1
+from dejax._int32 import INT32_MAX, clipped_to_int32
 
 
 def checked_ids(what: str, ids: Any, rows: int, name: str = "ids", form: str = "integers") -> Array:
@@ -48,19 +47,19 @@ def checked_ids(what: str, ids: Any, rows: int, name: str = "ids", form: str = "
     elif jnp.issubdtype(kind, jnp.unsignedinteger):
         raise TypeError(f"{what}: `{name}` must be signed integers, got {kind}; use {name}.astype(jnp.int32)")
     ids = jnp.asarray(ids)
-    if ids.size > _INT32_MAX:
+    if ids.size > INT32_MAX:
         raise ValueError(f"{what}: `{name}` must have at most 2**31 - 1 elements, got {ids.size}")
     return ids
 
 
 def _narrowed(what: str, ids: np.ndarray, rows: int, name: str) -> np.ndarray:
     """Ids of 64 bits as int32. jax would drop their upper bits, and an id out of range could become one in range."""
-    if rows > _INT32_MAX and ids.size and int(ids.max()) >= _INT32_MAX:
+    if rows > INT32_MAX and ids.size and int(ids.max()) >= INT32_MAX:
         raise ValueError(
             f"{what}: `{name}` beyond 2**31 - 2 need jax's 64-bit mode: jax.config.update('jax_enable_x64', True)"
         )
-    narrow = np.clip(ids, -1, _INT32_MAX) if ids.dtype.kind == "i" else np.minimum(ids, _INT32_MAX)
-    return narrow.astype(np.int32)
+    narrow: np.ndarray = clipped_to_int32(ids)
+    return narrow
 
 
 def in_range(ids: Array, rows: int) -> Array:

@@ -69,16 +69,13 @@ class deferring:
         _state.open = self._before
 
 
-def deferrable_gather(
-    table: ReadableTable, ids: Array, *, num_sms: int | None = None, num_sms_ahead: int | None = None
-) -> Array:
+def deferrable_gather(table: ReadableTable, ids: Array, *, num_sms: int | None = None) -> Array:
     """`gather(table, ids, order="given")`, which `deferring` leaves open.
 
     Args:
         table: [rows, *row].
         ids: int[...]. Ids out of range give rows of zeros.
-        num_sms: multiprocessors of the gather by itself.
-        num_sms_ahead: multiprocessors of the gather beside compute.
+        num_sms: multiprocessors of the gather by itself. Beside compute it takes as many as `gather_start`.
     """
     where = getattr(_state, "open", None)
     if where is None or not inside(where[0]):
@@ -88,8 +85,7 @@ def deferrable_gather(
     if not spec.host_bytes or spec.shared or is_recorded(spec) or not (spec.platform == "cuda" or where[1]):
         return gather(table, ids, order="given", num_sms=num_sms)
     ids, now, _ = prepare_gather("gather", operands, ids, GatherOptions(order="given", num_sms=num_sms))
-    options = GatherOptions(order="given", num_sms=num_sms_ahead)
-    ahead = prepare_gather("gather_start", operands, ids, options, overlapped=True)[1]
+    ahead = prepare_gather("gather_start", operands, ids, GatherOptions(order="given"), overlapped=True)[1]
     rows: Array = _open_read_p.bind(operands.leaf, operands.cache, operands.slots, ids, read=OpenRead(now, ahead))
     return rows
 

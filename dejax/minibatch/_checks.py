@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dejax._int32 import INT32_MAX
+
 EdgeType: TypeAlias = tuple[str, str, str]
 """A relation: (source type, name, destination type)."""
 EdgeList: TypeAlias = tuple[np.ndarray, np.ndarray]
 """Senders and receivers, int[edges] each."""
-
-_INT32_MAX = 2**31 - 1
 
 
 def checked_counts(num_nodes: Mapping[str, int]) -> dict[str, int]:
@@ -27,7 +27,7 @@ def checked_counts(num_nodes: Mapping[str, int]) -> dict[str, int]:
             raise TypeError(f"`num_nodes` must have names of node types as keys, got {name!r}")
         if isinstance(count, bool) or not isinstance(count, int | np.integer):
             raise TypeError(f"`num_nodes[{name!r}]` must be an integer, got {count!r}")
-        if not 0 <= count <= _INT32_MAX:
+        if not 0 <= count <= INT32_MAX:
             raise ValueError(f"`num_nodes[{name!r}]` must be from 0 to 2**31 - 1, got {count}")
         found[name] = int(count)
     return found

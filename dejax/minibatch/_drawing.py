@@ -84,7 +84,6 @@ class Draw:
         return (self.last - self.first) * self.fan_out
 
 
-_SMS_AHEAD = 16  # multiprocessors for reads of lists beside compute
 _UNIFORM = ("subset", "any")  # kinds of draws that take bits
 _BY_KEY = ("by weight", "keys")  # and those that take keys
 
@@ -253,7 +252,7 @@ def take(values: Rows, ids: Array) -> Array:
     """Elements of a list by position; 0 out of range."""
     if isinstance(values, ReadableTable):
         # Lists are read mostly in order, a few bytes per id.
-        return deferrable_gather(values, ids, num_sms=64, num_sms_ahead=_SMS_AHEAD)
+        return deferrable_gather(values, ids, num_sms=64)
     if values.shape[0] == 0:
         return jnp.zeros(ids.shape + values.shape[1:], values.dtype)
     return values.at[jnp.where(ids < 0, values.shape[0], ids)].get(mode="fill", fill_value=0)

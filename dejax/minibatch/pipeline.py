@@ -186,7 +186,7 @@ def pipelined_steps(
             batches beyond the last one).
         num_sms: multiprocessors of the overlapped read; by default as in `dejax.host_gather.gather_start`.
         edges_ahead: whether reads of edges in host memory overlap, too. It costs some copies in each step, and further
-            samples at the beginning and end of each call. By default, where the edges' reads take clearly longer than
+            samples at the beginning and end of each call. By default, where the edges' reads take longer than
             the copies, and a call has eight steps for each stage of a sample. Reads inside of loops do not overlap,
             such as those of the times of edges.
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from dejax._byte_order import native_order
+from dejax._int32 import clipped_to_int32
 from dejax.pallas.segments.reduce import Segments
 from dejax.pallas.segments.schedule import chunk_of
 from dejax.pallas.segments.search import segment_offsets
@@ -54,7 +55,7 @@ def as_ids(ids: Any) -> Array:
     if ids.size == 0 and ids.ndim == 1:  # of an empty list
         return jnp.zeros(0, jnp.int32)
     if ids.dtype.kind in "iu" and ids.dtype.itemsize == 8 and not jax.config.values["jax_enable_x64"]:
-        ids = np.clip(ids, -1 if ids.dtype.kind == "i" else 0, 2**31 - 1).astype(np.int32)
+        ids = clipped_to_int32(ids)
     return jnp.asarray(ids)
 
 

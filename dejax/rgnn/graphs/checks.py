@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dejax._int32 import clipped_to_int32
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 MAX_ENTRIES = 2**31 - 2
@@ -90,9 +92,6 @@ def as_ids(value: Any, name: str) -> np.ndarray:
     return array
 
 
-_INT32_MAX = 2**31 - 1  # no id of a graph: see MAX_ENTRIES
-
-
 def as_traced_ids(value: Any, name: str) -> jax.Array:
     """`value` as an int32 jax array of rank 1; only its shape and dtype can be checked."""
     if isinstance(value, list | tuple) and len(value):
@@ -100,11 +99,7 @@ def as_traced_ids(value: Any, name: str) -> jax.Array:
     elif not isinstance(value, jax.Array):  # which tracers are too
         value = as_ids(value, name)
     _check_form(value, name)
-    bounds = jnp.iinfo(value.dtype)
-    if bounds.max > _INT32_MAX:  # a cast alone would drop upper bits, and 2^32 would become 0
-        clip = jnp.clip if isinstance(value, jax.Array) else np.clip
-        value = clip(value, max(bounds.min, -1), _INT32_MAX)
-    return jnp.asarray(value.astype(np.int32))
+    return jnp.asarray(clipped_to_int32(value))
 
 
 def as_mask(value: Any, name: str, size: int, *, traced: bool = False) -> Any:
