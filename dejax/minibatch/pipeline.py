@@ -272,7 +272,7 @@ def pipelined_steps(
 
         begin = (jnp.arange(2 + depth), keys[: 2 + depth], jax.tree.map(lambda some: some[: 2 + depth], seeds))
         between, drawn = jax.eval_shape(drawn_with_stages, *_at(begin[1:], 0))
-        blank = jax.tree.map(lambda like: _blank(like, keys), (drawn, drawn, between))
+        blank = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), (drawn, drawn, between))
         (first, second, between), _ = jax.lax.scan(fill, blank, begin)
         x: Mapping[str, Array] = features.gather(_ids(first, features), dtype=dtype)
         if joined:
@@ -400,13 +400,6 @@ def _arrays(tree: Any) -> list[Array]:
 def _chosen(there: Array, new: Any, old: Any) -> Any:
     """All arrays of `new` where `there` is true, else of `old`."""
     return jax.tree.map(lambda some, other: jnp.where(there, some, other), new, old)
-
-
-def _blank(like: Any, keys: Array) -> Array:
-    """An array of a shape and dtype, of which nothing is read."""
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jnp.broadcast_to(keys[0], like.shape)
-    return jnp.zeros(like.shape, like.dtype)
 
 
 def _checked_steps(what: str, keys: Array, seeds: Any) -> Array:

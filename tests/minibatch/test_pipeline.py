@@ -99,7 +99,10 @@ def totals(state, batch):
     """An update that tells what a batch has."""
     sample = batch.sample
     found = (sample.node_ids, sample.slots, sample.positions, sample.lost, sample.seed_positions, sample.trees)
-    return state + sum(x.sum() for x in batch.x.values()), (found, dict(batch.x), batch.seeds, batch.extra)
+    extra = jax.tree.map(
+        lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, batch.extra
+    )
+    return state + sum(x.sum() for x in batch.x.values()), (found, dict(batch.x), batch.seeds, extra)
 
 
 def plain(key, topology, seeds):
@@ -128,7 +131,8 @@ def looped(key, topology, seeds):
     def body(total, n):
         return total + sample_blocks(key, topology, ("paper", seeds + n), [2]).slots[0].sum(), None
 
-    return plain(key, topology, seeds), (fixed.slots, jax.lax.scan(body, 0, jnp.arange(2))[0], jnp.arange(3))
+    others = jnp.arange(3), jnp.asarray(2.0), jax.random.key(3, impl="rbg")  # of a weak type, of another kind of key
+    return plain(key, topology, seeds), (fixed.slots, jax.lax.scan(body, 0, jnp.arange(2))[0], others)
 
 
 def topologies():
