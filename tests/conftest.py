@@ -1,4 +1,4 @@
-"""Test configuration: virtual CPU devices, the markers `gpu` and `sample`, golden texts, profiles of hypothesis."""
+"""Test configuration: virtual CPU devices, markers that choose cases, golden texts, profiles of hypothesis."""
 
 import gc
 import itertools
@@ -83,6 +83,44 @@ def _no_gpu_reason() -> str | None:
         return f"jax sees no CUDA device ({str(error).splitlines()[0]})"
 
 
+def _cover(cases: list[dict[str, int]], strength: int) -> set[int]:
+    """The numbers of some of the cases, in which each `strength` values of different parameters meet that meet in any.
+
+    Greedy. For a strength of 1, values that few of the chosen cases have come first: two backends take turns.
+    """
+    meetings = [set(itertools.combinations(sorted(c.items()), min(strength, len(c)))) for c in cases]
+    missing, chosen, used = set().union(*meetings), set[int](), Counter[tuple[str, int]]()
+    while missing:
+        often = [sum(used[v] for v in c.items()) if strength == 1 else 0 for c in cases]
+        best = max(range(len(cases)), key=lambda i: (len(meetings[i] & missing), -often[i], -i))
+        chosen.add(best)
+        missing -= meetings[best]
+        used.update(cases[best].items())
+    return chosen
+
+
+def _mark_cases_outside_the_cover(items: list[pytest.Item]) -> None:
+    """`cover(strength)`: the cases of a test that a cover does not need get the marker `slow`."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("cover") and not item.get_closest_marker("slow"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in tests.values():
+        (strength,) = found[0].get_closest_marker("cover").args
+        values: dict[str, list[object]] = {}
+        cases = []
+        for item in found:
+            given = item.callspec.params.items()  # type: ignore[attr-defined]
+            for name, value in given:
+                if not any(value is v for v in values.setdefault(name, [])):
+                    values[name].append(value)
+            cases.append({name: next(i for i, v in enumerate(values[name]) if v is value) for name, value in given})
+        chosen = _cover(cases, strength)
+        for i, item in enumerate(found):
+            if i not in chosen:
+                item.add_marker(pytest.mark.slow)
+
+
 def _mark_cases_outside_the_sample(items: list[pytest.Item]) -> None:
     """`sample(n, m)`: all but the first of every n cases of a test get the marker `full`, those of every m `slow`.
 
@@ -105,6 +143,7 @@ def _mark_cases_outside_the_sample(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_cases_outside_the_cover(items)
     _mark_cases_outside_the_sample(items)
     long = set(LONG.read_text(encoding="utf-8").splitlines())
     for item in items:

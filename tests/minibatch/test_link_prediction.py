@@ -146,6 +146,7 @@ def slow_ranks(name, h, r, t, triples, known, side):
     return np.array(out)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("batch_size", [None, 1, 7])
 def test_filtered_ranks_are_exact(name: str, batch_size: int | None) -> None:
