@@ -36,12 +36,12 @@ endef
 # worksteal: neighbouring tests run in one process and share what they have compiled.
 PYTEST := -m pytest -n $(JOBS) --dist worksteal -q --durations=15
 # Most of the tests' time is XLA's compilation for the CPU, which the level halves. Without the three passes, which change
-# no result, programs of interpreted kernels compile in 8 % less time.
+# no result, programs of interpreted kernels compile in 6 to 9 % less time.
 QUICK_COMPILE := --xla_backend_optimization_level=0 \
 	--xla_disable_hlo_passes=while-loop-invariant-code-motion,while-loop-constant-sinking,reshape-mover
 QUICK = XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)"
 # `$(call tests,folder of python,arguments)` runs tests. jaxlib 0.10 can do without its fusion emitters, and then compiles
-# in 40 % less time; but not in tests/offload, where different programs are to give the same bits.
+# in a third less time. Not in tests/offload: different programs are to give the same bits there.
 NO_EMITTERS = $(if $(filter 0.10.%,$(shell \
 	$(1)/python -c 'from importlib.metadata import version; print(version("jaxlib"))')),--xla_cpu_use_fusion_emitters=false)
 define tests

@@ -281,7 +281,7 @@ def test_parts_have_groups_of_chunks_where_one_part_needs_them(monkeypatch: pyte
 @pytest.mark.full
 def test_chunks_are_merged_by_a_second_kernel_on_large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_tables, "_COUNTED_ENTRIES", 0)
-    compare("rgcn", "one part has all long segments", "pallas")  # RGAT on one device: tests/rgnn/test_contract.py
+    compare("rgat", "one part has all long segments", "pallas")
 
 
 @pytest.mark.newest_jax

@@ -56,7 +56,6 @@ def _in_scores(g: Any, x: Any, w: Any, s: Any, t: Any) -> Any:
 PROGRAMS = [_of_source, _of_both, _of_product, _of_type, _of_type_and_source, _in_scores]
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
 @pytest.mark.parametrize("function", PROGRAMS, ids=lambda f: f.__name__[1:])
 def test_infinite_factors_where_no_edge_reads_them(function: Callable[..., Any], backend: str) -> None:
