@@ -77,6 +77,7 @@ class Run:
         self.moved = [i for i in self.far if places[i] in copied]
         self.rows: HostRows | ShardRows | None = None
         self.ticket = jnp.zeros((2,), jnp.uint32)
+        self._begun: Walk | None = None  # the loop whose first rows are on their way already
         self._check_update(trained)
 
     def loss(self, batch: Any) -> Array:
@@ -128,6 +129,7 @@ class Run:
         outer = self.outer_split.trained(leaves)
         embedded, loss = self._ends(batch)
         self._open(changes=True)
+        self._begin_early()
         x, back_to_outer = jax.vjp(embedded, outer)
         x, saved = self._forward(x)
         value, back = jax.vjp(loss, outer, x)
@@ -180,6 +182,21 @@ class Run:
         arrays = [self.leaves[i] for i in self.moved]
         self.rows = rows_of(arrays, [self.shardings[i] for i in self.moved], self.config.ahead)
         self.ticket = self.rows.begin(changes=changes)
+
+    def _begin_early(self) -> None:
+        """Begins to copy the first rows of the only loop that reads any, so that they come during the forward pass."""
+        if not isinstance(self.rows, HostRows) or self.config.gradients == "host":
+            return
+        if any(i < len(self.params) for i in self.moved):
+            return
+        walk = self._walk(self.moment_numbers, reverse=True)
+        if walk.arrays:
+            self.ticket, self._begun = self.rows.first_rows(self.ticket, walk), walk
+
+    def _walk(self, reads: Sequence[int], *, reverse: bool) -> Walk:
+        """A loop that reads some arrays, among them those whose rows travel."""
+        at = {number: position for position, number in enumerate(self.moved)}
+        return Walk(tuple(at[i] for i in sorted(reads) if i in at), self.length, reverse, self.config.ahead)
 
     def _forward(self, x: Any, *, keep: bool = True) -> tuple[Any, Any]:
         """The last layer's output, and the inputs of all layers (or their handles) if they are kept."""
@@ -253,9 +270,13 @@ class Run:
         """
         rows, far, at = self.rows, set(self.far), {number: position for position, number in enumerate(self.moved)}
         taken, put = [i for i in sorted(reads) if i in at], [i for i in sorted(writes) if i in at]
-        walk = Walk(tuple(at[i] for i in taken), self.length, reverse, self.config.ahead)
-        if rows is not None and taken:
+        walk, numbers = self._walk(reads, reverse=reverse), jnp.arange(self.length)
+        if rows is not None and taken and walk != self._begun:
             self.ticket = rows.first_rows(self.ticket, walk)
+        elif self._begun is not None and not taken:
+            # XLA orders calls by what they read. The ticket holds zeros, which XLA does not know: this loop comes after
+            # the call that begins the copies.
+            numbers = numbers + self.ticket[0].astype(numbers.dtype)
         held = {i: self.leaves[i] for i in writes if i not in put}
 
         def one(carry: Any, xs: Any) -> tuple[Any, Any]:
@@ -276,7 +297,7 @@ class Run:
             return (inner, held, ticket), result
 
         (carry, held, self.ticket), results = jax.lax.scan(
-            one, (carry, held, self.ticket), (jnp.arange(self.length), given), reverse=reverse
+            one, (carry, held, self.ticket), (numbers, given), reverse=reverse
         )
         for i, x in held.items():
             self.leaves[i] = x

@@ -126,14 +126,21 @@ class Drive:
 FREED, NO_DRIVE = KeptGradients(), Drive()
 
 
-def _ends(seconds: float, traffic: Traffic, tiers: Tiers) -> float:
+def _ends(seconds: float, traffic: Traffic, tiers: Tiers, *, early: bool) -> float:
     """What a loop takes beyond its slowest part, times its number of layers.
 
     The first layer waits for its rows, and the loop ends when the last layer's rows are back. So of the ways in and out
     and the arithmetic, all but the slowest add the time of one layer.
+
+    Args:
+        seconds: of the arithmetic.
+        traffic: of the loop.
+        tiers: the tiers below the device.
+        early: whether the first layer's rows come before the loop.
     """
-    parts = (seconds, traffic.in_bytes / tiers.in_bandwidth, traffic.out_bytes / tiers.out_bandwidth)
-    return sum(parts) - max(parts)
+    into, out = traffic.in_bytes / tiers.in_bandwidth, traffic.out_bytes / tiers.out_bandwidth
+    slowest = max(seconds, into, out)
+    return seconds + out + (0.0 if early and into < slowest else into) - slowest
 
 
 def _carried(away: Sequence[Leaf], kept: KeptGradients, stored: float) -> tuple[Carried, Carried, Carried]:
@@ -192,7 +199,8 @@ def predict(
         return None
     stall = where.stall_seconds + max(0.0, tiers.bus_seconds(in_update) - update, in_update.drive_seconds - update)
     for seconds, traffic in ((forward, in_forward), (backward, in_backward), (update, in_update)):
-        stall += _ends(seconds, traffic, tiers) / num_layers
+        early = params == 0 and kept.far_bytes == 0  # one loop alone reads rows, and they come during forward
+        stall += _ends(seconds, traffic, tiers, early=early) / num_layers
     inputs = 0 if activations == "host" else num_layers * cost.input_bytes
     device = state_bytes - moved + cost.base_bytes + num_layers * cost.layer_bytes + inputs - kept.far_bytes
     staging = ring + _STAGED_LAYERS * (moved + kept.far_bytes) / num_layers

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import Literal
 
 from dejax import _native
 from dejax.offload import ActivationStore, stack_step
@@ -77,6 +78,27 @@ def test_same_bits_wherever_the_state_lies(name, on_the_device):
     assert losses == on_the_device[0] and losses[-1] < losses[0]
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(on_the_device[1]), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("gradients", ["freed", "device"])
+def test_the_first_moments_come_during_the_forward_pass(gradients):
+    """XLA orders calls by what they read, so the loop of the forward pass must read what begins the copies."""
+    step = make(moments="host", gradients=gradients)
+    jaxpr = jax.make_jaxpr(step)(step.init(*model()), batch(0)).jaxpr
+
+    def pulls(eqn):
+        array = dict(eqn.params.get("attributes") or ()).get("pull_array", ())
+        return np.asarray(getattr(array, "val", array)).size > 0
+
+    begins = [eqn for eqn in jaxpr.eqns if pulls(eqn)]
+    forward = next(e for e in jaxpr.eqns if e.primitive.name == "scan")
+    behind = set(begins[0].outvars)
+    for eqn in jaxpr.eqns[jaxpr.eqns.index(begins[0]) + 1 :]:
+        if any(v in behind for v in eqn.invars if not isinstance(v, Literal)):
+            behind.update(eqn.outvars)
+        if eqn is forward:
+            break
+    assert len(begins) == 1 and behind.intersection(forward.outvars)
 
 
 def test_as_plain_autodiff(on_the_device):

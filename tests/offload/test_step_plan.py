@@ -28,7 +28,7 @@ def test_prediction():
     assert (near.seconds, near.stall_seconds, near.host_bytes) == (21.0, 0.0, 0.0)
     assert near.device_bytes == 120 + 100 + 5 * 12
     moments = predict(LEAVES[:1], 120, COST, 5, 1, "device", Tiers(10.0, 10.0))
-    ends = (80 / 10 + 80 / 10) / 5  # the first layer's way in, and the last one's way out
+    ends = 80 / 10 / 5  # the last layer's way out; the first one's way in is during forward
     assert moments.stall_seconds == ends  # else 8 seconds of the bus alongside 15 of backward
     assert moments.device_bytes == near.device_bytes - 80 + 4 * 80 / 5 and moments.host_bytes == 80
     slow = predict(LEAVES, 120, COST, 5, 1, "device", Tiers(4.0, 5.0))
@@ -42,8 +42,8 @@ def test_prediction():
 def test_prediction_where_gradients_are_kept():
     freed = predict(LEAVES[:1], 120, COST, 5, 1, "device", Tiers(10.0, 20.0))
     near = predict(LEAVES[:1], 120, COST, 5, 1, "device", Tiers(10.0, 20.0), KeptGradients(False, 0))
-    assert freed.stall_seconds == (80 / 20 + 80 / 10) / 5
-    assert near.stall_seconds == 80 / 10 + 80 / 20 / 5  # the update follows backward; the first layer's way in
+    assert freed.stall_seconds == 80 / 10 / 5
+    assert near.stall_seconds == 80 / 10  # the update follows backward; the first layer's rows are there
     assert near.device_bytes == freed.device_bytes  # the measured stacks have the gradients
     far = predict(LEAVES[:1], 120, COST, 5, 1, "device", Tiers(10.0, 20.0), KeptGradients(False, 40))
     assert far.stall_seconds == 80 / 10 + 120 / 20 / 5 + 40 / 10 / 5 and far.host_bytes == near.host_bytes + 40
