@@ -42,8 +42,8 @@ def embeddings(name: str, heads: int, relations: int, tails: int, *, integers: b
     make = (lambda *shape: RNG.integers(-2, 3, shape)) if integers else (lambda *shape: RNG.standard_normal(shape))
     h, t = make(heads, width).astype(np.float32), make(tails, width).astype(np.float32)
     r = make(relations, DECODERS[name].relation_width(width) or 1).astype(np.float32)
-    if integers and name == "rotate":
-        r[:] = 0
+    if integers and name == "rotate":  # without imaginary parts, so that moduli are integers: sums of roots would round
+        h[:, width // 2 :], t[:, width // 2 :], r[:] = 0, 0, 0
     return h, r, t
 
 
@@ -146,7 +146,6 @@ def slow_ranks(name, h, r, t, triples, known, side):
     return np.array(out)
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("batch_size", [None, 1, 7])
 def test_filtered_ranks_are_exact(name: str, batch_size: int | None) -> None:
