@@ -83,30 +83,24 @@ def _no_gpu_reason() -> str | None:
         return f"jax sees no CUDA device ({str(error).splitlines()[0]})"
 
 
-def _cover(cases: list[dict[str, int]], strength: int) -> set[int]:
-    """The numbers of some of the cases, in which each `strength` values of different parameters meet that meet in any.
-
-    Greedy. For a strength of 1, values that few of the chosen cases have come first: two backends take turns.
-    """
-    meetings = [set(itertools.combinations(sorted(c.items()), min(strength, len(c)))) for c in cases]
-    missing, chosen, used = set().union(*meetings), set[int](), Counter[tuple[str, int]]()
+def _pairwise(cases: list[dict[str, int]]) -> set[int]:
+    """The numbers of some of the cases, in which each two values meet that meet in any. Greedy."""
+    meetings = [set(itertools.combinations(sorted(case.items()), 2)) for case in cases]
+    missing, chosen = set().union(*meetings), set[int]()
     while missing:
-        often = [sum(used[v] for v in c.items()) if strength == 1 else 0 for c in cases]
-        best = max(range(len(cases)), key=lambda i: (len(meetings[i] & missing), -often[i], -i))
+        best = max(range(len(cases)), key=lambda i: (len(meetings[i] & missing), -i))
         chosen.add(best)
         missing -= meetings[best]
-        used.update(cases[best].items())
     return chosen
 
 
-def _mark_cases_outside_the_cover(items: list[pytest.Item]) -> None:
-    """`cover(strength)`: the cases of a test that a cover does not need get the marker `slow`."""
+def _mark_cases_beyond_pairs(items: list[pytest.Item]) -> None:
+    """`pairwise`: the cases of a test that are not needed for each two values to meet get the marker `slow`."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("cover") and not item.get_closest_marker("slow"):
+        if item.get_closest_marker("pairwise") and not item.get_closest_marker("slow"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for found in tests.values():
-        (strength,) = found[0].get_closest_marker("cover").args
         values: dict[str, list[object]] = {}
         cases = []
         for item in found:
@@ -115,7 +109,7 @@ def _mark_cases_outside_the_cover(items: list[pytest.Item]) -> None:
                 if not any(value is v for v in values.setdefault(name, [])):
                     values[name].append(value)
             cases.append({name: next(i for i, v in enumerate(values[name]) if v is value) for name, value in given})
-        chosen = _cover(cases, strength)
+        chosen = _pairwise(cases)
         for i, item in enumerate(found):
             if i not in chosen:
                 item.add_marker(pytest.mark.slow)
@@ -143,7 +137,7 @@ def _mark_cases_outside_the_sample(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _mark_cases_outside_the_cover(items)
+    _mark_cases_beyond_pairs(items)
     _mark_cases_outside_the_sample(items)
     long = set(LONG.read_text(encoding="utf-8").splitlines())
     for item in items:

@@ -77,7 +77,7 @@ def test_layers_of_the_zoo(name: str) -> None:
 
 @pytest.mark.newest_jax
 @pytest.mark.full
-@settings(max_examples=examples(4))
+@settings(max_examples=examples(6))
 @given(recipes(max_steps=8), edge_lists(max_nodes=9, max_edges=30))
 def test_random_programs(recipe: Recipe, edges: EdgeList) -> None:
     check_random_program(recipe, edges)

@@ -57,7 +57,6 @@ def test_rows_are_those_of_one_table(dtype, scale, devices, memory, hot) -> None
         assert {shard.data.shape[0] for shard in table.words.addressable_shards} == {256 // devices}
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("rule", [adam(0.01), sgd(0.1), adagrad(0.1)], ids=["adam", "sgd", "adagrad"])
 @pytest.mark.parametrize("memory", ["host", "device"])
 @pytest.mark.sample(4)
@@ -88,7 +87,6 @@ def test_updates_have_the_bits_of_one_table_and_are_in_place(memory, rule) -> No
             np.testing.assert_array_equal(got.numpy(), want.numpy())
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("devices", [4, 1])
 @pytest.mark.parametrize("memory", ["host", "device"])
 @pytest.mark.sample(2)

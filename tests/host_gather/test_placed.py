@@ -166,7 +166,7 @@ WRITABLE = {
 }
 
 
-@pytest.mark.cover(2)
+@pytest.mark.pairwise
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("rule", RULES)

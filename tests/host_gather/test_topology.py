@@ -31,7 +31,6 @@ def test_starts_of_2_31_edges_need_64_bits() -> None:
         assert got.senders.tolist() == [[0], [1]] and got.edges.dtype == jnp.int64
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("dtype", ["int16", "uint16", "uint8", "int64", "uint64", ">i4", ">u2"])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_lists_of_any_integers(dtype: str, on_host: bool) -> None:

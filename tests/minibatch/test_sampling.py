@@ -287,7 +287,6 @@ def test_excluded_edges_are_not_sampled():
     assert {(s, r) for s, r, _ in found[CITES]} == set(zip(*(a.tolist() for a in edges[CITES]), strict=True))
 
 
-@pytest.mark.cover(1)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("edge_type", [WRITES, CITES])
 @pytest.mark.parametrize("negatives", ["in_batch", "degree", "uniform"])

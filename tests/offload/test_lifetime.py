@@ -108,7 +108,7 @@ def test_native_threads_have_names(tmp_path):
 
 @pytest.mark.newest_jax
 @pytest.mark.full
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ["tensorstore", "direct"])
 def test_many_stores(engine, count, tmp_path):
     """A third is closed, a third dropped in a cycle that the garbage collector finds, a third just dropped."""

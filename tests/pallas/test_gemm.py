@@ -110,7 +110,6 @@ _WITH_COLUMNS = {
 }
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("beforehand", [False, True], ids=["scaled in tiles", "scaled beforehand"])
 @pytest.mark.parametrize("name", _WITH_COLUMNS)
 def test_columns_of_all_scales(name, beforehand, monkeypatch):
@@ -168,7 +167,6 @@ def test_narrow_rows_do_not_change_the_other_sum(name):
     np.testing.assert_array_equal(interpreted(both.run)(both.arrays())[0], interpreted(alone.run)(alone.arrays()))
 
 
-@pytest.mark.cover(1)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("powers", ["rising", "falling", "of both against each other", "random"])
 @pytest.mark.parametrize("row_scaled", [(), ("x", "y")], ids=["float32", "row-scaled"])

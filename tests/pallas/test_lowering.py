@@ -137,7 +137,7 @@ def test_map_entries(shape):
     assert "custom_call" in text
 
 
-@pytest.mark.cover(2)
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("k, n", [(64, 64), (100, 37), (256, 512), (3, 1)])
 @pytest.mark.parametrize("precision", ["f32", "tf32", "bf16"])

@@ -24,7 +24,6 @@ def test_traverse(name):
     case.check(interpreted(case.run)(a), a, tolerance)
 
 
-@pytest.mark.cover(1)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("operand", ["score", "z", "bias", "gain"])
 @pytest.mark.parametrize("chunk", [None, 3])
@@ -177,7 +176,6 @@ def test_nothing_to_do(rows, entries):
     case.check(interpreted(case.run)(a), a)
 
 
-@pytest.mark.cover(1)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (4, 16)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -233,7 +231,6 @@ def test_a_map_uses_rows_as_it_writes_them(shape):
         )  # fmt: skip
 
 
-@pytest.mark.cover(1)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("warps", [1, 2])

@@ -91,7 +91,6 @@ def test_kernels_bfloat16(name: str) -> None:
     check(name, "typical", Size(17, 3, 2), PALLAS, "bfloat16", tolerance=BF16)
 
 
-@pytest.mark.cover(1)
 @pytest.mark.newest_jax
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("graph", ["one_node", "no_edges"])
@@ -107,7 +106,6 @@ def test_small_graphs_kernels(name: str, graph: str) -> None:
     check(name, graph, Size(3, 3, 2), PALLAS, tolerance=F32)
 
 
-@pytest.mark.cover(1)
 @pytest.mark.newest_jax
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("backend", BACKENDS)

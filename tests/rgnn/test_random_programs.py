@@ -149,7 +149,7 @@ def random_runs(name: str, programs: int, shard: int | None = None) -> None:
 
 @pytest.mark.parametrize(
     ("name", "programs"),
-    [("xla", 4), ("xla_as_kernels", 3), ("xla_scaled", 2), ("xla_float16", 2), ("xla_bfloat16", 2), ("kernels", 2)],
+    [("xla", 6), ("xla_as_kernels", 6), ("xla_scaled", 3), ("xla_float16", 3), ("xla_bfloat16", 3), ("kernels", 2)],
 )
 def test_some(name: str, programs: int) -> None:
     random_runs(name, examples(programs))

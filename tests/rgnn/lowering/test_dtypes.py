@@ -28,7 +28,6 @@ def few_destinations(edges=120, nodes=30):
     return rgnn.RelGraph.from_edges(*ends, num_nodes=nodes), rng
 
 
-@pytest.mark.cover(1)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8, jnp.bool_])
 def test_integer_and_boolean_features(dtype, options):
@@ -59,7 +58,6 @@ def test_rgcn_of_counts():
     np.testing.assert_allclose(run(x), run(x.astype(jnp.float32)), atol=1e-5)
 
 
-@pytest.mark.cover(1)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("value, dtype", [(1, jnp.int8), (True, jnp.bool_), (1000, jnp.float16), (1000, jnp.bfloat16)])
 def test_a_sum_has_the_dtype_of_the_product(value, dtype, options):
@@ -71,7 +69,7 @@ def test_a_sum_has_the_dtype_of_the_product(value, dtype, options):
     np.testing.assert_allclose(found, [300 * float(jnp.asarray(value, dtype)), 0, 0])
 
 
-@pytest.mark.cover(2)
+@pytest.mark.pairwise
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("degree, value", [(1000, 100), (70_000, 1)])
@@ -99,7 +97,7 @@ def long_segment(degree=70_010):
     return rgnn.RelGraph.from_edges(np.arange(degree) % 7, np.ones(degree, int), relation, num_nodes=8)
 
 
-@pytest.mark.cover(2)
+@pytest.mark.pairwise
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("name", MANY_EDGES)
@@ -112,7 +110,6 @@ def test_layers_in_16_bits_at_a_node_of_many_edges(name, dtype, options):
     np.testing.assert_allclose(np.asarray(found, np.float32)[1], expected, rtol=2e-2)
 
 
-@pytest.mark.cover(1)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_many_equal_maxima_share_a_gradient_in_16_bits(dtype, options):

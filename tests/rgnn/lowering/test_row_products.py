@@ -59,7 +59,6 @@ def exact(graph: RelGraph, x: Any, p: Any, order: int = 1) -> Any:
         return jax.tree.map(np.asarray, gradients(graph, *wide, Options(backend="xla"), order))
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("rows", [0, 1, 7, 1003])
 def test_gradients_of_shared_weights(rows: int, dtype: str) -> None:
@@ -116,7 +115,6 @@ def test_vmap() -> None:
 SIZES = {"k": 6, "n": 5, "h": 3}
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("width", [5, 70])
 @pytest.mark.parametrize("spec", sorted(WEIGHT_GRADIENT_SPECS))
 def test_every_contraction(spec: str, width: int) -> None:
