@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.clock import rounds
 from benchmarks.mini_batch_pipeline import profiled
 from benchmarks.provenance import save
 from dejax.minibatch import make_blocks
@@ -80,13 +80,8 @@ def measured(call: Callable[..., Any], operands: tuple[Any, ...], repeats: int) 
     def several() -> Any:
         return [call(*operands) for _ in range(repeats)][-1]
 
-    jax.block_until_ready(several())
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        jax.block_until_ready(several())
-        times.append((time.perf_counter() - begin) / repeats * 1e3)
-    return {"wall_ms": round(min(times), 4), **profiled(several, repeats)}
+    wall = min(rounds(lambda: call(*operands), repeats, fewest=3))
+    return {"wall_ms": round(wall * 1e3, 4), **profiled(several, repeats)}
 
 
 if __name__ == "__main__":

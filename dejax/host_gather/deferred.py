@@ -17,6 +17,7 @@ from jax.extend import core
 
 from dejax.host_gather._operands import ReadableTable, operands_of
 from dejax.host_gather._recording import is_recorded
+from dejax.host_gather._spec import TableSpec
 from dejax.host_gather._tracing import current_trace, inside
 from dejax.host_gather.gather import GatherCall, GatherOptions, batched_gather, gather, prepare_gather
 from dejax.host_gather.pipeline import PendingRows, Source, start_alone
@@ -77,17 +78,22 @@ def deferrable_gather(table: ReadableTable, ids: Array, *, num_sms: int | None =
         ids: int[...]. Ids out of range give rows of zeros.
         num_sms: multiprocessors of the gather by itself. Beside compute it takes as many as `gather_start`.
     """
-    where = getattr(_state, "open", None)
-    if where is None or not inside(where[0]):
-        return gather(table, ids, order="given", num_sms=num_sms)
-    operands = operands_of("gather", table)
-    spec = operands.spec
-    if not spec.host_bytes or spec.shared or is_recorded(spec) or not (spec.platform == "cuda" or where[1]):
-        return gather(table, ids, order="given", num_sms=num_sms)
-    ids, now, _ = prepare_gather("gather", operands, ids, GatherOptions(order="given", num_sms=num_sms))
-    ahead = prepare_gather("gather_start", operands, ids, GatherOptions(order="given"), overlapped=True)[1]
-    rows: Array = _open_read_p.bind(operands.leaf, operands.cache, operands.slots, ids, read=OpenRead(now, ahead))
-    return rows
+    trace, on_cpu = getattr(_state, "open", None) or (None, False)
+    if trace is not None and inside(trace):
+        operands = operands_of("gather", table)
+        if _may_wait(operands.spec, on_cpu):
+            ids, now, _ = prepare_gather("gather", operands, ids, GatherOptions(order="given", num_sms=num_sms))
+            ahead = prepare_gather("gather_start", operands, ids, GatherOptions(order="given"), overlapped=True)[1]
+            read = OpenRead(now, ahead)
+            rows: Array = _open_read_p.bind(operands.leaf, operands.cache, operands.slots, ids, read=read)
+            return rows
+    return gather(table, ids, order="given", num_sms=num_sms)
+
+
+def _may_wait(spec: TableSpec, on_cpu: bool) -> bool:
+    """Whether a gather can be left open: of host memory, by a program that may begin it ahead."""
+    ahead = spec.platform == "cuda" or on_cpu
+    return ahead and spec.host_bytes > 0 and not spec.shared and not is_recorded(spec)
 
 
 def open_read(eqn: Any) -> OpenRead | None:

@@ -16,8 +16,10 @@ from dejax.host_gather import PendingRows
 from dejax.host_gather._cost import reading_ahead_pays
 from dejax.host_gather.deferred import OpenRead, deferring, open_read
 
-__all__ = ["Request", "Split", "split_at_reads"]
+__all__ = ["Between", "Request", "Split", "Whole", "split_at_reads"]
 
+Between = list[tuple[list[Array], list[Array]]]
+"""For each stage but the last, what it keeps for later ones, and the rows that it asked for."""
 _FIXED = -1  # the stage of what does not differ between calls
 
 
@@ -104,7 +106,20 @@ class Split:
         values = self._evaluate(self._stages[self.depth], self._given(self.depth, kept, rows))
         return jax.tree.unflatten(self._tree, [self._read(var, values) for var in self._jaxpr.outvars])
 
-    def all(self, varying: Any) -> tuple[list[tuple[list[Array], list[Array]]], Any]:
+    def advance(self, varying: Any, between: Between) -> tuple[Any, list[tuple[list[Array], list[Request]]]]:
+        """Each stage once, each for another call: the first one for `varying`.
+
+        Args:
+            varying: what differs between calls.
+            between: of a call for each stage but the first, the one that has come furthest last.
+
+        Returns:
+            The result of the call that has come furthest; for the others what is kept, and the reads that come next.
+        """
+        result = self.last(*between[-1])
+        return result, [self.first(varying), *(self.later(n + 1, *between[n]) for n in range(self.depth - 1))]
+
+    def all(self, varying: Any) -> tuple[Between, Any]:
         """All stages, whose reads do not overlap: what each but the last keeps, with rows, and the result."""
         between = []
         kept, requests = self.first(varying)
@@ -176,6 +191,22 @@ class Split:
                 eqns[id(eqn)] = eqn
                 stack.extend(variables(eqn.invars))
         return list(inputs), sorted(eqns.values(), key=lambda eqn: self._order[id(eqn)])
+
+
+class Whole:
+    """A function that is not cut: one stage, with the methods of `Split` that a loop calls."""
+
+    depth = 0
+
+    def __init__(self, fn: Callable[[Any, Any], Any], fixed: Any) -> None:
+        self._fn, self._fixed = jax.jit(fn), fixed  # traced once, although a loop and what comes before call it
+
+    def advance(self, varying: Any, between: Between) -> tuple[Any, list[tuple[list[Array], list[Request]]]]:
+        del between
+        return self._fn(varying, self._fixed), []
+
+    def all(self, varying: Any) -> tuple[Between, Any]:
+        return [], self._fn(varying, self._fixed)
 
 
 def split_at_reads(fn: Callable[[Any, Any], Any], varying: Any, fixed: Any, *, on_cpu: bool = False) -> Split | None:

@@ -7,6 +7,7 @@ batch run. Its results are those of single steps.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax.typing import ArrayLike
 from dejax.host_gather import HostTable, gather_done, shardings
 from dejax.minibatch._joined import JoinedFeatures
 from dejax.minibatch._layout import Layout
-from dejax.minibatch._split import split_at_reads
+from dejax.minibatch._split import Split, Whole, split_at_reads
 from dejax.minibatch.blocks import Block, join_nodes, make_blocks
 from dejax.minibatch.features import FeatureStore
 from dejax.minibatch.sampling import SampledBlocks
@@ -210,20 +211,9 @@ def pipelined_steps(
         def draw(varying: tuple[Array, Any], topology: HeteroTopology) -> _Drawn:
             return _draw(what, sample, varying[0], topology, varying[1])
 
-        # Stages of a sample, each up to where it needs rows of host memory that the stage before asked for.
-        split = None
-        if edges_ahead is not False:
-            like = keys[0], _at(seeds, 0)
-            split = split_at_reads(draw, like, topology, on_cpu=edges_ahead is True)
-        if edges_ahead is None and split is not None:
-            split = split if split.pays and keys.shape[0] >= _STEPS_A_STAGE * split.depth else None
-        depth = 0 if split is None else split.depth
+        sampling = _sampling(draw, (keys[0], _at(seeds, 0)), topology, keys.shape[0], edges_ahead)
+        depth = sampling.depth
         keys, seeds = _padded(keys, seeds, 2 + depth)
-        # Traced once, although it is called at the beginning and in the loop.
-        whole = jax.jit(draw)
-
-        def drawn_with_stages(key: Array, some: Any) -> tuple[list[Any], _Drawn]:
-            return ([], whole((key, some), topology)) if split is None else split.all((key, some))
 
         def start(drawn: _Drawn, before: Any) -> Any:
             return features.gather_start(_ids(drawn, features), dtype=dtype, before=before, **options)
@@ -241,37 +231,31 @@ def pipelined_steps(
             pending, (bits, slots, x, all_rows) = start(following, through)
             key = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(key))
             between = [(kept, rows) for (kept, _), rows in zip(between, all_rows, strict=True)]
-            if split is None:
-                later, kept, requests = whole((key, some), topology), [], []
-            else:
-                later = split.last(*between[-1])
-                stages = [split.first((key, some)), *(split.later(n + 1, *between[n]) for n in range(depth - 1))]
-                kept, requests = [stage[0] for stage in stages], [stage[1] for stage in stages]
+            later, stages = sampling.advance((key, some), between)
             reads = []
-            for asked in requests:  # they are begun before the layers, which run meanwhile
-                for request in asked:
-                    read, (slots, x) = request.start((slots, x))
-                    reads.append(read)
+            for request in itertools.chain.from_iterable(asked for _, asked in stages):
+                read, (slots, x) = request.start((slots, x))  # before the layers, which run meanwhile
+                reads.append(read)
             now = dataclasses.replace(now, sample=dataclasses.replace(now.sample, slots=slots))
             state, out = update(state, _batch(now, x), *rest)
             after = _arrays((state, out))
             x = done(following, pending, after)
             arrived = iter([gather_done(read, after=after)[0] for read in reads])
-            between = [(own, [next(arrived) for _ in asked]) for own, asked in zip(kept, requests, strict=True)]
+            between = [(kept, [next(arrived) for _ in asked]) for kept, asked in stages]
             return (state, following, later, x, between), out
 
         # A loop, so that XLA compiles the sampling twice. Batch 0 is the first, batch 1 follows; of batch 2 all reads
         # are done but for features, of batch 3 all but the last, and so on.
         def fill(carry: Any, each: Any) -> tuple[Any, None]:
             number, key, some = each
-            between, drawn = drawn_with_stages(key, some)
+            between, drawn = sampling.all((key, some))
             found = (drawn, drawn, between)
             at = (0, 1, [depth + 1 - n for n in range(depth)])
             taken = jax.tree.map(lambda n, new, old: _chosen(number == n, new, old), at, found, carry)
             return taken, None
 
         begin = (jnp.arange(2 + depth), keys[: 2 + depth], jax.tree.map(lambda some: some[: 2 + depth], seeds))
-        between, drawn = jax.eval_shape(drawn_with_stages, *_at(begin[1:], 0))
+        between, drawn = jax.eval_shape(sampling.all, _at(begin[1:], 0))
         blank = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), (drawn, drawn, between))
         (first, second, between), _ = jax.lax.scan(fill, blank, begin)
         x: Mapping[str, Array] = features.gather(_ids(first, features), dtype=dtype)
@@ -339,6 +323,17 @@ class _Drawn:
     seeds: Any
     key: Array
     extra: Any
+
+
+def _sampling(
+    draw: Callable[[Any, Any], _Drawn], like: Any, topology: HeteroTopology, steps: int, edges_ahead: bool | None
+) -> Split | Whole:
+    """The sampling of a loop: cut at its reads of edges in host memory, where that is wanted or pays."""
+    split = None if edges_ahead is False else split_at_reads(draw, like, topology, on_cpu=edges_ahead is True)
+    if split is None:
+        return Whole(draw, topology)
+    pays = split.pays and steps >= _STEPS_A_STAGE * split.depth
+    return split if edges_ahead or pays else Whole(draw, topology)
 
 
 def _draw(what: str, sample: Sample, key: Array, topology: HeteroTopology, seeds: Any) -> _Drawn:

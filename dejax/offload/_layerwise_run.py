@@ -269,8 +269,8 @@ class Run:
             reverse: the last layer comes first.
         """
         rows, far, at = self.rows, set(self.far), {number: position for position, number in enumerate(self.moved)}
-        taken, put = [i for i in sorted(reads) if i in at], [i for i in sorted(writes) if i in at]
         walk, numbers = self._walk(reads, reverse=reverse), jnp.arange(self.length)
+        taken, put = [self.moved[k] for k in walk.arrays], [i for i in sorted(writes) if i in at]
         if rows is not None and taken and walk != self._begun:
             self.ticket = rows.first_rows(self.ticket, walk)
         elif self._begun is not None and not taken:

@@ -253,12 +253,15 @@ def short_stacks(
             temp, took = float(compiled.memory_analysis().temp_size_in_bytes), 0.0
         temps.append(temp)
         seconds.append(took)
-    between = SHORT[1] - SHORT[0]
-    layer_bytes = (temps[1] - temps[0]) / between
+    layer_bytes = (temps[1] - temps[0]) / (SHORT[1] - SHORT[0])
+    return temps[0] - SHORT[0] * layer_bytes, layer_bytes, *base_and_layer(seconds)
+
+
+def base_and_layer(seconds: Sequence[float]) -> tuple[float, float]:
+    """Times of a step without layers, and of one layer, from those of the two short stacks."""
     # Other work on the machine can make the shorter stack take longer.
-    layer_seconds = max(0.0, (seconds[1] - seconds[0]) / between)
-    base_seconds = max(0.0, seconds[0] - SHORT[0] * layer_seconds)
-    return temps[0] - SHORT[0] * layer_bytes, layer_bytes, base_seconds, layer_seconds
+    layer = max(0.0, (seconds[1] - seconds[0]) / (SHORT[1] - SHORT[0]))
+    return max(0.0, seconds[0] - SHORT[0] * layer), layer
 
 
 def training_step(stack: Callable[[Any, Any], Any]) -> Any:
@@ -304,7 +307,7 @@ def forward_seconds(body: Callable[[Any, Any], Any], params: Any, x: Any) -> flo
     for count in SHORT:
         stack = jax.jit(functools.partial(scan_layers, body))
         took.append(timed(functools.partial(stack, part(params, 0, count), x)))
-    return max(0.0, (took[1] - took[0]) / (SHORT[1] - SHORT[0]))
+    return base_and_layer(took)[1]
 
 
 def residuals_of(fn: Callable[[Any, Any], Any], params: Any, x: Any, min_bytes: int) -> tuple[list[Residual], float]:

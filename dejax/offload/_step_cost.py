@@ -198,8 +198,8 @@ def predict(
     if where is None:
         return None
     stall = where.stall_seconds + max(0.0, tiers.bus_seconds(in_update) - update, in_update.drive_seconds - update)
+    early = params == 0 and kept.far_bytes == 0  # one loop alone reads rows, and they come during forward
     for seconds, traffic in ((forward, in_forward), (backward, in_backward), (update, in_update)):
-        early = params == 0 and kept.far_bytes == 0  # one loop alone reads rows, and they come during forward
         stall += _ends(seconds, traffic, tiers, early=early) / num_layers
     inputs = 0 if activations == "host" else num_layers * cost.input_bytes
     device = state_bytes - moved + cost.base_bytes + num_layers * cost.layer_bytes + inputs - kept.far_bytes

@@ -29,6 +29,7 @@ from dejax.offload._moments import Tier
 from dejax.offload._profile import (
     SHORT,
     Tiers,
+    base_and_layer,
     count_layers,
     launched,
     measured_rows,
@@ -315,11 +316,10 @@ def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, c
         launch.append(returned)
     x = jax.eval_shape(step.embed, outer, batch)
     input_bytes = sum(_nbytes(leaf) for leaf in jax.tree.leaves(x))
-    between = SHORT[1] - SHORT[0]
-    layer_bytes = max(0.0, (temps[1] - temps[0]) / between - input_bytes)
+    layer_bytes = max(0.0, (temps[1] - temps[0]) / (SHORT[1] - SHORT[0]) - input_bytes)
     base_bytes = max(0.0, temps[0] - SHORT[0] * (layer_bytes + input_bytes))
-    base_seconds, layer_seconds = _of_base_and_layer(seconds)
-    base_launch, layer_launch = _of_base_and_layer(launch)
+    base_seconds, layer_seconds = base_and_layer(seconds)
+    base_launch, layer_launch = base_and_layer(launch)
     return Cost(
         base_bytes,
         layer_bytes,
@@ -330,12 +330,6 @@ def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, c
         base_launch,
         layer_launch,
     )
-
-
-def _of_base_and_layer(seconds: list[float]) -> tuple[float, float]:
-    """Times of a step without layers, and of one layer, from those of the two short stacks."""
-    layer = max(0.0, (seconds[1] - seconds[0]) / (SHORT[1] - SHORT[0]))
-    return max(0.0, seconds[0] - SHORT[0] * layer), layer
 
 
 def _leaves(step: StackStep, outer: Any, layers: Any) -> list[Leaf]:
