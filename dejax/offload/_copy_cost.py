@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax.offload._chain import staging_bytes
-from dejax.offload._profile import device_bandwidth, timed
+from dejax.offload._profile import device_bandwidth, fastest, timed
 from dejax.offload._rows import HostRows, Walk
 
 
@@ -99,7 +99,7 @@ def duplex_bandwidth(row_bytes: int = 32 << 20, lengths: tuple[int, int] = (4, 1
 
     The difference of two lengths leaves out the first row's way in and the last one's way out.
     """
-    short, long = (timed(there_and_back(1, row_bytes, length), seconds=0.05) for length in lengths)
+    short, long = fastest([there_and_back(1, row_bytes, length) for length in lengths], seconds=0.1)
     return (lengths[1] - lengths[0]) * row_bytes / max(1e-9, long - short)
 
 
@@ -117,7 +117,7 @@ def copy_costs(arrays: int = 33, lengths: tuple[int, int] = (8, 24), width: int 
     """
     row = 4096
     loops = [there_and_back(*how) for how in ((1, row, lengths[0]), (arrays, row, lengths[0]), (1, row, lengths[1]))]
-    alone = [timed(run, seconds=0.05) for run in loops]
+    alone = fastest(loops, seconds=0.1)
     matrix = jnp.zeros((width, width), jnp.bfloat16)
     product = jax.jit(lambda x: x @ x)
     times = math.ceil(2 * max(alone) / max(1e-9, timed(lambda: product(matrix), seconds=0.02)))
@@ -125,7 +125,7 @@ def copy_costs(arrays: int = 33, lengths: tuple[int, int] = (8, 24), width: int 
     def behind(run: Callable[[], Any]) -> Any:
         return [product(matrix) for _ in range(times)][-1:], run()
 
-    hidden = [timed(functools.partial(behind, run), seconds=0.1) for run in loops]
+    hidden = fastest([functools.partial(behind, run) for run in loops], seconds=0.2)
     (array, call), (launch_array, launch_call) = (_slopes(took, arrays, lengths) for took in (hidden, alone))
     return CopyCosts(device_bandwidth(), array, call, launch_array, launch_call)
 

@@ -229,8 +229,7 @@ def plan_step(
         disk_bytes = float("inf") if path is None else _free_bytes(path)
     tiers, copies = dataclasses.replace(tiers_of(store), host_bytes=host_bytes), FREE
     if jax.default_backend() == "gpu" and _native.unavailable_reason() is None:
-        both = duplex_bandwidth()
-        tiers = dataclasses.replace(tiers, out_duplex=both, in_duplex=both)
+        tiers = tiers.with_duplex(duplex_bandwidth())
         copies = FREE if streams is False else copy_costs()
     drive = NO_DRIVE if path is None else Drive((), *state_bandwidths(path))
     step = make()
