@@ -188,9 +188,13 @@ class _Summary:
     def __init__(self, out: TextIO) -> None:
         self.out = out
         self.before: Counter[str] | None = None
+        self.last: Program | None = None
 
     def __call__(self, stage: str, what: object) -> None:
         assert isinstance(what, Program)
+        if what is self.last:
+            return
+        self.last = what
         live = dce(cse(what, _NO_COUNTS), _NO_COUNTS)
         now = Counter(_described(live))
         if self.before is None or stage == "backward" or stage.startswith("recompute"):

@@ -85,11 +85,11 @@ def verify(program: Program) -> Program:
     for i, op in enumerate(program.ops):
         need(all(0 <= a < i for a in op.args), f"%{i}: an argument is not defined before it: {op.args}")
         try:
-            got = infer(op.name, [program.ops[a] for a in op.args], dict(op.attrs))
+            got = infer(op.name, [program.ops[a] for a in op.args], op.attrs)
         except IRError as error:
             raise IRError(f"%{i} = {op.name}: {error}") from None
         want = (op.space, op.shape, op.dtype)
-        need(got == want, f"%{i} = {op.name} is typed {want}, its arguments give {got}")
+        need(got == want, f"%{i} = {op.name} is typed {want}, its arguments give {tuple(got)}")
     need(all(0 <= o < len(program.ops) for o in program.outputs), "an output is not defined")
     positions = [program.ops[i].attr("position") for i in program.inputs]
     need(len(set(positions)) == len(positions), f"two inputs share a position: {positions}")
@@ -106,15 +106,17 @@ class Builder:
         self.line: str | None = None  # recorded with the operators that follow
 
     def op(self, op_name: str, *args: int, **attrs: Any) -> int:
-        space, shape, dtype = infer(op_name, [self.ops[a] for a in args], attrs)
-        self.ops.append(Op(op_name, tuple(args), tuple(sorted(attrs.items())), space, shape, dtype))
+        return self._append(op_name, args, tuple(sorted(attrs.items())))
+
+    def _append(self, name: str, args: tuple[int, ...], attrs: tuple[tuple[str, Any], ...]) -> int:
+        self.ops.append(Op(name, args, attrs, *infer(name, [self.ops[a] for a in args], attrs)))
         self.lines.append(self.line)
         return len(self.ops) - 1
 
     def copy(self, op: Op, args: Iterable[int], line: str | None = None) -> int:
         """The same operator on other arguments."""
         self.line = line
-        return self.op(op.name, *args, **dict(op.attrs))
+        return self._append(op.name, tuple(args), op.attrs)
 
     def const(self, value: float, dtype: str, space: Space = Space.GRAPH) -> int:
         """A scalar, the same in every row of `space`."""
@@ -132,3 +134,10 @@ class Builder:
     def build(self, outputs: Iterable[int]) -> Program:
         outputs = tuple(outputs)  # first, since an iterator may append operators
         return verify(Program(self.name, tuple(self.ops), outputs, tuple(self.lines)))
+
+    def build_from(self, program: Program, outputs: Iterable[int]) -> Program:
+        """`build`, or the program that this one was made from, where they are equal."""
+        outputs = tuple(outputs)
+        if outputs == program.outputs and tuple(self.ops) == program.ops:
+            return program
+        return self.build(outputs)

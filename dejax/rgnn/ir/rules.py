@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from dejax.rgnn.ir.values import VIAS, IRError, Op, Space, Via
+from dejax.rgnn.ir.values import VIAS, IRError, Op, Space, Type, Via
 
 UNARY = frozenset(
     "neg exp log sqrt rsqrt tanh sigmoid erf abs sign square reciprocal relu leaky_relu step pow cast "
@@ -67,21 +69,21 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(out)
 
 
-def _same_space(args: list[Op]) -> Space:
+def _same_space(args: Sequence[Type]) -> Space:
     need(len({a.space for a in args}) == 1, f"arguments are in different spaces: {', '.join(a.space for a in args)}")
     return args[0].space
 
 
-def _elementwise(args: list[Op], attrs: dict) -> tuple:
+def _elementwise(args: Sequence[Type], attrs: dict) -> tuple:
     return _same_space(args), broadcast_shapes(*(a.shape for a in args)), promote(*(a.dtype for a in args))
 
 
-def _unary(args: list[Op], attrs: dict) -> tuple:
+def _unary(args: Sequence[Type], attrs: dict) -> tuple:
     (x,) = args
     return x.space, x.shape, x.dtype
 
 
-def _via_target(x: Op, attrs: dict, toward: str) -> Via:
+def _via_target(x: Type, attrs: dict, toward: str) -> Via:
     via = VIAS.get(attrs["via"])
     need(via is not None, f"unknown map {attrs['via']!r}")
     assert via is not None
@@ -90,25 +92,25 @@ def _via_target(x: Op, attrs: dict, toward: str) -> Via:
     return via
 
 
-def _gather(args: list[Op], attrs: dict) -> tuple:
+def _gather(args: Sequence[Type], attrs: dict) -> tuple:
     via = _via_target(args[0], attrs, "fine")
     space = via.fine if via.fine is not None else Space(attrs["space"])
     return space, args[0].shape, args[0].dtype
 
 
-def _reduce(args: list[Op], attrs: dict) -> tuple:
+def _reduce(args: Sequence[Type], attrs: dict) -> tuple:
     via = _via_target(args[0], attrs, "coarse")
     need(attrs["op"] in REDUCTIONS, f"unknown reduction {attrs['op']!r}")
     return via.coarse, args[0].shape, args[0].dtype
 
 
-def _product_of_others(args: list[Op], attrs: dict) -> tuple:
+def _product_of_others(args: Sequence[Type], attrs: dict) -> tuple:
     _via_target(args[0], attrs, "coarse")
     need(len({a.shape for a in args}) == 1, f"rows of different shapes: {', '.join(str(a.shape) for a in args)}")
     return _same_space(args), args[0].shape, promote(*(a.dtype for a in args))
 
 
-def _count(args: list[Op], attrs: dict) -> tuple:
+def _count(args: Sequence[Type], attrs: dict) -> tuple:
     dtype, via = attrs["dtype"], VIAS[attrs["via"]]
     need(
         dtype in COUNT_DTYPES,
@@ -119,7 +121,7 @@ def _count(args: list[Op], attrs: dict) -> tuple:
     return via.coarse, (), dtype
 
 
-def _softmax(args: list[Op], attrs: dict) -> tuple:
+def _softmax(args: Sequence[Type], attrs: dict) -> tuple:
     _via_target(args[0], attrs, "coarse")
     return _unary(args, attrs)
 
@@ -142,7 +144,7 @@ def spec_sizes(spec: str, x: tuple[int, ...], w: tuple[int, ...]) -> dict[str, i
     return sizes
 
 
-def _linear(args: list[Op], attrs: dict) -> tuple:
+def _linear(args: Sequence[Type], attrs: dict) -> tuple:
     x, w = args
     if attrs["via"] == "self":
         need(x.space == w.space, f"linear via self of a {x.space} and a {w.space} value")
@@ -154,7 +156,7 @@ def _linear(args: list[Op], attrs: dict) -> tuple:
     return x.space, tuple(sizes[c] for c in parse_spec(attrs["spec"])[2]), promote(x.dtype, w.dtype)
 
 
-def _outer(args: list[Op], attrs: dict) -> tuple:
+def _outer(args: Sequence[Type], attrs: dict) -> tuple:
     x, y = args
     _same_space(args)
     sizes = spec_sizes(attrs["spec"], x.shape, y.shape)
@@ -163,13 +165,13 @@ def _outer(args: list[Op], attrs: dict) -> tuple:
     return coarse, shape, attrs["dtype"]
 
 
-def _dot(args: list[Op], attrs: dict) -> tuple:
+def _dot(args: Sequence[Type], attrs: dict) -> tuple:
     x, y = args
     need(len(x.shape) >= 1 and x.shape == y.shape, f"dot of feature shapes {x.shape} and {y.shape}")
     return _same_space(args), x.shape[:-1], promote(x.dtype, y.dtype)
 
 
-def _sum_features(args: list[Op], attrs: dict) -> tuple:
+def _sum_features(args: Sequence[Type], attrs: dict) -> tuple:
     (x,) = args
     axes = attrs["axes"]
     need(all(0 <= a < len(x.shape) for a in axes), f"axes {axes} of feature shape {x.shape}")
@@ -177,21 +179,21 @@ def _sum_features(args: list[Op], attrs: dict) -> tuple:
     return x.space, tuple(kept), x.dtype
 
 
-def _extremum_features(args: list[Op], attrs: dict) -> tuple:
+def _extremum_features(args: Sequence[Type], attrs: dict) -> tuple:
     need(attrs["op"] in ("max", "min"), f"unknown extremum {attrs['op']!r}")
     return _sum_features(args, attrs)
 
 
-def _extremum_share(args: list[Op], attrs: dict) -> tuple:
+def _extremum_share(args: Sequence[Type], attrs: dict) -> tuple:
     _extremum_features(args, {"keepdims": True, **attrs})
     return _unary(args, attrs)
 
 
-def _integers(index: Op) -> None:
+def _integers(index: Type) -> None:
     need(index.dtype.startswith(("int", "uint")), f"an index must be of integers, got {index.dtype}")
 
 
-def _lookup(args: list[Op], attrs: dict) -> tuple:
+def _lookup(args: Sequence[Type], attrs: dict) -> tuple:
     table, index = args
     _integers(index)
     via = attrs["via"]
@@ -204,7 +206,7 @@ def _lookup(args: list[Op], attrs: dict) -> tuple:
     return index.space, (*index.shape, *table.shape[1:]), table.dtype
 
 
-def _place(args: list[Op], attrs: dict) -> tuple:
+def _place(args: Sequence[Type], attrs: dict) -> tuple:
     x, index = args
     _integers(index)
     need(attrs["op"] in ("sum", "max", "min"), f"unknown reduction {attrs['op']!r}")
@@ -215,30 +217,30 @@ def _place(args: list[Op], attrs: dict) -> tuple:
     return space, (attrs["size"], *x.shape[rank:]), x.dtype
 
 
-def _select(args: list[Op], attrs: dict) -> tuple:
+def _select(args: Sequence[Type], attrs: dict) -> tuple:
     return _same_space(args), broadcast_shapes(*(a.shape for a in args)), promote(*(a.dtype for a in args[1:]))
 
 
-def _reshape(args: list[Op], attrs: dict) -> tuple:
+def _reshape(args: Sequence[Type], attrs: dict) -> tuple:
     (x,) = args
     need(math.prod(attrs["shape"]) == x.width, f"reshape of feature shape {x.shape} to {attrs['shape']}")
     return x.space, tuple(attrs["shape"]), x.dtype
 
 
-def _transpose(args: list[Op], attrs: dict) -> tuple:
+def _transpose(args: Sequence[Type], attrs: dict) -> tuple:
     (x,) = args
     need(sorted(attrs["perm"]) == list(range(len(x.shape))), f"transpose {attrs['perm']} of {x.shape}")
     return x.space, tuple(x.shape[i] for i in attrs["perm"]), x.dtype
 
 
-def _broadcast(args: list[Op], attrs: dict) -> tuple:
+def _broadcast(args: Sequence[Type], attrs: dict) -> tuple:
     (x,) = args
     shape = tuple(attrs["shape"])
     need(broadcast_shapes(x.shape, shape) == shape, f"broadcast of feature shape {x.shape} to {shape}")
     return x.space, shape, x.dtype
 
 
-def _concat(args: list[Op], attrs: dict) -> tuple:
+def _concat(args: Sequence[Type], attrs: dict) -> tuple:
     axis, shapes = attrs["axis"], [list(a.shape) for a in args]
     need(len({len(s) for s in shapes}) == 1, f"concat of different ranks: {', '.join(str(a.shape) for a in args)}")
     total = sum(s[axis] for s in shapes)
@@ -248,21 +250,21 @@ def _concat(args: list[Op], attrs: dict) -> tuple:
     return _same_space(args), tuple(shapes[0]), promote(*(a.dtype for a in args))
 
 
-def _slice(args: list[Op], attrs: dict) -> tuple:
+def _slice(args: Sequence[Type], attrs: dict) -> tuple:
     (x,) = args
     axis, start, stop = attrs["axis"], attrs["start"], attrs["stop"]
     need(0 <= start <= stop <= x.shape[axis], f"slice {start}:{stop} of axis {axis} of feature shape {x.shape}")
     return x.space, (*x.shape[:axis], stop - start, *x.shape[axis + 1 :]), x.dtype
 
 
-def _pad(args: list[Op], attrs: dict) -> tuple:
+def _pad(args: Sequence[Type], attrs: dict) -> tuple:
     (x,) = args
     axis = attrs["axis"]
     size = attrs["before"] + x.shape[axis] + attrs["after"]
     return x.space, (*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype
 
 
-RULES: dict[str, Callable[[list[Op], dict], tuple]] = {
+RULES: dict[str, Callable[[Sequence[Type], dict], tuple]] = {
     "input": lambda args, a: (Space(a["space"]), tuple(a["shape"]), a["dtype"]),
     "const": lambda args, a: (Space(a["space"]), (), a["dtype"]),
     "count": _count,
@@ -291,9 +293,17 @@ RULES: dict[str, Callable[[list[Op], dict], tuple]] = {
 }
 
 
-def infer(name: str, args: list[Op], attrs: dict) -> tuple[Space, tuple[int, ...], str]:
-    """The space, feature shape and dtype that an operator gives, or `IRError`."""
+@lru_cache(maxsize=1 << 16)
+def _infer(name: str, args: tuple[Type, ...], attrs: tuple[tuple[str, Any], ...]) -> Type:
     rule = RULES.get(name)
     need(rule is not None, f"unknown operator {name!r}")
     assert rule is not None
-    return rule(args, attrs)
+    return Type(*rule(args, dict(attrs)))
+
+
+def infer(name: str, args: Sequence[Op], attrs: tuple[tuple[str, Any], ...]) -> Type:
+    """The space, feature shape and dtype that an operator gives, or `IRError`.
+
+    The passes ask for the same ones again and again: the last answers are kept.
+    """
+    return _infer(name, tuple([Type(a.space, a.shape, a.dtype) for a in args]), attrs)

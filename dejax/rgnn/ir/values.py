@@ -6,7 +6,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
@@ -64,6 +64,19 @@ TYPE_VIA = {
 
 class IRError(ValueError):
     """An operator that breaks a rule of the IR."""
+
+
+class Type(NamedTuple):
+    """What is known of a value: its space, and the shape and dtype of a row."""
+
+    space: Space
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def width(self) -> int:
+        """Elements in one row."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,8 @@ def run_passes(
 ) -> Program:
     for name, run in passes:
         if name not in disable:
-            program = verify(run(program, counts))
+            made = run(program, counts)
+            program = made if made is program else verify(made)
             watch(name, program)
     return program
 

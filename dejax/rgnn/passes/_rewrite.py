@@ -53,7 +53,7 @@ def rebuild(program: Program, visit: Visit, new: dict[int, int] | None = None) -
         builder.line = program.lines[i] if program.lines else None
         made = visit(builder, op, args, i)
         new[i] = builder.copy(op, args, builder.line) if made is None else made
-    return builder.build(new[o] for o in program.outputs)
+    return builder.build_from(program, (new[o] for o in program.outputs))
 
 
 class Rewrite:
@@ -105,7 +105,7 @@ def copy_ops(program: Program, chosen: Iterable[int], outputs: Iterable[int]) ->
     for i in chosen:
         line = program.lines[i] if program.lines else None
         new[i] = builder.copy(program.ops[i], (new[a] for a in program.ops[i].args), line)
-    return builder.build(new[o] for o in outputs)
+    return builder.build_from(program, (new[o] for o in outputs))
 
 
 def read_back(builder: Builder, x: int, via: str, fine: Space) -> int:
