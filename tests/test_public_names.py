@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.newest_jax
+pytestmark = pytest.mark.one_jax
 
 ROOT = Path(__file__).parents[1]
 

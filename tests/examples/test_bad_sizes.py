@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-pytestmark = pytest.mark.newest_jax
+pytestmark = pytest.mark.one_jax
 
 
 @pytest.mark.parametrize(
