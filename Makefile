@@ -114,7 +114,7 @@ soak: venv-test
 	DEJAX_SOAK_STEPS=10000 $(BIN)/python -m pytest -q -s -p no:cacheprovider tests/offload/test_store.py -k soak
 
 doctest: venv-test
-	$(QUICK) $(BIN)/python $(PYTEST) -p no:cacheprovider --doctest-modules dejax
+	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE) $(call NO_EMITTERS,$(BIN))" $(BIN)/python $(PYTEST) -p no:cacheprovider --doctest-modules dejax
 
 lint: venv-test
 	$(BIN)/ruff check . && checked=0 || checked=1; $(BIN)/ruff format --check . && exit $$checked
