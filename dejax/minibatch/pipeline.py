@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from dejax.host_gather import HostTable, gather_done, shardings
 from dejax.minibatch._joined import JoinedFeatures
 from dejax.minibatch._layout import Layout
-from dejax.minibatch._split import Split, Whole, split_at_reads
+from dejax.minibatch._split import Between, Split, Whole, split_at_reads
 from dejax.minibatch.blocks import Block, join_nodes, make_blocks
 from dejax.minibatch.features import FeatureStore
 from dejax.minibatch.sampling import SampledBlocks
@@ -200,7 +200,6 @@ def pipelined_steps(
         ValueError: as `sampled_step`; keys and seeds of different or no steps.
     """
     what = "pipelined_steps"
-    options = {} if num_sms is None else {"num_sms": num_sms}
 
     def steps(
         state: Any, topology: HeteroTopology, features: FeatureStore, keys: Array, seeds: Any, *rest: Any
@@ -212,58 +211,8 @@ def pipelined_steps(
             return _draw(what, sample, varying[0], topology, varying[1])
 
         sampling = _sampling(draw, (keys[0], _at(seeds, 0)), topology, keys.shape[0], edges_ahead)
-        depth = sampling.depth
-        keys, seeds = _padded(keys, seeds, 2 + depth)
-
-        def start(drawn: _Drawn, before: Any) -> Any:
-            return features.gather_start(_ids(drawn, features), dtype=dtype, before=before, **options)
-
-        def done(drawn: _Drawn, pending: Any, after: Any) -> Any:
-            if joined:
-                return pending.gather_done_joined(drawn.sample.layout, after=after)[0]
-            return pending.gather_done(after=after)[0]
-
-        def body(carry: Any, ahead: Any) -> tuple[Any, Any]:
-            state, now, following, x, between = carry
-            key, some = ahead
-            # What the samples and the layers read passes through the start, so that they run after it.
-            through = (jax.random.key_data(key), now.sample.slots, x, [rows for _, rows in between])
-            pending, (bits, slots, x, all_rows) = start(following, through)
-            key = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(key))
-            between = [(kept, rows) for (kept, _), rows in zip(between, all_rows, strict=True)]
-            later, stages = sampling.advance((key, some), between)
-            reads = []
-            for request in itertools.chain.from_iterable(asked for _, asked in stages):
-                read, (slots, x) = request.start((slots, x))  # before the layers, which run meanwhile
-                reads.append(read)
-            now = dataclasses.replace(now, sample=dataclasses.replace(now.sample, slots=slots))
-            state, out = update(state, _batch(now, x), *rest)
-            after = _arrays((state, out))
-            x = done(following, pending, after)
-            arrived = iter([gather_done(read, after=after)[0] for read in reads])
-            between = [(kept, [next(arrived) for _ in asked]) for kept, asked in stages]
-            return (state, following, later, x, between), out
-
-        # A loop, so that XLA compiles the sampling twice. Batch 0 is the first, batch 1 follows; of batch 2 all reads
-        # are done but for features, of batch 3 all but the last, and so on.
-        def fill(carry: Any, each: Any) -> tuple[Any, None]:
-            number, key, some = each
-            between, drawn = sampling.all((key, some))
-            found = (drawn, drawn, between)
-            at = (0, 1, [depth + 1 - n for n in range(depth)])
-            taken = jax.tree.map(lambda n, new, old: _chosen(number == n, new, old), at, found, carry)
-            return taken, None
-
-        begin = (jnp.arange(2 + depth), keys[: 2 + depth], jax.tree.map(lambda some: some[: 2 + depth], seeds))
-        between, drawn = jax.eval_shape(sampling.all, _at(begin[1:], 0))
-        blank = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), (drawn, drawn, between))
-        (first, second, between), _ = jax.lax.scan(fill, blank, begin)
-        x: Mapping[str, Array] = features.gather(_ids(first, features), dtype=dtype)
-        if joined:
-            x = _joined(what, first.sample.layout, x)
-        ahead = keys[2 + depth :], jax.tree.map(lambda some: some[2 + depth :], seeds)
-        last, outs = jax.lax.scan(body, (state, first, second, x, between), ahead)
-        return last[0], outs
+        reading = {"dtype": dtype} if num_sms is None else {"dtype": dtype, "num_sms": num_sms}
+        return _Pipeline(update, sampling, features, reading, joined, rest).run(state, keys, seeds)
 
     return TrainingSteps(steps, True, donate)
 
@@ -323,6 +272,88 @@ class _Drawn:
     seeds: Any
     key: Array
     extra: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Pipeline:
+    """The loop of `pipelined_steps`, in one program.
+
+    In iteration t, batch t is trained on, features of batch t + 1 are read, the last stage of sampling gives batch
+    t + 2, and each stage before it works on a later batch.
+
+    Attributes:
+        update: see `pipelined_steps`.
+        sampling: the stages of a sample.
+        features: the store.
+        reading: further arguments of reads of features.
+        joined: whether `update` gets JoinedFeatures.
+        rest: further arguments of `update`.
+    """
+
+    update: Update
+    sampling: Split | Whole
+    features: FeatureStore
+    reading: dict[str, Any]
+    joined: bool
+    rest: tuple[Any, ...]
+
+    def run(self, state: Any, keys: Array, seeds: Any) -> tuple[Any, Any]:
+        """All steps: the last state, and the results of `update`, stacked."""
+        filling = 2 + self.sampling.depth
+        ahead = _padded(keys, seeds, filling)
+        first, following, between = self._filled(jax.tree.map(lambda some: some[:filling], ahead))
+        x: Mapping[str, Array] = self.features.gather(_ids(first, self.features), dtype=self.reading["dtype"])
+        if self.joined:
+            x = _joined("pipelined_steps", first.sample.layout, x)
+        later = jax.tree.map(lambda some: some[filling:], ahead)
+        last, outs = jax.lax.scan(self._iteration, (state, first, following, x, between), later)
+        return last[0], outs
+
+    def _filled(self, begin: tuple[Array, Any]) -> tuple[_Drawn, _Drawn, Between]:
+        """Batches 0 and 1, of batch 2 all stages but the last, of batch 3 all but the last two, and so on.
+
+        In a loop, so that XLA compiles the sampling twice and not once for each batch.
+        """
+        depth = self.sampling.depth
+
+        def fill(carry: Any, each: Any) -> tuple[Any, None]:
+            number, key, some = each
+            between, drawn = self.sampling.all((key, some))
+            found = (drawn, drawn, between)
+            at = (0, 1, [depth + 1 - n for n in range(depth)])
+            taken = jax.tree.map(lambda n, new, old: _chosen(number == n, new, old), at, found, carry)
+            return taken, None
+
+        between, drawn = jax.eval_shape(self.sampling.all, _at(begin, 0))
+        blank = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), (drawn, drawn, between))
+        filled: tuple[_Drawn, _Drawn, Between]
+        filled, _ = jax.lax.scan(fill, blank, (jnp.arange(2 + depth), *begin))
+        return filled
+
+    def _iteration(self, carry: Any, ahead: tuple[Array, Any]) -> tuple[Any, Any]:
+        state, now, following, x, between = carry
+        key, some = ahead
+        # What the samples and the layers read passes through the start, so that they run after it.
+        through = (jax.random.key_data(key), now.sample.slots, x, [rows for _, rows in between])
+        ids = _ids(following, self.features)
+        pending, (bits, slots, x, all_rows) = self.features.gather_start(ids, before=through, **self.reading)
+        key = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(key))
+        between = [(kept, rows) for (kept, _), rows in zip(between, all_rows, strict=True)]
+        later, stages = self.sampling.advance((key, some), between)
+        reads = []
+        for request in itertools.chain.from_iterable(asked for _, asked in stages):
+            read, (slots, x) = request.start((slots, x))  # before the layers, which run meanwhile
+            reads.append(read)
+        now = dataclasses.replace(now, sample=dataclasses.replace(now.sample, slots=slots))
+        state, out = self.update(state, _batch(now, x), *self.rest)
+        after = _arrays((state, out))
+        if self.joined:
+            x = pending.gather_done_joined(following.sample.layout, after=after)[0]
+        else:
+            x = pending.gather_done(after=after)[0]
+        arrived = iter([gather_done(read, after=after)[0] for read in reads])
+        between = [(kept, [next(arrived) for _ in asked]) for kept, asked in stages]
+        return (state, following, later, x, between), out
 
 
 def _sampling(
