@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).parent / "golden"
 # Node ids of tests that take long, one a line; `pytest --update-long 2` writes those that it saw take 2 seconds.
 LONG = Path(__file__).parent / "long_tests.txt"
 # What these tests are about makes little use of jax, or none.
-_ONE_JAX_IS_ENOUGH = ("tests/datasets/", "tests/benchmarks/", "tests/native/", "tests/offload/native/")
+_NEWEST_JAX_ONLY = ("tests/datasets/", "tests/benchmarks/", "tests/native/", "tests/offload/native/")
 
 # deadline=None: the first example of a test compiles, which takes a hundred times as long as the second.
 hypothesis.settings.register_profile(
@@ -143,8 +143,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid in long:
             item.add_marker(pytest.mark.long)
-        if item.nodeid.startswith(_ONE_JAX_IS_ENOUGH):
-            item.add_marker(pytest.mark.one_jax)
+        if item.nodeid.startswith(_NEWEST_JAX_ONLY):
+            item.add_marker(pytest.mark.newest_jax)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     reason = _no_gpu_reason() if gpu_items else None
     if reason:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import attention
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 
 def test_one_model_on_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "performance" / "reproduce.md").read_text(encoding="utf-8")

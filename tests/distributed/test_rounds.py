@@ -13,7 +13,7 @@ from dejax.distributed.full_graph._cut import least_cut
 from dejax.distributed.full_graph._rounds import SLACK, num_slots, plan_rounds, slots_of_pair
 from tests.budget import examples
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 
 @settings(max_examples=examples(60))

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [path for folder in ("examples", "benchmarks", "dejax") for path in sorted((ROOT / folder).rglob("*.py"))]

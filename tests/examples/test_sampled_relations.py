@@ -8,7 +8,7 @@ import pytest
 from dejax import _native, rgnn
 from dejax.host_gather import HostTable, Topology, sample_graph, typed_linear
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 
 @rgnn.program

@@ -7,7 +7,7 @@ import pytest
 from dejax.host_gather._numbering import number_by_sort
 from dejax.minibatch._numbering import Nodes, Places, number_found, number_seeds
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 
 @pytest.mark.parametrize("scale", [1, 2**29])  # beyond 2^31 nodes type and node are two sort keys

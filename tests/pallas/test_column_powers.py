@@ -6,7 +6,7 @@ import pytest
 
 from dejax.pallas.formats.column_powers import MAX_COLUMNS, ROWS, Columns, Placed, column_powers, of_array, plain
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 
 def powers(array, kept):

@@ -22,7 +22,7 @@ from tests.pallas.reference import (
     interpreted,
 )
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 
 @pytest.mark.sample(3)

@@ -14,7 +14,7 @@ from dejax.pallas.products import schedule
 from dejax.pallas.traversal import schedule as traversals
 from dejax.pallas.tuner import Tuner
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 
 @pytest.mark.parametrize("interpret", [False, True])

@@ -8,7 +8,7 @@ from dejax import pallas as kernels
 from dejax.pallas.products import reference
 from tests.pallas.reference import interpreted
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 
 @pytest.mark.sample(2)

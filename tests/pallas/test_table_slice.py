@@ -8,7 +8,7 @@ import pytest
 from dejax import pallas as kernels
 from tests.pallas.reference import GEMMS, TRAVERSALS, WEIGHT_GRADIENTS, interpreted
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 CASES = {
     **{f"grouped_gemm, {name}": GEMMS[name] for name in list(GEMMS)[:3]},

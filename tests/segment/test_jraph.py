@@ -9,7 +9,7 @@ from jraph._src import utils
 
 from dejax import segment
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 NAMES = [name for name in dir(jraph) if name.startswith("segment_") or name == "partition_softmax"]
 

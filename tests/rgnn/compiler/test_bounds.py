@@ -14,7 +14,7 @@ from dejax import rgnn
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.compiler.bounds import Bounds
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 NODES, EDGES, K = 1000, 50_000, 64
 INDEX = 4 * EDGES + 8 * NODES  # of a loop over the edges

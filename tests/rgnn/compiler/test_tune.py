@@ -9,7 +9,7 @@ import pytest
 
 from dejax.rgnn import Options, RelGraph, library
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 OPTIONS = Options(backend="pallas", precision="f32", interpret=True)
 

@@ -18,7 +18,7 @@ from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.ir.inter import Space
 from dejax.rgnn.passes import PASSES, optimise
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 NODES, TYPES, WIDTH = 40, 5, 8
 RNG = np.random.default_rng(0)

@@ -6,7 +6,7 @@ import pytest
 
 from dejax.rgnn.graphs import static_tables
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 
 def test_arrays_made_on_the_device(monkeypatch):

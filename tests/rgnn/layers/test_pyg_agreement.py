@@ -18,7 +18,7 @@ import pytest
 from dejax.rgnn import Options, library
 from dejax.rgnn.graphs.rel_graph import RelGraph
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 DATA = Path(__file__).parent / "data"
 BACKENDS = {

@@ -10,7 +10,7 @@ import pytest
 from dejax import rgnn
 from dejax.rgnn import library
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 TRIANGLE = rgnn.RelGraph.from_edges([0, 1, 2], [1, 2, 0], [0, 0, 0], num_nodes=3)
 BACKENDS = {"xla": rgnn.Options(backend="xla"), "pallas": rgnn.Options(backend="pallas", interpret=True)}

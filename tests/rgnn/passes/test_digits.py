@@ -18,7 +18,7 @@ import pytest
 from dejax import rgnn
 from dejax.rgnn import Options, RelGraph, library
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 REASSOCIATING = (
     "reorder", "aggregate", "fold", "contract", "factor_weights", "hoist", "merge_gemms", "decompact", "concat_parts",

@@ -22,7 +22,7 @@ from tests.rgnn.passes.idioms import IDIOMS, Idiom
 from tests.rgnn.references import GRAPHS, Reference, graph_of
 from tests.rgnn.rounding import as_with_rounded_products
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 
 # Programs that convert to 16 bits, or count in float32.

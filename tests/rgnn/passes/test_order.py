@@ -8,7 +8,7 @@ import pytest
 from dejax import rgnn
 from dejax.rgnn import Options, RelGraph
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 
 @rgnn.program

@@ -53,7 +53,7 @@ from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of
 
-pytestmark = pytest.mark.one_jax
+pytestmark = pytest.mark.newest_jax
 
 # Ten edges for each source pair, and for each destination pair: every pass pays.
 COUNTS = Counts(
