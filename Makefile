@@ -4,7 +4,7 @@
 #   make demo              install into .venv and train on the standard library's code graph, three times
 #   make demo CUDA=13      the same with jax's CUDA 13 wheels (or CUDA=12)
 #   make test              lint, format, types, doctests and a sample of the tests, on one jax: what a change should pass
-#   make test-all          the same with the tests in full, and a sample of them on the oldest supported jax: what CI runs
+#   make test-all          the same with the tests in full, and those that cover the code on the oldest supported jax: what CI runs
 #   make docs              build the documentation site and serve it at http://127.0.0.1:8000/
 #   make test-fast         the tests of `make test` alone
 #   make test-slow         the tests that take long: the same contracts over more cases
@@ -41,13 +41,14 @@ QUICK_COMPILE := --xla_backend_optimization_level=0 \
 	--xla_disable_hlo_passes=while-loop-invariant-code-motion,while-loop-constant-sinking,reshape-mover
 QUICK = XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)"
 # `$(call tests,folder of python,arguments)` runs tests. jaxlib 0.10 can do without its fusion emitters, and then compiles
-# in a third less time. Not in tests/offload: different programs are to give the same bits there.
+# in a third less time. Not where different programs are to give the same bits.
+SAME_BITS := tests/offload tests/examples/test_train_gpt.py
 NO_EMITTERS = $(if $(filter 0.10.%,$(shell \
 	$(1)/python -c 'from importlib.metadata import version; print(version("jaxlib"))')),--xla_cpu_use_fusion_emitters=false)
 define tests
 	$(if $(NO_EMITTERS),XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE) $(NO_EMITTERS)" \
-	$(1)/python $(PYTEST) $(2) --ignore=tests/offload tests && passed=0 || passed=1; )$(QUICK) \
-	$(1)/python $(PYTEST) $(2) $(if $(NO_EMITTERS),tests/offload && exit $$passed,tests)
+	$(1)/python $(PYTEST) $(2) $(SAME_BITS:%=--ignore=%) tests && passed=0 || passed=1; )$(QUICK) \
+	$(1)/python $(PYTEST) $(2) $(if $(NO_EMITTERS),$(SAME_BITS) && exit $$passed,tests)
 endef
 
 # A Python >= 3.12 gets the newest jax; pip gives 3.11 jax 0.10. The first that runs, of PATH, then of pyenv: a pyenv
@@ -126,9 +127,9 @@ types: venv-test
 	$(BIN)/mypy
 
 # `make test-all` runs at both ends of the declared range of jax: on the newest everything but the slow tests; on the
-# oldest the sample that `make test` runs, with its long tests, less those tests that are marked newest_jax: what differs there is jax's API.
+# oldest the tests that together execute each line of dejax (tests/choose_oldest.py): what differs there is jax's API.
 ALL := not slow
-ON_OLDEST := $(ALL) and not full and not newest_jax
+ON_OLDEST := oldest_jax
 NEXT_IS_OLDEST := $(strip $(PINS_NEXT))
 HERE := $(if $(strip $(PYTHON_NEXT)),$(if $(NEXT_IS_OLDEST),$(ALL),$(ON_OLDEST)),$(ALL))
 NEXT := $(if $(NEXT_IS_OLDEST),$(ON_OLDEST),$(ALL))

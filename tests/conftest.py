@@ -24,8 +24,8 @@ gc.set_threshold(100_000, 20, 50)
 GOLDEN = Path(__file__).parent / "golden"
 # Node ids of tests that take long, one a line; `pytest --update-long 2` writes those that it saw take 2 seconds.
 LONG = Path(__file__).parent / "long_tests.txt"
-# What these tests are about makes little use of jax, or none.
-_NEWEST_JAX_ONLY = ("tests/datasets/", "tests/benchmarks/", "tests/native/", "tests/offload/native/")
+# Node ids of tests that together execute each line of dejax that any test executes (tests/choose_oldest.py).
+OLDEST = Path(__file__).parent / "oldest_jax.txt"
 
 # deadline=None: the first example of a test compiles, which takes a hundred times as long as the second.
 hypothesis.settings.register_profile(
@@ -139,12 +139,12 @@ def _mark_cases_outside_the_sample(items: list[pytest.Item]) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_cases_beyond_pairs(items)
     _mark_cases_outside_the_sample(items)
-    long = set(LONG.read_text(encoding="utf-8").splitlines())
+    long, oldest = (set(path.read_text(encoding="utf-8").splitlines()) for path in (LONG, OLDEST))
     for item in items:
         if item.nodeid in long:
             item.add_marker(pytest.mark.long)
-        if item.nodeid.startswith(_NEWEST_JAX_ONLY):
-            item.add_marker(pytest.mark.newest_jax)
+        if item.nodeid in oldest:
+            item.add_marker(pytest.mark.oldest_jax)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     reason = _no_gpu_reason() if gpu_items else None
     if reason:

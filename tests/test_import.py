@@ -48,7 +48,6 @@ def test_import_of_dejax_loads_no_submodule() -> None:
     assert python(code).stdout.split() == ["dejax"]
 
 
-@pytest.mark.newest_jax
 def test_import_time_without_jax() -> None:
     # The interpreter times the import of dejax alone, after that of jax. Other work on the machine disturbs this less
     # than the difference of two processes; the median of three limits it further.
@@ -182,7 +181,6 @@ def imports_that_run() -> dict[str, set[str]]:
     return import_graph(annotations=False)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.parametrize(("importer", "imported"), sorted(FOR_ANNOTATIONS))
 def test_imports_for_annotations_are_not_run(importer: str, imported: str) -> None:
     assert imported in IMPORTS[importer], "stale: leave it out of FOR_ANNOTATIONS"
@@ -209,13 +207,11 @@ def test_the_three_parts_do_not_import_each_other() -> None:
     assert across == []
 
 
-@pytest.mark.newest_jax
 def test_one_module_imports_the_triton_lowering_of_pallas() -> None:
     found = [name for name, path in modules().items() if any("pallas.triton" in n for n in imported_names(path))]
     assert found == ["dejax.pallas._triton"]
 
 
-@pytest.mark.newest_jax
 def test_dejax_imports_no_benchmark_example_or_test() -> None:
     outside = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} | {"benchmarks", "examples", "tests"}
     found = {name.partition(".")[0] for path in modules().values() for name in imported_names(path)}
@@ -260,7 +256,6 @@ def test_all_packages_but_the_bindings_need_jax_alone() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.newest_jax
 def test_what_needs_a_missing_package_says_which() -> None:
     graph = "from dejax.rgnn import interop, RelGraph; graph = RelGraph.from_edges([0], [0], num_nodes=1)"
     uses = {

@@ -10,7 +10,7 @@ import pytest
 
 from dejax import _native
 
-pytestmark = [pytest.mark.newest_jax, pytest.mark.full]
+pytestmark = pytest.mark.full
 
 FOLDER = Path(__file__).parents[1] / "docs" / "notebooks"
 

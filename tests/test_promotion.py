@@ -26,7 +26,6 @@ from dejax.minibatch import (
 from dejax.rgnn.nnx import RGATConv
 
 pytestmark = [
-    pytest.mark.newest_jax,
     pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
 ]
 WRITES, CITES = ("author", "writes", "paper"), ("paper", "cites", "paper")

@@ -11,10 +11,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytestmark = pytest.mark.newest_jax
-
 ROOT = Path(__file__).parents[1]
 
 

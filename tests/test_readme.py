@@ -10,8 +10,6 @@ import pytest
 
 from dejax import _native
 
-pytestmark = pytest.mark.newest_jax
-
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -27,7 +27,6 @@ def long_functions(text: str, most: int) -> list[str]:
     return [f"{node.name}: {lines_of(node)}" for node in found if lines_of(node) > most]
 
 
-@pytest.mark.newest_jax
 @pytest.mark.parametrize("folder", ["dejax", "benchmarks", "examples"])
 def test_functions_are_short(folder: str) -> None:
     found = {
@@ -38,7 +37,6 @@ def test_functions_are_short(folder: str) -> None:
     assert not found, f"longer than {MOST_LINES} lines; make steps with names of them: {found}"
 
 
-@pytest.mark.newest_jax
 def test_modules_are_short() -> None:
     sizes = {path: len(path.read_text().splitlines()) for path in (ROOT / "dejax").rglob("*.py")}
     named = {str(path.relative_to(ROOT)): size for path, size in sizes.items()}
@@ -46,7 +44,6 @@ def test_modules_are_short() -> None:
     assert not long, f"longer than {MOST_LINES_OF_A_MODULE} lines; a module has one concept: {long}"
 
 
-@pytest.mark.newest_jax
 def test_the_counts() -> None:
     text = 'def f():\n    """Says\n    two lines."""\n    a = 1\n    return a\n\n\nasync def g():\n    pass\n'
     assert long_functions(text, 2) == ["f: 3"] and long_functions(text, 1) == ["f: 3", "g: 2"]

@@ -95,7 +95,6 @@ def test_scripts_are_short(user: str) -> None:
     assert max(map(len, lines)) <= 120
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 def test_the_worked_operator_of_contributing_runs(tmp_path: Path) -> None:
     """The diff gives a copy of dejax a new primitive, with its gradient."""

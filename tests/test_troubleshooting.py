@@ -4,10 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.newest_jax
-
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| `") and line.count(" | ") >= 2]

@@ -9,8 +9,6 @@ import pytest
 
 from benchmarks import attention
 
-pytestmark = pytest.mark.newest_jax
-
 
 def test_one_model_on_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "HEADS", ((2, 8),))

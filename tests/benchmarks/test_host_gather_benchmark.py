@@ -38,7 +38,6 @@ def test_overlap_of_gathers_and_kernels_in_a_profile() -> None:
     assert (kernel["alone_microseconds"], kernel["alongside_microseconds"]) == (500.0, 800.0)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")

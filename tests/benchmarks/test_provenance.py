@@ -16,8 +16,6 @@ from benchmarks import provenance
 from dejax import __version__
 from dejax._origin import without_paths
 
-pytestmark = pytest.mark.newest_jax
-
 BENCHMARKS = provenance.ROOT / "benchmarks"
 
 

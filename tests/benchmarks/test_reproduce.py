@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.newest_jax
-
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "performance" / "reproduce.md").read_text(encoding="utf-8")
 COMMANDS = sorted({c for c in re.findall(r"`(python [^`]+)`", PAGE) if "render_tables" not in c})

@@ -36,7 +36,6 @@ def one_device():
 
 
 @pytest.mark.full
-@pytest.mark.newest_jax
 @pytest.mark.parametrize(
     "devices, tables",
     [
@@ -54,7 +53,6 @@ def test_losses_of_a_sampled_job_are_those_of_one_device(one_device, devices, ta
 
 
 @pytest.mark.full
-@pytest.mark.newest_jax
 @pytest.mark.parametrize(
     "count, tables", [(2, "shared"), (2, "sharded"), pytest.param(4, "sharded", marks=pytest.mark.slow)]
 )

@@ -58,7 +58,6 @@ def statuses(tmp_path, how, count=2):
 
 
 @pytest.mark.full
-@pytest.mark.newest_jax
 @pytest.mark.parametrize(
     "how, message",
     [
@@ -76,7 +75,6 @@ def test_the_others_end_with_a_message(how, message, tmp_path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.newest_jax
 def test_processes_that_end_and_processes_that_disagree(tmp_path) -> None:
     found, texts = statuses(tmp_path, "ends")
     assert found == [0, 0] and not any("dejax.distributed:" in text for text in texts), texts
@@ -97,7 +95,6 @@ jax.block_until_ready(jax.numpy.ones(3))
 
 
 @pytest.mark.full
-@pytest.mark.newest_jax
 def test_threads_of_the_watch_end_before_python_does(tmp_path) -> None:
     """Five of six processes were aborted at their end while the threads ran on."""
     program = tmp_path / "program.py"

@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.skipif(
         _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
     ),
-    pytest.mark.newest_jax,
 ]
 
 PROGRAM = """

@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.skipif(
         _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
     ),
-    pytest.mark.newest_jax,
 ]
 RNG = np.random.default_rng(0)
 ROWS = RNG.standard_normal((103, 6)).astype(np.float32)

@@ -39,7 +39,6 @@ def run_operators(names: list[str]) -> None:
         compare(program, edges.build(), arrays, named)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("names", GROUPS, ids=", ".join)
 def test_operators(names: list[str]) -> None:
@@ -63,7 +62,6 @@ LAYER_KINDS = {"node": "node", "edge": "edge"}
 IN_CI = ("gated_gcn", "pna", "compgcn_correlate", "simple_hgn", "heat", "complex")
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", [n if n in IN_CI else pytest.param(n, marks=pytest.mark.slow) for n in LAYERS])
 def test_layers_of_the_zoo(name: str) -> None:
@@ -75,7 +73,6 @@ def test_layers_of_the_zoo(name: str) -> None:
         compare(program, edges.build(), arrays, kinds, parts=2)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 @settings(max_examples=examples(6))
 @given(recipes(max_steps=8), edge_lists(max_nodes=9, max_edges=30))
@@ -113,7 +110,6 @@ def check_random_program(recipe: Recipe, edges: EdgeList) -> None:
             assert "products of rows" in str(error)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "graph"), [("rgcn", "long_segments"), pytest.param("hgt", "typical", marks=pytest.mark.slow)]

@@ -30,7 +30,6 @@ def saved(folder: Path, parts: int) -> tuple[Any, np.ndarray, np.ndarray]:
     return graph, x, labels
 
 
-@pytest.mark.newest_jax
 def test_a_folder_is_read_back(tmp_path: Path) -> None:
     graph, x, _ = saved(tmp_path, 2)
     split = load_parts(tmp_path, mesh_of(2))
@@ -42,7 +41,6 @@ def test_a_folder_is_read_back(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, library.rgcn(graph, jnp.asarray(x), params), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.newest_jax
 def test_a_broken_folder_has_a_clear_error(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     with pytest.raises(ValueError, match="must have 2 devices, one for each part"):

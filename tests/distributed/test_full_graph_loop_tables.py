@@ -251,21 +251,18 @@ MODELS += [("hgt", "long segments at borders")]
 MODELS += [pytest.param("rgat", "no long segments", marks=pytest.mark.slow)]
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(len(MODELS))
 @pytest.mark.parametrize(("name", "case"), MODELS)
 def test_kernels_on_parts_equal_one_device(name: str, case: str) -> None:
     compare(name, case, "pallas")
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 @pytest.mark.parametrize("case", ["long segments at borders", "a part without edges"])
 def test_xla_reads_parts_with_loop_tables(case: str) -> None:
     compare("rgat", case, "xla")
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 def test_parts_have_groups_of_chunks_where_one_part_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment of very many chunks on one part: the others merge their chunks in groups, too."""
@@ -277,14 +274,12 @@ def test_parts_have_groups_of_chunks_where_one_part_needs_them(monkeypatch: pyte
     compare("rgat", "one part has all long segments", "pallas")
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 def test_chunks_are_merged_by_a_second_kernel_on_large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_tables, "_COUNTED_ENTRIES", 0)
     compare("rgat", "one part has all long segments", "pallas")
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 def test_orders_of_large_parts_are_arrays_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many entries `loop` is not packed; kernels take the first rows of its arrays."""

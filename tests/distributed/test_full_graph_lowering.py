@@ -93,7 +93,6 @@ def kernels(text: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["rgcn", "rgat", "hgt"])
 def test_parts_run_the_kernels_of_one_device(name: str) -> None:

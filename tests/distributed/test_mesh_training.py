@@ -104,7 +104,6 @@ def trained(model: Callable[..., Any], graph: Any, x: Any, labels: Any, mask: An
     return losses
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "parts"),
@@ -140,7 +139,6 @@ def permuted_bytes(text: str) -> list[int]:
     return found
 
 
-@pytest.mark.newest_jax
 @pytest.mark.parametrize("name", ["rgcn", "hgt"])
 def test_bytes_are_within_a_twentieth_of_the_cuts_least(name: str) -> None:
     """Forward and backward, of the compiled program: one exchange each of the narrowest rows."""
@@ -172,7 +170,6 @@ def test_bytes_are_within_a_twentieth_of_the_cuts_least(name: str) -> None:
     assert len(forward) == len(split.layout.rounds) and len(both) <= 2 * len(split.layout.rounds)
 
 
-@pytest.mark.newest_jax
 def test_the_narrower_side_of_a_product_crosses() -> None:
     graph = graph_of()
     split = ShardedGraph.from_graph(graph, owners(N, 2), mesh_of(2))
@@ -188,7 +185,6 @@ def test_the_narrower_side_of_a_product_crosses() -> None:
         assert plan.exchanged_bytes == 4 * min(k, n)
 
 
-@pytest.mark.newest_jax
 def test_what_is_not_supported_names_the_line_and_the_remedy() -> None:
     graph = graph_of()
     split = ShardedGraph.from_graph(graph, owners(N, 2), mesh_of(2))
@@ -213,7 +209,6 @@ def test_what_is_not_supported_names_the_line_and_the_remedy() -> None:
         over_mesh(lambda g: g)  # type: ignore[arg-type]
 
 
-@pytest.mark.newest_jax
 def test_bad_arguments_of_a_sharded_graph_have_clear_errors() -> None:
     graph, mesh = graph_of(), mesh_of(2)
     with pytest.raises(ValueError, match="from 0 to 1, one part for each device"):
@@ -232,7 +227,6 @@ def test_bad_arguments_of_a_sharded_graph_have_clear_errors() -> None:
     np.testing.assert_array_equal(split.unshard_edges(split.shard_edges(np.arange(900))), np.arange(900))
 
 
-@pytest.mark.newest_jax
 def test_a_mesh_of_one_device_runs_the_program_as_it_is() -> None:
     graph, rng = graph_of(), np.random.default_rng(0)
     split = ShardedGraph.from_graph(graph, np.zeros(N, int), mesh_of(1))

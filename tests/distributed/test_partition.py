@@ -13,7 +13,6 @@ from dejax.minibatch import HeteroTopology
 from dejax.rgnn import RelGraph
 from tests.rgnn.references import GRAPHS
 
-pytestmark = pytest.mark.newest_jax
 CITES, WRITES = ("paper", "cites", "paper"), ("author", "writes", "paper")
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dejax.distributed.full_graph._cut import least_cut
 from dejax.distributed.full_graph._rounds import SLACK, num_slots, plan_rounds, slots_of_pair
 from tests.budget import examples
-
-pytestmark = pytest.mark.newest_jax
 
 
 @settings(max_examples=examples(60))

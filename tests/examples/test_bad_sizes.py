@@ -4,8 +4,6 @@ import importlib
 
 import pytest
 
-pytestmark = pytest.mark.newest_jax
-
 
 @pytest.mark.parametrize(
     ("name", "option"),

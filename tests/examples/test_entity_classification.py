@@ -19,8 +19,6 @@ from dejax.training.report import machine_kind, without_folders
 
 from .tiny import write_aifb
 
-pytestmark = pytest.mark.newest_jax
-
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "entity_classification.py"
 

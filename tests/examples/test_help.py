@@ -3,10 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.newest_jax
-
 ROOT = Path(__file__).parents[2]
 COMMANDS = [path for folder in ("examples", "benchmarks", "dejax") for path in sorted((ROOT / folder).rglob("*.py"))]
 

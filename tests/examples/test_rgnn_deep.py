@@ -9,7 +9,6 @@ from examples.rgnn_deep import main
 SMALL = "--nodes 300 --edges 1500 --width 16 --layers 6 --steps 8".split()
 
 
-@pytest.mark.newest_jax
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_offloaded_layers_learn_the_same():
     far, near = main(SMALL), main([*SMALL, "--offload", "remat"])

@@ -8,8 +8,6 @@ import pytest
 from dejax import _native, rgnn
 from dejax.host_gather import HostTable, Topology, sample_graph, typed_linear
 
-pytestmark = pytest.mark.newest_jax
-
 
 @rgnn.program
 def relational_sum(g: rgnn.RelGraph, h: jax.Array, w: jax.Array) -> jax.Array:

@@ -15,14 +15,12 @@ def example(name):
     return module
 
 
-@pytest.mark.newest_jax
 def test_jraph_networks_train_alike_with_both_operators():
     main = example("segment_jraph").main
     found = [main(["--steps", "60", "--graphs", "8", "--operators", name]) for name in ("dejax", "jraph")]
     assert found[0] == pytest.approx(found[1], abs=0.05) and found[0] > 0.75
 
 
-@pytest.mark.newest_jax
 def test_molecules_learn_energies_and_forces():
     first, last = example("segment_molecule").main(["--molecules", "4", "--atoms", "5", "--steps", "60"])
     assert last < first / 3

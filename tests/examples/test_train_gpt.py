@@ -11,7 +11,6 @@ from dejax import _native
 
 pytestmark = [
     pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-    pytest.mark.newest_jax,
 ]
 PATH = Path(__file__).parents[2] / "examples/train_gpt.py"
 TINY = (

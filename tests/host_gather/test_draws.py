@@ -39,7 +39,6 @@ def bound(degrees_of_freedom: int) -> float:
 # ------------------------------------------------------------------------------------------------ uniform
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("degree", "replace"),
@@ -75,7 +74,6 @@ def test_all_subsets_are_equally_likely(fan_out: int) -> None:
     assert chi_square(counts, np.full(len(subsets), 1 / len(subsets))) < bound(len(subsets) - 1)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("fan_out", [1, 2, 7, 25, 64, 65, 90])
 def test_subsets_follow_floyds_loop(fan_out: int) -> None:

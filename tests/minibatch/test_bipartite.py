@@ -16,7 +16,7 @@ from dejax.minibatch import nnx as mb
 from dejax.rgnn import library, zoo
 from tests.minibatch.graphs import COUNTS, edge_lists, topology_of
 
-pytestmark = [pytest.mark.sample(2), pytest.mark.newest_jax]
+pytestmark = pytest.mark.sample(2)
 
 KEY, SEEDS = jax.random.key(0), {"paper": jnp.array([4, 7, 7, -1, 2]), "author": jnp.array([3])}
 BACKENDS = {"xla": rgnn.Options(backend="xla"), "kernels": rgnn.Options(backend="pallas", interpret=True)}

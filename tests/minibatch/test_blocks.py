@@ -116,7 +116,6 @@ def test_tables_are_those_of_the_usual_builder(sample):
         check_group(graph.by_node_type)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.parametrize("edges", [(20, 66), (1, 1), (12, 40)])
 def test_edges_beyond_the_bound_are_left_out_and_counted(edges):
     whole, cut = two_hops(), sampled([3, 2], {"capacities": Capacities({}, edges=edges)})
@@ -385,7 +384,6 @@ def test_kernels_run_on_blocks():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
 
 
-@pytest.mark.newest_jax
 def test_static_tables_made_on_the_device_give_the_same_blocks(monkeypatch):
     def blocks():
         topology = topology_of(edge_lists(120))

@@ -18,7 +18,6 @@ from tests.minibatch.graphs import edge_lists, topology_of
 
 pytestmark = [
     pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-    pytest.mark.newest_jax,
 ]
 OPTIONS = rgnn.Options(backend="pallas", interpret=False)
 

@@ -16,7 +16,6 @@ from tests.minibatch.graphs import COUNTS, WRITES, edge_lists, topology_of
 
 pytestmark = [
     pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-    pytest.mark.newest_jax,
 ]
 
 WIDTHS = {"author": 3, "lonely": 2, "paper": 5}

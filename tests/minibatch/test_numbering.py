@@ -7,8 +7,6 @@ import pytest
 from dejax.host_gather._numbering import number_by_sort
 from dejax.minibatch._numbering import Nodes, Places, number_found, number_seeds
 
-pytestmark = pytest.mark.newest_jax
-
 
 @pytest.mark.parametrize("scale", [1, 2**29])  # beyond 2^31 nodes type and node are two sort keys
 def test_types_are_numbered_together_as_each_alone(scale):

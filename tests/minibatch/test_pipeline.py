@@ -30,7 +30,6 @@ from tests.minibatch.graphs import COUNTS, REV, WRITES, edge_lists, topology_of
 
 pytestmark = [
     pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-    pytest.mark.newest_jax,
 ]
 WIDTHS = {"author": 3, "paper": 4}
 LABELS = jnp.asarray(np.random.default_rng(9).integers(0, 3, COUNTS["paper"]))

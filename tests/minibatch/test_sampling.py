@@ -13,7 +13,6 @@ from tests.minibatch.graphs import CITES, COUNTS, LIKES, REV, WRITES, edge_lists
 pytestmark = [
     pytest.mark.sample(3),
     pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-    pytest.mark.newest_jax,
 ]
 
 KEY = jax.random.key(0)

@@ -11,7 +11,6 @@ from dejax.minibatch import HeteroTopology, _building, sample_blocks
 pytestmark = [
     pytest.mark.sample(3),
     pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-    pytest.mark.newest_jax,
 ]
 
 WRITES, CITES, LIKES = ("author", "writes", "paper"), ("paper", "cites", "paper"), ("author", "likes", "author")

@@ -65,7 +65,6 @@ print(count)
 """
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 def test_processes_that_claim_at_once(tmp_path):
     processes = [popen(CLAIMS, str(tmp_path), "2", _files.__file__) for _ in range(4)]

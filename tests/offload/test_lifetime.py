@@ -20,7 +20,6 @@ from tests.offload.tensors import MIB, Tensors
 
 pytestmark = [
     pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-    pytest.mark.newest_jax,  # threads, files and processes of a store, of which jax's version is no part
 ]
 
 ENGINES = ["tensorstore", "direct", "buffered"]
@@ -106,7 +105,6 @@ def test_native_threads_have_names(tmp_path):
         assert eventually(lambda: held().native_threads == before + 3)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 @pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ["tensorstore", "direct"])

@@ -213,7 +213,6 @@ def cases():
 
 
 @pytest.mark.parametrize(("make", "wrap", "remat"), list(cases()))
-@pytest.mark.newest_jax
 @pytest.mark.sample(4)
 def test_gradients_are_those_of_the_program_without_offload(make, wrap, remat):
     w = WS if make in STACKED else W
@@ -234,7 +233,6 @@ def test_gradients_are_those_of_the_program_without_offload(make, wrap, remat):
 
 @pytest.mark.parametrize("option", ["jax_remat3", "jax_custom_vjp3"])
 @pytest.mark.parametrize("wrap", [offload, region])
-@pytest.mark.newest_jax
 @pytest.mark.sample(2)
 def test_newer_forms_of_recomputation_and_derivatives(option, wrap):
     if not hasattr(jax.config, option):

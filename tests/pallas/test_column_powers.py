@@ -6,8 +6,6 @@ import pytest
 
 from dejax.pallas.formats.column_powers import MAX_COLUMNS, ROWS, Columns, Placed, column_powers, of_array, plain
 
-pytestmark = pytest.mark.newest_jax
-
 
 def powers(array, kept):
     return of_sources([array], of_array(0, array.shape, kept))

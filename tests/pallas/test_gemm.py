@@ -22,8 +22,6 @@ from tests.pallas.reference import (
     interpreted,
 )
 
-pytestmark = pytest.mark.newest_jax
-
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", GEMMS)

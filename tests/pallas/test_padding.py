@@ -8,8 +8,6 @@ from dejax import pallas as kernels
 from dejax.pallas import padding
 from tests.pallas.reference import interpreted
 
-pytestmark = pytest.mark.newest_jax
-
 SHAPES = [((9,), "float32"), ((300, 2, 5), "bfloat16"), ((70, 1500), "float16"), ((300, 3), "uint8")]
 
 

@@ -11,8 +11,6 @@ from dejax.pallas.products import reference
 from dejax.pallas.products.schedule import rows_per_part
 from tests.pallas.reference import TF32, interpreted
 
-pytestmark = pytest.mark.newest_jax
-
 # Relative to the largest element; operands of 16 bits are exact, and those that are cast to bfloat16 have 8 bits.
 TOLERANCES = {"f32": 1e-6, "tf32": TF32, "bf16": 1e-2}
 

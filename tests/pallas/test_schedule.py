@@ -14,8 +14,6 @@ from dejax.pallas.products import schedule
 from dejax.pallas.traversal import schedule as traversals
 from dejax.pallas.tuner import Tuner
 
-pytestmark = pytest.mark.newest_jax
-
 
 @pytest.mark.parametrize("interpret", [False, True])
 @pytest.mark.parametrize("degree", [0.0, 0.4, 1.0, 3.0, 51.0, 1e6])

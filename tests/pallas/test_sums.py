@@ -8,8 +8,6 @@ from dejax import pallas as kernels
 from dejax.pallas.products import reference
 from tests.pallas.reference import interpreted
 
-pytestmark = pytest.mark.newest_jax
-
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -8,8 +8,6 @@ import pytest
 from dejax import pallas as kernels
 from tests.pallas.reference import GEMMS, TRAVERSALS, WEIGHT_GRADIENTS, interpreted
 
-pytestmark = pytest.mark.newest_jax
-
 CASES = {
     **{f"grouped_gemm, {name}": GEMMS[name] for name in list(GEMMS)[:3]},
     **{f"grouped_weight_gradient, {name}": WEIGHT_GRADIENTS[name] for name in list(WEIGHT_GRADIENTS)[:3]},

@@ -11,8 +11,6 @@ import pytest
 from dejax import pallas as kernels
 from tests.pallas.reference import LONG_SEGMENT_NAMES, TRAVERSALS, Traversal, decoded, interpreted, long_segment_table
 
-pytestmark = pytest.mark.newest_jax
-
 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", TRAVERSALS)
@@ -234,8 +232,12 @@ def test_a_map_uses_rows_as_it_writes_them(shape):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("warps", [1, 2])
-def test_tiles_side_by_side_in_rows_that_are_stored_longer(parts, warps):
+def test_tiles_side_by_side_in_rows_that_are_stored_longer(request, parts, warps):
     """20 features in 24: the zeros behind them are the last tile's padding, or a tile of their own."""
+    if parts == 5 and jax.__version_info__ < (0, 11):
+        # The inverse power of a row of zeros is 2^126. XLA multiplies it by the epilogue's 4 and 5 first: infinity.
+        reason = "XLA of jax 0.10 multiplies constants first: 0 * infinity in empty rows"
+        request.applymarker(pytest.mark.xfail(reason=reason))
     case = Traversal(kind="sum", width=20 // parts, schedule=(2, 4, warps), chunk=4)
     a = case.arrays()
 

@@ -58,7 +58,6 @@ def some(cases: list[Any], quick: Callable[[int, str], bool]) -> list[Any]:
     ]
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "graph", "size"), some(covering(tuple(CASES), ORDINARY, 2), lambda i, name: i % 4 in (0, 3))
@@ -75,7 +74,6 @@ def test_kernels_float32(name: str, graph: str, size: Size) -> None:
     check(name, graph, size, PALLAS, tolerance=F32)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(6, 3)
 @pytest.mark.parametrize(
     ("name", "graph", "size"), covering((*MODELS, "reductions", "elementwise"), ORDINARY, 1), ids=str
@@ -84,14 +82,12 @@ def test_xla_bfloat16(name: str, graph: str, size: Size) -> None:
     check(name, graph, size, XLA, "bfloat16", tolerance=BF16)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["rgcn_mean", "rgat", pytest.param("hgt", marks=pytest.mark.slow)])
 def test_kernels_bfloat16(name: str) -> None:
     check(name, "typical", Size(17, 3, 2), PALLAS, "bfloat16", tolerance=BF16)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("graph", ["one_node", "no_edges"])
 @pytest.mark.parametrize("name", ["rgcn_mean", "rgat", "rgat_relation", "hgt_skip", "reductions", "linear_on_edges"])
@@ -99,14 +95,12 @@ def test_small_graphs(name: str, graph: str) -> None:
     check(name, graph, Size(3, 3, 2), XLA, tolerance=F32)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "graph"), [("rgat", "one_node"), ("rgat", "no_edges"), ("reductions", "no_edges")])
 def test_small_graphs_kernels(name: str, graph: str) -> None:
     check(name, graph, Size(3, 3, 2), PALLAS, tolerance=F32)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["softmax_over_incoming_edges", "softmax_within_relations"])
@@ -214,7 +208,6 @@ def assert_padding_is_gone(got: tuple, want: Expected, masks: dict) -> None:
     assert_agrees((plain, results, gradients), want, F32)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "backend"),
@@ -319,7 +312,6 @@ def test_scores_by_the_product(precision: str, tolerance: float) -> None:
     check("rgat", "typical", Size(16, 16, 1), dataclasses.replace(PALLAS, precision=precision), tolerance=tolerance)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [pytest.param("hgt", marks=pytest.mark.slow), "hgt_skip"])
 @pytest.mark.parametrize(
@@ -337,7 +329,6 @@ def test_typed_sources(name: str, backend: str, disable: tuple[str, ...]) -> Non
     check(name, "typed", Size(8, 4, 2), dataclasses.replace(BACKENDS[backend], disable=disable), tolerance=1e-5)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
 @pytest.mark.usefixtures("scores_made_again")
@@ -345,7 +336,6 @@ def test_scores_made_again(backend: str) -> None:
     check("hgt", "long_segments", Size(8, 4, 2), BACKENDS[backend], tolerance=F32, loop_tables=backend == "pallas")
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 def test_long_segments_merged_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A separate kernel combines the chunks, not the last chunk."""
@@ -353,7 +343,6 @@ def test_long_segments_merged_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     check("rgat", "long_segments", Size(8, 4, 2), PALLAS, tolerance=F32, loop_tables=True)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 @pytest.mark.parametrize(
     "size",
@@ -394,7 +383,6 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "dtype", "precision", "tolerance"),
@@ -415,7 +403,6 @@ def test_scalars_that_one_traversal_stores_for_others(
     assert (2 in side_by_side) == (precision != "f32")
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "size", "precision", "tolerance"),
@@ -435,7 +422,6 @@ def test_scores_by_products_with_narrow_matrices(name: str, size: Size, precisio
     check(name, "typical", size, dataclasses.replace(PALLAS, precision=precision), tolerance=tolerance)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("name", "graph", "size", "dtype", "precision", "tolerance"),
@@ -477,7 +463,6 @@ def test_gradients_of_vectors_fused_with_those_of_weights(
     assert paired
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "size", "dtype", "precision", "tolerance"),
@@ -510,7 +495,6 @@ def test_scores_fused_with_a_traversal(
     assert sunk
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "size"),
@@ -542,7 +526,6 @@ def test_rows_of_nodes_without_edges_are_not_read(name: str, size: Size, monkeyp
     assert bool(kernels.row_scaled.intersection(made.entry_outputs)) == (name != "rgat_one_head")
 
 
-@pytest.mark.newest_jax
 @pytest.mark.full
 @pytest.mark.usefixtures("as_on_a_large_graph")
 def test_scalars_of_others_in_xla(side_by_side: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

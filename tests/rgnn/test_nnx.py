@@ -287,7 +287,6 @@ def test_dropout_follows_train_and_eval(make: Any) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.newest_jax
 @pytest.mark.parametrize("traced", [False, True])
 def test_padding_has_no_effect(traced: bool) -> None:
     """Padding rows are zero and give no gradient, also with dropout."""

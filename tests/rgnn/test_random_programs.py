@@ -22,8 +22,6 @@ from tests.rgnn.random_programs import Input, Recipe, recipes
 from tests.rgnn.rounding import as_with_rounded_products, rounded
 from tests.rgnn.strategies import CHUNK, EdgeList, edge_lists
 
-pytestmark = pytest.mark.newest_jax
-
 PLAIN = Options(backend="xla", disable=PASSES, precision="f32")
 PASS_SUBSETS = st.one_of(st.just(()), st.lists(st.sampled_from(PASSES), unique=True).map(lambda p: tuple(sorted(p))))
 

@@ -8,7 +8,7 @@ import pytest
 from dejax import segment
 from tests.segment.test_reductions import BACKENDS
 
-pytestmark = [pytest.mark.newest_jax, pytest.mark.sample(3)]
+pytestmark = pytest.mark.sample(3)
 NONE = jnp.zeros(0, jnp.int32)
 
 

@@ -10,7 +10,7 @@ import pytest
 from dejax import segment
 from tests.segment.test_reductions import BACKENDS
 
-pytestmark = [pytest.mark.newest_jax, pytest.mark.sample(3)]
+pytestmark = pytest.mark.sample(3)
 
 ROWS, SEGMENTS, EDGES = 11, 7, 300
 KINDS = ("sum", "mean", "max", "min")

@@ -9,8 +9,6 @@ from jraph._src import utils
 
 from dejax import segment
 
-pytestmark = pytest.mark.newest_jax
-
 NAMES = [name for name in dir(jraph) if name.startswith("segment_") or name == "partition_softmax"]
 
 

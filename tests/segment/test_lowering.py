@@ -10,8 +10,6 @@ from dejax.pallas.segments.search import segment_offsets
 from tests.pallas.test_lowering import lower
 from tests.segment.contract import FLOATS, INTEGERS
 
-pytestmark = pytest.mark.newest_jax
-
 
 @pytest.mark.sample(6, 2)
 @pytest.mark.parametrize(

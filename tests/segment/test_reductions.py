@@ -30,7 +30,6 @@ def test_contract_of_xla(name):
     check(*CASES[name], "xla")
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(14)
 @each_case
 def test_contract_of_kernels(name):
@@ -84,7 +83,6 @@ def test_gradients_are_those_of_jax(kind, backend):
             np.testing.assert_allclose(found, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["mean", "softmax", "logsumexp", "variance", "normalize"])
 def test_gradients_of_kernels_are_those_of_xla(kind):

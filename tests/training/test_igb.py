@@ -17,7 +17,6 @@ from tests.minibatch.graphs import COUNTS, edge_lists, topology_of
 
 pytestmark = [
     pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-    pytest.mark.newest_jax,
 ]
 
 

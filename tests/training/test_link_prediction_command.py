@@ -15,7 +15,6 @@ from dejax.training.links.cli import main
 from dejax.training.links.negatives import draw
 
 pytestmark = [
-    pytest.mark.newest_jax,
     pytest.mark.skipif(
         _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
     ),

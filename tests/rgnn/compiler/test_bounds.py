@@ -14,8 +14,6 @@ from dejax import rgnn
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.compiler.bounds import Bounds
 
-pytestmark = pytest.mark.newest_jax
-
 NODES, EDGES, K = 1000, 50_000, 64
 INDEX = 4 * EDGES + 8 * NODES  # of a loop over the edges
 ROWS = NODES * K * 4

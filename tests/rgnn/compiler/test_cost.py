@@ -17,8 +17,6 @@ from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of
 
-pytestmark = pytest.mark.newest_jax
-
 MANY = Counts(
     nodes=2_000_000, edges=20_000_000, source_pairs=4_000_000, destination_pairs=9_000_000, edge_types=50, node_types=4
 )

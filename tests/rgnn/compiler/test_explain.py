@@ -21,8 +21,6 @@ from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of
 
-pytestmark = pytest.mark.newest_jax
-
 
 def shapes(name: str, size: Size) -> tuple[jax.ShapeDtypeStruct, dict[str, jax.ShapeDtypeStruct]]:
     arrays = make_arrays(name, GRAPHS["typical"], size, "float32")

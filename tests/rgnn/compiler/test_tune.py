@@ -9,8 +9,6 @@ import pytest
 
 from dejax.rgnn import Options, RelGraph, library
 
-pytestmark = pytest.mark.newest_jax
-
 OPTIONS = Options(backend="pallas", precision="f32", interpret=True)
 
 

@@ -18,8 +18,6 @@ from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.ir.inter import Space
 from dejax.rgnn.passes import PASSES, optimise
 
-pytestmark = pytest.mark.newest_jax
-
 NODES, TYPES, WIDTH = 40, 5, 8
 RNG = np.random.default_rng(0)
 # Nodes 0 to 24 send, nodes 5 to 34 receive; edges have types 0 to 3.

@@ -19,8 +19,6 @@ from dejax.rgnn.graphs.segments import Segments
 from tests.budget import examples
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
-pytestmark = pytest.mark.newest_jax
-
 SETTINGS = hypothesis.settings(deadline=None, max_examples=examples(40))
 NODES, EDGES, EDGE_TYPES, NODE_TYPES = 6, 14, 3, 2
 

@@ -21,8 +21,6 @@ from dejax.rgnn.interop import to_relations
 from tests.budget import examples
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
-pytestmark = pytest.mark.newest_jax
-
 SETTINGS = hypothesis.settings(deadline=None, max_examples=examples(60))
 
 

@@ -2,11 +2,8 @@
 
 import jax
 import numpy as np
-import pytest
 
 from dejax.rgnn.graphs import static_tables
-
-pytestmark = pytest.mark.newest_jax
 
 
 def test_arrays_made_on_the_device(monkeypatch):

@@ -18,8 +18,6 @@ import pytest
 from dejax.rgnn import Options, library
 from dejax.rgnn.graphs.rel_graph import RelGraph
 
-pytestmark = pytest.mark.newest_jax
-
 DATA = Path(__file__).parent / "data"
 BACKENDS = {
     "xla": Options(backend="xla", precision="f32"),

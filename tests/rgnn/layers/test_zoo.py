@@ -81,14 +81,12 @@ AWKWARD = ("one_node", "no_edges", "long_segments")
 ON_KERNELS = ("gatv2_pair_edges", "pna", "compgcn_multiply")  # the others run under `make test-slow`: 5 s each
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_in_float64_on_a_typical_graph(name: str) -> None:
     compare(name, GRAPHS["typical"], XLA)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(10, 5)
 @pytest.mark.parametrize(("name", "graph"), [(name, AWKWARD[i // 2 % 3]) for i, name in enumerate(LAYERS) if i % 2])
 def test_layers_in_float64_on_an_awkward_graph(name: str, graph: str) -> None:
@@ -102,7 +100,6 @@ def test_layers_in_float64_on_awkward_graphs(name: str, graph: str) -> None:
     compare(name, GRAPHS[graph], XLA)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.full if name in ON_KERNELS else pytest.mark.slow) for name in LAYERS],
@@ -112,14 +109,12 @@ def test_layers_on_kernels(name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.newest_jax
 @settings(max_examples=examples(4))
 @given(edges=edge_lists(max_nodes=5, max_edges=10), name=st.sampled_from(sorted(LAYERS)), seed=st.integers(0, 3))
 def test_layers_on_random_graphs(edges: EdgeList, name: str, seed: int) -> None:
     compare(name, edges, XLA, seed)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_squares_and_degrees_of_16_bits_are_float32(dtype: str) -> None:
     """Squares of 300 and a degree of 70,000 are beyond float16; a mean square needs more digits than bfloat16 has."""

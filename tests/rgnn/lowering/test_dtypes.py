@@ -10,8 +10,6 @@ import pytest
 from dejax import rgnn
 from dejax.rgnn import library
 
-pytestmark = pytest.mark.newest_jax
-
 TRIANGLE = rgnn.RelGraph.from_edges([0, 1, 2], [1, 2, 0], [0, 0, 0], num_nodes=3)
 BACKENDS = {"xla": rgnn.Options(backend="xla"), "pallas": rgnn.Options(backend="pallas", interpret=True)}
 

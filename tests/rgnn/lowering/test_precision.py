@@ -11,8 +11,6 @@ from dejax.rgnn import Options
 from tests.rgnn.lowering import scaled
 from tests.rgnn.lowering.scaled import CASES, Yardsticks, arrays, column_errors, runner
 
-pytestmark = pytest.mark.newest_jax
-
 # Relative to float64, each column of results and gradients, products that do not cancel. docs/precision.md has these.
 PROMISED = {"f32": 1e-6, "tf32": 2e-3, "bf16": 2e-2}
 # Errors of float32 itself; ratios of smaller errors have no meaning.

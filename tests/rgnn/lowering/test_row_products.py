@@ -18,8 +18,6 @@ from dejax.rgnn.ir.row_sums import RowSum, row_sum
 from dejax.rgnn.ir.templates import WEIGHT_GRADIENT_SPECS
 from tests.rgnn.lowering.test_h200 import check_kernels, stablehlo
 
-pytestmark = pytest.mark.newest_jax
-
 TOLERANCES = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 
 

@@ -18,8 +18,6 @@ from dejax.rgnn.lowering.segments import num_rows
 from dejax.rgnn.lowering.xla import Evaluator
 from tests.rgnn.lowering import scaled
 
-pytestmark = pytest.mark.newest_jax
-
 # Sums of a hundred rows, products of 32 features and elements that cancel.
 WITHIN = 2.0**14
 

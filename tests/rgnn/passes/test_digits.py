@@ -18,8 +18,6 @@ import pytest
 from dejax import rgnn
 from dejax.rgnn import Options, RelGraph, library
 
-pytestmark = pytest.mark.newest_jax
-
 REASSOCIATING = (
     "reorder", "aggregate", "fold", "contract", "factor_weights", "hoist", "merge_gemms", "decompact", "concat_parts",
     "merge_weight_gradients",

@@ -13,8 +13,6 @@ from dejax.rgnn.passes.plain_forms import plain_forms
 from dejax.rgnn.passes.split_sums import split_sums
 from tests.rgnn.rounding import as_with_rounded_products
 
-pytestmark = pytest.mark.newest_jax
-
 # Nodes 0 and 6 and edge types 2 and 3 have no edges.
 N, E, R = 7, 12, 4
 RNG = np.random.default_rng(0)

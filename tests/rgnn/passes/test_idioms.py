@@ -22,9 +22,6 @@ from tests.rgnn.passes.idioms import IDIOMS, Idiom
 from tests.rgnn.references import GRAPHS, Reference, graph_of
 from tests.rgnn.rounding import as_with_rounded_products
 
-pytestmark = pytest.mark.newest_jax
-
-
 # Programs that convert to 16 bits, or count in float32.
 ROUNDED = {"cast_values": 2e-2, "gcn_pow": 1e-6}
 # One idiom or two for each pass.

@@ -8,8 +8,6 @@ import pytest
 from dejax import rgnn
 from dejax.rgnn import Options, RelGraph
 
-pytestmark = pytest.mark.newest_jax
-
 
 @rgnn.program
 def shared_by_a_product(g, x, w, b, mask, scale, factor, some):

@@ -53,8 +53,6 @@ from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of
 
-pytestmark = pytest.mark.newest_jax
-
 # Ten edges for each source pair, and for each destination pair: every pass pays.
 COUNTS = Counts(
     nodes=50, edges=1000, source_pairs=100, destination_pairs=100, edge_types=4, node_types=2, typed_sources=True

@@ -9,7 +9,7 @@ from dejax import rgnn
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.passes import PASSES
 
-pytestmark = [pytest.mark.newest_jax, pytest.mark.sample(3)]
+pytestmark = pytest.mark.sample(3)
 
 N, R = 7, 3
 RNG = np.random.default_rng(0)

@@ -86,7 +86,6 @@ def check(function: Any, arrays: Any) -> None:
     run_twice(joint, LATE)
 
 
-@pytest.mark.newest_jax
 @pytest.mark.sample(9, 3)
 @pytest.mark.parametrize(("kind", "name"), [(k, n) for k, (_, names) in KINDS.items() for n in names], ids=str)
 def test_passes_take_what_they_give(kind: str, name: Any) -> None:

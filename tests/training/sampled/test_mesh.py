@@ -12,7 +12,6 @@ from dejax.training.sampled.mesh import MeshTrainer
 from tests.training.sampled.test_sampled_training import community_graph, words
 
 pytestmark = [
-    pytest.mark.newest_jax,
     pytest.mark.skipif(
         _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
     ),

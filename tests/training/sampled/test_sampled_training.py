@@ -14,7 +14,6 @@ from dejax.training.sampled import SampledTrainer, model, resolve
 from dejax.training.sampled.data import one_type
 
 pytestmark = [
-    pytest.mark.newest_jax,
     pytest.mark.skipif(
         _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
     ),
