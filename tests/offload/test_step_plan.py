@@ -186,7 +186,6 @@ def test_both_directions_are_measured_by_the_copies_of_a_step():
     assert costs.bandwidth > 0 and min(dataclasses.astuple(costs)) >= 0.0
 
 
-@pytest.mark.one_jax
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_a_plan_with_a_drive(monkeypatch, tmp_path):
     monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
@@ -210,7 +209,6 @@ def test_a_plan_with_a_drive(monkeypatch, tmp_path):
         plan.within(device_bytes=max(away), host_bytes=1.9 * moment, disk_bytes=0)
 
 
-@pytest.mark.one_jax
 @pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_a_plan(monkeypatch):
     monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
