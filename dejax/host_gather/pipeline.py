@@ -307,8 +307,9 @@ def _start(
     arguments = native_arguments(call, 1, ids, slots.size > 0, ticket=True)
     word = jax.ShapeDtypeStruct((2,), jnp.uint32)
     # XLA folds slices into the calls that take or return them, and in jax 0.11 keeps the original call as well if it
-    # has side effects: every gather of a loop ran twice, and a done found the wrong one. It does not fold across
-    # barriers, which cost nothing.
+    # has side effects: every gather of a loop ran twice, and a done found the wrong one. It also forgets that results
+    # are aliased: a loop that stacked what had passed through a start got zeros. It does not fold across barriers,
+    # which cost nothing.
     flat, scale, slots, cache, *through = jax.lax.optimization_barrier((arguments.ids, scale, slots, cache, *through))
     started = jax.ffi.ffi_call(
         "dejax_table_gather_start",
@@ -316,7 +317,7 @@ def _start(
         has_side_effect=True,
         input_output_aliases={6 + k: 2 + k for k in range(len(through))},
     )
-    ticket, _, *through = started(
+    ticket, _, *passed = started(
         source.leaf,
         flat,
         arguments.perm,
@@ -330,7 +331,8 @@ def _start(
         out_bytes=np.int64(math.prod(shape) * call.out_dtype.itemsize),
     )
     held = tuple(x for x in (scale, slots, cache) if x.size)
-    return PendingRows(ticket, held, site, shape, call.out_dtype, False), through
+    passed = list(jax.lax.optimization_barrier(passed))
+    return PendingRows(ticket, held, site, shape, call.out_dtype, False), passed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -412,18 +412,18 @@ def _native_update(
         tuple(jax.typeof(x) for x in leaves),
         input_output_aliases={4 + k: k for k in range(len(leaves))},
     )
-    return tuple(
-        call(
-            ids,
-            perm,
-            rows,
-            hyper,
-            *leaves,
-            op=np.int64(op),
-            table_type=np.int64(table_type),
-            values_type=np.int64(values_type),
-            row_bytes=np.int64(spec.row_bytes),
-            kernel=np.int64(kernel),
-            grid=np.int64(DEVICE_SMS if spec.on_device and num_sms == UPDATE_SMS else num_sms),
-        )
+    written = call(
+        ids,
+        perm,
+        rows,
+        hyper,
+        *leaves,
+        op=np.int64(op),
+        table_type=np.int64(table_type),
+        values_type=np.int64(values_type),
+        row_bytes=np.int64(spec.row_bytes),
+        kernel=np.int64(kernel),
+        grid=np.int64(DEVICE_SMS if spec.on_device and num_sms == UPDATE_SMS else num_sms),
     )
+    # A loop may stack tables of the device. Those in host memory are no arrays that XLA computes with.
+    return tuple(jax.lax.optimization_barrier(written) if spec.on_device else written)

@@ -1,5 +1,6 @@
 """Programs lowered for an H200 without one: only the native calls take the table."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from jax.sharding import AbstractMesh
 from dejax import _native
 from dejax.host_gather import (
     CachedTable,
+    DeviceTable,
     HostTable,
     adam,
     gather,
@@ -93,7 +95,11 @@ def test_a_prefetched_scan_starts_the_next_gather_before_it_takes_rows() -> None
     assert len(re.findall(pair, text)) == 2
     rows = re.findall(r"(%\d+) = stablehlo.custom_call @dejax_table_gather_done", text)
     assert any(f"stablehlo.optimization_barrier {each} :" in text for each in rows)
-    assert re.search(rf"custom_call @dejax_table_gather_done\({start[1]}#2", body)  # its operand is the start's result
+    # Its operand is the start's result, behind a barrier and perhaps a sharding.
+    passed = re.search(rf"(%\w+)(?::\d+)? = stablehlo.optimization_barrier {start[1]}#2", body)
+    assert passed is not None
+    placed = re.search(rf"(%\w+) = sdy.sharding_constraint {passed[1]} ", body) or passed
+    assert re.search(rf"custom_call @dejax_table_gather_done\({placed[1]}", body)
     assert of_the_table(text, "2097152x128") == []
 
 
@@ -110,6 +116,27 @@ def cached_rows(t: HostTable, ids: jax.Array, rows: jax.Array) -> Any:
     return jax.lax.scan(lambda c, i: (c + cached[i].sum(), cached[i]), 0.0, ids)
 
 
+def passed_on(t: HostTable, ids: jax.Array, rows: jax.Array) -> Any:
+    """Stacks what passes through a start."""
+
+    def step(total: Any, each: Any) -> Any:
+        pending, passed = gather_start(t, each[0], before=each[1])
+        return total + gather_done(pending).sum(), passed
+
+    return jax.lax.scan(step, 0.0, (ids, rows))
+
+
+def on_the_device(t: HostTable, ids: jax.Array, rows: jax.Array) -> Any:
+    """Stacks a table of the device that each iteration writes."""
+    spec = dataclasses.replace(t._spec, on_device=True, read_only=False)
+
+    def step(words: Any, each: Any) -> Any:
+        words = scatter(DeviceTable(words, spec), *each).words
+        return words, words
+
+    return jax.lax.scan(step, jnp.zeros(spec.leaf.shape, spec.leaf.dtype), (ids, rows))
+
+
 BETWEEN_SLICES: dict[str, Callable] = {
     "gather": lambda t, ids, rows: jax.lax.scan(lambda c, i: (c + t[i].sum(), t[i]), 0.0, ids),
     "gather in order": lambda t, ids, rows: rows.at[2].set(gather(t, ids[1], order="sorted")),
@@ -119,6 +146,7 @@ BETWEEN_SLICES: dict[str, Callable] = {
     "scatter": lambda t, ids, rows: jax.lax.scan(lambda t, x: (scatter(t, *x), None), t, (ids, rows))[0],
     "scatter_add": lambda t, ids, rows: scatter_add(t, ids[1], rows[2]),
     "adam": run_adam,
+    "passed on": passed_on,
     "prefetched": lambda t, ids, rows: prefetched_scan(lambda c, got, x: (c, got), 0.0, t, ids, rows),
 }
 
@@ -130,6 +158,13 @@ def test_barriers_separate_slices_from_the_calls(name: str) -> None:
     text = lowered(BETWEEN_SLICES[name], table(65536), ids, ROWS)
     assert "@dejax_table" in text
     assert without_barrier(text, whole=("65536x128xui32", "65536xi32")) == []
+
+
+def test_barriers_separate_slices_from_tables_on_the_device() -> None:
+    text = lowered(on_the_device, table(4096), jax.ShapeDtypeStruct((16, 4096), jnp.int32), ROWS)
+    found = without_barrier(text)
+    # Whole tables go in: slices do not, as `scatter` refuses them.
+    assert found == [] or set(found) == {"dejax_table_update: operand 4096x128xui32"}, found
 
 
 def test_rows_that_are_too_long() -> None:
