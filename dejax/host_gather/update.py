@@ -405,6 +405,10 @@ def _native_update(
     # XLA folds slices into the calls that take them, and then forgets that the tables are aliased: it may put the
     # results elsewhere. It does not fold across barriers.
     ids, perm, rows, hyper = jax.lax.optimization_barrier((ids, perm, rows, hyper))
+    # A loop may take tables on the device from a stack, and stack them. Those in host memory are no arrays that XLA
+    # computes with.
+    if spec.on_device:
+        leaves = jax.lax.optimization_barrier(tuple(leaves))
     # The results have the types of the operands, memory space included: a result in host memory must alias an operand
     # in host memory.
     call = jax.ffi.ffi_call(
@@ -425,5 +429,4 @@ def _native_update(
         kernel=np.int64(kernel),
         grid=np.int64(DEVICE_SMS if spec.on_device and num_sms == UPDATE_SMS else num_sms),
     )
-    # A loop may stack tables of the device. Those in host memory are no arrays that XLA computes with.
     return tuple(jax.lax.optimization_barrier(written) if spec.on_device else written)

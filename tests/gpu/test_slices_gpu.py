@@ -79,6 +79,22 @@ def test_a_loop_stacks_a_table_that_it_writes():
     np.testing.assert_array_equal(last.numpy(), want[-1])
 
 
+def test_a_loop_writes_tables_of_a_stack():
+    """Each slice of a stack is a table: the stack itself stays as it is."""
+    spec = DeviceTable.from_numpy(XS[0], writable=True).spec
+    stack = jnp.asarray(XS.view(np.uint32))
+
+    def step(total, words):
+        written = scatter(DeviceTable(words, spec), jnp.arange(0, ROWS, 2), jnp.ones((ROWS // 2, WIDTH)))
+        return total, written.words
+
+    _, found = jax.jit(lambda stack: jax.lax.scan(step, 0.0, stack))(stack)
+    want = XS.copy()
+    want[:, ::2] = 1.0
+    np.testing.assert_array_equal(np.asarray(found).view(np.float32), want)
+    np.testing.assert_array_equal(np.asarray(stack).view(np.float32), XS)
+
+
 @pytest.mark.parametrize("drawn, steps", [(pipelines.plain, 1), (pipelines.in_time, 3), (pipelines.links, 3)])
 def test_pipelined_steps_stack_whole_batches(drawn, steps):
     pipelines.test_edges_that_are_read_ahead_give_the_same_samples(drawn, steps)
