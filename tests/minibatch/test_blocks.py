@@ -351,6 +351,9 @@ def test_rows_that_do_not_fit_are_named():
     (block,) = make_blocks(sample)
     x = {name: jnp.zeros((block.source_counts[name], 2)) for name in NAMES}
     assert block.join(x).shape == (block.num_sources, 2)
+    assert sum(block.source_counts.values()) == block.num_sources
+    own = block.split(jnp.zeros((block.num_destinations, 2)))
+    assert {name: len(rows) for name, rows in own.items()} == block.destination_counts
     with pytest.raises(ValueError, match=r"`x\['paper'\]` must have at least"):
         block.join(x | {"paper": x["paper"][1:]})
     with pytest.raises(ValueError, match="must have an entry for node type 'author'"):

@@ -293,11 +293,6 @@ class Kernels:
                 first.setdefault(v, number)
         return first
 
-    def row_bytes(self, value: int) -> int:
-        """Bytes of one row of a value as it is stored."""
-        op = self.program.ops[value]
-        return 2 * op.width + 1 if value in self.row_scaled else op.row_bytes
-
     def __str__(self) -> str:
         return print_kernels(self)
 
