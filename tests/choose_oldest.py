@@ -14,7 +14,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-LIST = Path(__file__).parent / "oldest_jax.txt"
+LIST = Path(__file__).parent / "oldest_jax.txt"  # node ids, one a line
 
 
 def cover(lines: Mapping[str, set[int]], seconds: Mapping[str, float]) -> list[str]:

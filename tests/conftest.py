@@ -18,14 +18,14 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import hypothesis
 import pytest
 
+from tests import choose_oldest
+
 # Tracing makes many objects and few cycles, and jax has work of its own to do at each collection: a tenth of the time.
 gc.set_threshold(100_000, 20, 50)
 
 GOLDEN = Path(__file__).parent / "golden"
 # Node ids of tests that take long, one a line; `pytest --update-long 2` writes those that it saw take 2 seconds.
 LONG = Path(__file__).parent / "long_tests.txt"
-# Node ids of tests that together execute each line of dejax that any test executes (tests/choose_oldest.py).
-OLDEST = Path(__file__).parent / "oldest_jax.txt"
 
 # deadline=None: the first example of a test compiles, which takes a hundred times as long as the second.
 hypothesis.settings.register_profile(
@@ -139,7 +139,7 @@ def _mark_cases_outside_the_sample(items: list[pytest.Item]) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_cases_beyond_pairs(items)
     _mark_cases_outside_the_sample(items)
-    long, oldest = (set(path.read_text(encoding="utf-8").splitlines()) for path in (LONG, OLDEST))
+    long, oldest = (set(path.read_text(encoding="utf-8").splitlines()) for path in (LONG, choose_oldest.LIST))
     for item in items:
         if item.nodeid in long:
             item.add_marker(pytest.mark.long)

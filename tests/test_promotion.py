@@ -25,9 +25,7 @@ from dejax.minibatch import (
 )
 from dejax.rgnn.nnx import RGATConv
 
-pytestmark = [
-    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-]
+pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 WRITES, CITES = ("author", "writes", "paper"), ("paper", "cites", "paper")
 COUNTS = {"author": 5, "paper": 9}
 

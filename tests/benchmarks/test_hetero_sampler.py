@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.peers.hetero_sampler import HeteroSampler, compiled
 
-pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")]
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 WRITES, CITES = ("author", "writes", "paper"), ("paper", "cites", "paper")
 REV = ("paper", "rev_writes", "author")
 COUNTS = {"author": 30, "paper": 50}

@@ -11,11 +11,9 @@ from dejax.distributed import failing
 from dejax.offload import _memory
 from tests.distributed import processes
 
-pytestmark = [
-    pytest.mark.skipif(
-        _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
+)
 
 PROGRAM = """
 import json, os, signal, sys

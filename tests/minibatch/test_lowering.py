@@ -17,9 +17,7 @@ from dejax.rgnn import library
 from tests.barriers import without_barrier
 from tests.minibatch.graphs import edge_lists, topology_of
 
-pytestmark = [
-    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-]
+pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 OPTIONS = rgnn.Options(backend="pallas", interpret=False)
 
 

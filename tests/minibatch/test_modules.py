@@ -14,9 +14,7 @@ from dejax.rgnn import linen as rgnn_linen
 from dejax.rgnn.nnx import HGTConv, RGATConv, RGCNConv
 from tests.minibatch.graphs import COUNTS, WRITES, edge_lists, topology_of
 
-pytestmark = [
-    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-]
+pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 WIDTHS = {"author": 3, "lonely": 2, "paper": 5}
 EDGES = edge_lists()

@@ -28,9 +28,7 @@ from dejax.minibatch._split import split_at_reads
 from dejax.rgnn.nnx import RGATConv, RGCNConv
 from tests.minibatch.graphs import COUNTS, REV, WRITES, edge_lists, topology_of
 
-pytestmark = [
-    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-]
+pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 WIDTHS = {"author": 3, "paper": 4}
 LABELS = jnp.asarray(np.random.default_rng(9).integers(0, 3, COUNTS["paper"]))
 OPTIMIZER = optax.adam(0.05)

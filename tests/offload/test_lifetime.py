@@ -18,9 +18,7 @@ from tests.offload.held import assert_given_back, eventually, held
 from tests.offload.processes import popen, python
 from tests.offload.tensors import MIB, Tensors
 
-pytestmark = [
-    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-]
+pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 ENGINES = ["tensorstore", "direct", "buffered"]
 

@@ -15,9 +15,7 @@ from dejax.training.igb.cli import main
 from dejax.training.igb.data import folder_data, random_data
 from tests.minibatch.graphs import COUNTS, edge_lists, topology_of
 
-pytestmark = [
-    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-]
+pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 
 def reference(params, edges, x, types, heads):

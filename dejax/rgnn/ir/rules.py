@@ -223,7 +223,7 @@ def _select(args: Sequence[Type], attrs: dict) -> tuple:
 
 def _reshape(args: Sequence[Type], attrs: dict) -> tuple:
     (x,) = args
-    need(math.prod(attrs["shape"]) == x.width, f"reshape of feature shape {x.shape} to {attrs['shape']}")
+    need(math.prod(attrs["shape"]) == math.prod(x.shape), f"reshape of feature shape {x.shape} to {attrs['shape']}")
     return x.space, tuple(attrs["shape"]), x.dtype
 
 

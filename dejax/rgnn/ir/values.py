@@ -73,11 +73,6 @@ class Type(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
 
-    @property
-    def width(self) -> int:
-        """Elements in one row."""
-        return math.prod(self.shape)
-
 
 @dataclass(frozen=True, slots=True)
 class Op:

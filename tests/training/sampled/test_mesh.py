@@ -11,11 +11,9 @@ from dejax.training.sampled import resolve
 from dejax.training.sampled.mesh import MeshTrainer
 from tests.training.sampled.test_sampled_training import community_graph, words
 
-pytestmark = [
-    pytest.mark.skipif(
-        _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
+)
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,9 @@ from dejax.training import cli
 from dejax.training.sampled import SampledTrainer, model, resolve
 from dejax.training.sampled.data import one_type
 
-pytestmark = [
-    pytest.mark.skipif(
-        _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
+)
 WRITES = ("author", "writes", "paper")
 
 
