@@ -8,6 +8,8 @@
 #   make docs              build the documentation site and serve it at http://127.0.0.1:8000/
 #   make test-fast         the tests of `make test` alone
 #   make test-slow         the tests that take long: the same contracts over more cases
+#   make test-gpu          the tests on a GPU, room by room, with the Python at hand (ROOM=offload: only tests/offload)
+#   make test-gpus         the tests that need several devices on all GPUs of this machine
 #   make asan              the CPU handlers under AddressSanitizer
 #   make tsan              the offload store under ThreadSanitizer, with many threads
 #   make soak              offload under random faults, 10,000 steps
@@ -60,7 +62,7 @@ PYTHON_NEXT ?= $(shell for v in 3.12 3.13 3.14; do \
 # Where .venv has the newest jax already, .venv-next gets the oldest that is supported.
 PINS_NEXT ?= $(shell $(PYTHON) -c 'import sys; print("jax==0.10.2 jaxlib==0.10.2" if sys.version_info >= (3, 12) else "")')
 
-.PHONY: venv venv-test demo docs site test test-all test-fast test-slow test-here test-next doctest lint types format asan tsan soak clean
+.PHONY: venv venv-test demo docs site test test-all test-fast test-slow test-gpu test-gpus test-here test-next doctest lint types format asan tsan soak clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -108,6 +110,29 @@ test-fast: venv-test
 
 test-slow: venv-test
 	$(call tests,$(BIN),-m slow)
+
+# Tests on GPUs run with a Python that has dejax installed editable, and jax with CUDA. A room is a folder of tests/, or `top`,
+# the files beside the folders. A room that takes longer than nine minutes fails. Each prints counts, the reasons of tests
+# that run on CPUs only, and failures as they happen; all of that is in build/test-gpu/ROOM.log, too.
+PY ?= python3
+JOBS_GPU ?= 14
+ROOM ?= top $(filter-out __pycache__ golden,$(patsubst tests/%/,%,$(wildcard tests/*/)))
+GPU_PYTEST = timeout --signal=INT --kill-after=30 540 $(PY) -m pytest -p no:benchmark -p no:cacheprovider \
+	-n $(JOBS_GPU) --dist worksteal -v --tb=short --failures-at-once --durations=10
+define test_rooms
+	@$(PY) -c 'import jax; assert jax.default_backend() == "gpu", jax.devices(); print("jax", jax.__version__, jax.devices())'
+	@mkdir -p build/test-gpu; failed=; for room in $(ROOM); do \
+	log=build/test-gpu/$$room.log; paths=tests/$$room; [ $$room != top ] || paths=$$(ls tests/test_*.py); \
+	{ $(GPU_PYTEST) $(1) $$paths; echo "status $$?"; } 2>&1 | tee $$log; \
+	tail -n 1 $$log | grep -q "^status [05]$$" || failed="$$failed $$room"; done; \
+	echo "failed rooms:$${failed:- none}"; test -z "$$failed"
+endef
+
+test-gpu:
+	$(call test_rooms,-m "not slow")
+
+test-gpus:
+	$(call test_rooms,-m "devices and not slow")
 
 # Offload with random faults for many steps: each right or an exception, and in the end nothing left.
 soak: venv-test

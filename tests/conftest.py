@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # Before jax starts its CPU client: four devices, for shard_map and meshes. A GPU, where jax has one, stays the default.
 _FLAG = "--xla_force_host_platform_device_count"
@@ -16,8 +17,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import hypothesis
+import jax
 import pytest
 
+from dejax import _native
 from tests import choose_oldest
 
 # Tracing makes many objects and few cycles, and jax has work of its own to do at each collection: a tenth of the time.
@@ -46,6 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
     parser.addoption(
+        "--failures-at-once", action="store_true", help="print the traceback of each failed test when it ends"
+    )
+    parser.addoption(
         "--update-long",
         type=float,
         metavar="SECONDS",
@@ -67,20 +73,44 @@ class _Durations:
         LONG.write_text("".join(f"{name}\n" for name in sorted(self.long)), encoding="utf-8")
 
 
+class _FailuresAtOnce:
+    """Prints the traceback of a failed test when the test ends: a run that is cut short would lose it."""
+
+    def __init__(self, terminal: Any) -> None:
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.terminal.write_line(f"\n{report.when} of {report.nodeid} failed:\n{report.longreprtext}")
+
+
+@pytest.hookimpl(trylast=True)  # when pytest has its terminal reporter
 def pytest_configure(config: pytest.Config) -> None:
+    if reason := _native.unavailable_reason():
+        raise pytest.UsageError(
+            f"the tests need dejax's native extension ({reason}). Build it for this tree: pip install --editable ."
+        )
+    if config.getoption("--failures-at-once") and not hasattr(config, "workerinput"):
+        terminal = config.pluginmanager.getplugin("terminalreporter")
+        config.pluginmanager.register(_FailuresAtOnce(terminal), "failures at once")
     seconds = config.getoption("--update-long")
     if seconds is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Durations(seconds), "durations")
 
 
-def _no_gpu_reason() -> str | None:
-    """Why tests marked `gpu` cannot run here; None where they can."""
-    import jax
-
-    try:
-        return None if jax.devices("cuda") else "jax sees no CUDA device"
-    except RuntimeError as error:
-        return f"jax sees no CUDA device ({str(error).splitlines()[0]})"
+def _why_not_here(item: pytest.Item) -> str | None:
+    """Why a test cannot run on the devices that jax has; None if it can."""
+    gpu, cpu_only, devices = map(item.get_closest_marker, ("gpu", "cpu_only", "devices"))
+    if not (gpu or cpu_only or devices):
+        return None
+    on_gpu = jax.default_backend() == "gpu"
+    if gpu and not on_gpu:
+        return f"needs a GPU; jax's default backend is {jax.default_backend()!r}"
+    if cpu_only and on_gpu:
+        return f"on CPUs only: {cpu_only.args[0]}"
+    if devices and jax.device_count() < devices.args[0]:
+        return f"needs {devices.args[0]} devices, jax has {jax.device_count()}"
+    return None
 
 
 def _pairwise(cases: list[dict[str, int]]) -> set[int]:
@@ -145,11 +175,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.long)
         if item.nodeid in oldest:
             item.add_marker(pytest.mark.oldest_jax)
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    reason = _no_gpu_reason() if gpu_items else None
-    if reason:
-        for item in gpu_items:
+        if reason := _why_not_here(item):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of modules
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """On a GPU, products of float32 keep float32's digits, as on a CPU, where a test does not ask for fewer.
+
+    A GPU's default is TF32, with which no program equals its reference to 1e-5. Tests marked `gpu` keep that default.
+    """
+    if jax.default_backend() == "gpu":
+        jax.config.update("jax_default_matmul_precision", None if item.get_closest_marker("gpu") else "highest")
 
 
 # A process has at most 65,530 mappings of memory (Linux's default), and each compiled program has about ten. XLA
@@ -164,8 +201,6 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     if next(_ended) % 25 or nextitem is None or not maps.exists():
         return
     if maps.read_bytes().count(b"\n") > _MOST_MAPPINGS:
-        import jax
-
         jax.clear_caches()
         gc.collect()
 

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 import dejax
-from dejax import _native, rgnn
+from dejax import rgnn
 from dejax.rgnn.compiler.frontend import GraphSymbol, Symbol
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *sorted(DOCS.rglob("*.md"))]
-needs_native = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 GUIDES = (
     "graphs",
     "programs",
@@ -24,13 +23,13 @@ GUIDES = (
     "report",
     "segment",
     "full_graph_mesh",
-    pytest.param("distributed", marks=(needs_native, pytest.mark.full)),
+    pytest.param("distributed", marks=pytest.mark.full),
     "write_your_own_layer",
-    pytest.param("coming_from", marks=needs_native),
-    pytest.param("concepts", marks=needs_native),
-    pytest.param("host_gather", marks=needs_native),
-    pytest.param("minibatch", marks=(needs_native, pytest.mark.full)),
-    pytest.param("features", marks=needs_native),
+    "coming_from",
+    "concepts",
+    "host_gather",
+    pytest.param("minibatch", marks=pytest.mark.full),
+    "features",
 )
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,5 +1,8 @@
 """The lists of tests by what they are for name tests that exist, and the choice for the oldest jax covers all lines."""
 
+import ast
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -24,3 +27,34 @@ def test_chosen_tests_execute_every_line_in_little_time() -> None:
     lines = {"all": {1, 2, 3, 4}, "a": {1, 2}, "b": {3, 4}, "c": {2}, "nothing": set[int]()}
     assert cover(lines, {"all": 9.0, "a": 1.0, "b": 1.0, "c": 1.0, "nothing": 0.0}) == ["b", "a"]
     assert cover(lines, {"all": 1.0, "a": 1.0, "b": 1.0, "c": 1.0, "nothing": 0.0}) == ["all"]
+
+
+def test_tests_for_cpus_only_are_few_and_say_why() -> None:
+    count = 0
+    for path in Path(__file__).parent.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "mark.cpu_only" not in text:
+            continue
+        nodes = list(ast.walk(ast.parse(text)))
+        marks = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "cpu_only"]
+        uses = [node for node in nodes if isinstance(node, ast.Call) and node.func in marks]
+        assert len(uses) == len(marks), f"{path}: write cpu_only(why)"
+        for use in uses:
+            assert len(use.args) == 1 and isinstance(use.args[0], ast.Constant), f"{path}:{use.lineno}"
+            assert len(str(use.args[0].value).split()) > 3, f"{path}:{use.lineno}: say why"
+        count += text.count("\ndef test_") if "pytestmark = pytest.mark.cpu_only" in text else len(uses)
+    assert 0 < count < 60
+
+
+def test_commands_choose_by_markers_that_exist() -> None:
+    """A marker that is gone stops pytest; the workflow has no choice of its own: it runs `.ci/run`, and that `make`."""
+    root = Path(__file__).parents[1]
+    settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    known = {re.match(r"\w+", line)[0] for line in settings["tool"]["pytest"]["ini_options"]["markers"]}
+    make = (root / "Makefile").read_text(encoding="utf-8")
+    chosen = re.findall(r'-m "([^"$]+)"', make) + re.findall(r"^(?:ALL|ON_OLDEST) := (.+)$", make, re.MULTILINE)
+    assert len(chosen) > 4 and set(re.findall(r"\w+", " ".join(chosen))) - {"not", "and", "or"} <= known
+    workflow = root / ".github/workflows/test.yml"
+    if workflow.exists():  # a source distribution has none
+        assert re.findall(r"run: (.*)", workflow.read_text(encoding="utf-8")) == [".ci/run"]
+        assert "\nmake test-all" in (root / ".ci/run").read_text(encoding="utf-8")

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dejax import _native
-
 pytestmark = pytest.mark.full
 
 FOLDER = Path(__file__).parents[1] / "docs" / "notebooks"
@@ -25,7 +23,6 @@ def runner():
 RUNNER = runner()
 
 
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 @pytest.mark.parametrize("path", RUNNER.notebooks(), ids=lambda path: path.stem)
 def test_a_notebook_prints_what_it_shows(path, request) -> None:
     found = RUNNER.run(path)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dejax import _native, rgnn, segment
+from dejax import rgnn, segment
 from dejax.host_gather import HostTable, RowGradient, adam, gather
 from dejax.minibatch import (
     FeatureStore,
@@ -25,7 +25,6 @@ from dejax.minibatch import (
 )
 from dejax.rgnn.nnx import RGATConv
 
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 WRITES, CITES = ("author", "writes", "paper"), ("paper", "cites", "paper")
 COUNTS = {"author": 5, "paper": 9}
 

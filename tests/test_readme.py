@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dejax import _native
-
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-needs_native = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 
 def _render_tables():
@@ -24,7 +21,6 @@ def _render_tables():
     return module
 
 
-@needs_native
 def test_the_examples_run_as_shown(capsys):
     names = {}
     for number, block in enumerate(BLOCKS):

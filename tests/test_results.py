@@ -4,17 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 
 import dejax
-from dejax import _native, datasets, distributed, host_gather, minibatch, offload, reporting, rgnn, training
+from dejax import datasets, distributed, host_gather, minibatch, offload, reporting, rgnn, training
 from dejax.distributed import full_graph, partition
 from dejax.minibatch import linen as by_type_linen
 from dejax.minibatch import nnx as by_type_nnx
 from tests.examples.tiny import write_aifb
 
-needs_native = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 CITES = ("paper", "cites", "paper")
 
 
@@ -37,7 +35,6 @@ def sample(key: jax.Array, graph: minibatch.HeteroTopology, seeds: jax.Array) ->
 # ------------------------------------------------------------------------------------------------ mini-batches
 
 
-@needs_native
 def test_steps_of_mini_batches() -> None:
     seen = []
 
@@ -67,7 +64,6 @@ def test_a_batch_of_links() -> None:
     assert batch.negatives.shape == (2, 3) and batch.mask.all()
 
 
-@needs_native
 def test_a_started_gather_of_features() -> None:
     def step(features, ids):
         pending = features.gather_start({"paper": ids})
@@ -106,7 +102,6 @@ def test_local_graphs() -> None:
     assert isinstance(local, host_gather.LocalGraph)
 
 
-@needs_native
 def test_a_started_gather() -> None:
     table = host_gather.HostTable.from_numpy(np.arange(6, dtype=np.float32).reshape(3, 2))
 
@@ -151,7 +146,6 @@ def test_processes_that_disagree_raise_an_error_of_its_own() -> None:
 # ------------------------------------------------------------------------------------------------ offload
 
 
-@needs_native
 def test_counters_and_policies_of_a_store() -> None:
     seen: list[offload.Residual] = []
 
@@ -186,7 +180,6 @@ def test_states_of_optimizers() -> None:
 # ------------------------------------------------------------------------------------------------ reports and training
 
 
-@needs_native
 def test_rows_of_a_report() -> None:
     table = host_gather.HostTable.from_numpy(np.ones((100, 64), np.float32))
     step = jax.jit(lambda params, table, ids: loss(params, host_gather.gather(table, ids)))

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dejax import _native
 from tests.datasets.test_importers import FakeHeteroData, Store, Tensor
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +23,6 @@ SCRIPTS = dict(
         strict=True,
     )
 )
-needs_native = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 
 def movies() -> FakeHeteroData:
@@ -78,7 +76,6 @@ class Papers:
 GIVEN = {"pyg": lambda: {"data": movies()}, "dgl": lambda: {"graph": Papers()}}
 
 
-@needs_native
 @pytest.mark.parametrize("user", SCRIPTS)
 def test_a_users_script_runs_alone(user: str) -> None:
     script, printed = SCRIPTS[user]

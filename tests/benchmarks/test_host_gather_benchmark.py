@@ -7,11 +7,9 @@ import pytest
 
 from benchmarks import host_gather_overlap
 from benchmarks.host_gather import main
-from dejax import _native
 from dejax.pallas.profile import Record
 
 
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_quick(tmp_path: Path) -> None:
     main(["--quick", "--sections", "sizes,update", "--out", str(tmp_path), "--plot"])
     (written,) = tmp_path.glob("*.json")
@@ -40,7 +38,6 @@ def test_overlap_of_gathers_and_kernels_in_a_profile() -> None:
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_all_sections() -> None:
     report = main(["--quick"])
     assert report["notes"] == [] and all(report["sections"].values())

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mini_batch import main
-from dejax import _native
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_checks(tmp_path: Path) -> None:
     main(["--only", "correctness", "--out", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())["results"]

@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dejax import _native
-
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_check(tmp_path: Path) -> None:
     flags = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=2"
     command = [sys.executable, "-m", "benchmarks.several_gpus", "--check", "--out", str(tmp_path / "found.json")]

@@ -8,15 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native, distributed
+from dejax import distributed
 from dejax.distributed import failing, make_mesh
 from dejax.host_gather import HostTable
 from dejax.minibatch import FeatureStore
 from tests.distributed import job, processes
-
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 
 PROGRAM = """
 import json, os, signal, sys
@@ -128,6 +124,7 @@ def authors(state):
     return state["authors"]["author"].table
 
 
+@pytest.mark.devices(4)
 @pytest.mark.parametrize("before, after", [(4, 2), (1, 4)])
 @pytest.mark.sample(2)
 def test_a_checkpoint_is_read_on_another_number_of_devices(before, after, tmp_path) -> None:

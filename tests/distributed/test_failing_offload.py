@@ -6,14 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dejax import _native
 from dejax.distributed import failing
 from dejax.offload import _memory
 from tests.distributed import processes
-
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 
 PROGRAM = """
 import json, os, signal, sys

@@ -5,15 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native, distributed
+from dejax import distributed
 from dejax.distributed import Part, ShardedTable, check_lost, data_parallel, make_mesh
 from dejax.distributed._placing import spec_of
 from dejax.host_gather import DeviceTable, HostTable, RowGradient, adam, sgd
 from dejax.minibatch import FeatureStore, HeteroTopology, sample_blocks
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
+pytestmark = pytest.mark.devices(4)
+
 RNG = np.random.default_rng(0)
 ROWS = RNG.standard_normal((103, 6)).astype(np.float32)
 OTHER = RNG.standard_normal((40, 3)).astype(np.float32)

@@ -23,6 +23,8 @@ from tests.rgnn.references import GRAPHS
 from tests.rgnn.strategies import EdgeList, edge_lists
 from tests.rgnn.test_operators import OPERATORS, arrays_of
 
+pytestmark = pytest.mark.devices(4)
+
 REFUSED = {"products of edges": "products of rows on several devices"}
 KINDS = dict.fromkeys(("x", "y", "heads", "zeros", "i_node", "i_graph"), "node")
 KINDS |= dict.fromkeys(("e", "score", "i_edge", "i_far"), "edge")

@@ -19,6 +19,8 @@ from dejax.rgnn import library
 from tests.distributed.full_graphs import mesh_of, owners
 from tests.distributed.test_mesh_training import CLASSES, K, N, graph_of, model_params, stacked, trained
 
+pytestmark = pytest.mark.devices(2)
+
 ROOT = Path(__file__).parents[2]
 
 

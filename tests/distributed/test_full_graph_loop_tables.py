@@ -19,6 +19,8 @@ from dejax.rgnn.graphs import tables as graph_tables
 from dejax.rgnn.graphs.loop_tables import LOOPS
 from tests.distributed.full_graphs import mesh_of
 
+pytestmark = pytest.mark.devices(4)
+
 PARTS = 3
 K, N, EDGES, TYPES = 5, 36, 260, 4  # a graph of so many edges has long segments from 25 entries on
 TYPED = ("by_edge_type", "source_pair_by_type", "destination_pair_by_type")

@@ -20,6 +20,8 @@ from dejax.distributed.full_graph import ShardedGraph, over_mesh
 from dejax.rgnn import Options, RelGraph, library
 from tests.distributed.full_graphs import mesh_of
 
+pytestmark = pytest.mark.devices(4)
+
 try:
     from jax.sharding import AbstractDevice
 except ImportError:

@@ -17,6 +17,8 @@ from dejax.rgnn import nnx as layers
 from dejax.rgnn.layers import dropout
 from tests.distributed.full_graphs import mesh_of, owners
 
+pytestmark = pytest.mark.devices(4)
+
 NODES, EDGES, R, T, K = 60, 300, 3, 2, 6
 RNG = np.random.default_rng(0)
 GRAPH = rgnn.RelGraph.from_edges(

@@ -18,6 +18,8 @@ from dejax.distributed.partition import partition
 from dejax.rgnn import RelGraph, library, zoo
 from tests.distributed.full_graphs import mesh_of, owners
 
+pytestmark = pytest.mark.devices(4)
+
 N, R, T, K, CLASSES = 200, 3, 2, 12, 5
 
 

@@ -5,15 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.distributed import ShardedTable, check_lost, link_bytes, make_mesh
 from dejax.distributed._placing import spec_of
 from dejax.host_gather import HostTable, RowGradient, adagrad, adam, scatter_add, sgd
 from dejax.minibatch import NodeFeatures
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
+pytestmark = pytest.mark.devices(4)
+
 RNG = np.random.default_rng(0)
 ROWS = RNG.standard_normal((203, 6)).astype(np.float32)
 IDS = RNG.integers(-2, 206, (4, 40)).astype(np.int32)

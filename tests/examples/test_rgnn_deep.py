@@ -1,15 +1,12 @@
 """The deep relational example: the same losses with its layers' inputs off the device, in less memory."""
 
 import numpy as np
-import pytest
 
-from dejax import _native
 from examples.rgnn_deep import main
 
 SMALL = "--nodes 300 --edges 1500 --width 16 --layers 6 --steps 8".split()
 
 
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_offloaded_layers_learn_the_same():
     far, near = main(SMALL), main([*SMALL, "--offload", "remat"])
     np.testing.assert_allclose(far["losses"], near["losses"], rtol=1e-4)

@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from dejax import _native, rgnn
+from dejax import rgnn
 from dejax.host_gather import HostTable, Topology, sample_graph, typed_linear
 
 
@@ -14,7 +13,6 @@ def relational_sum(g: rgnn.RelGraph, h: jax.Array, w: jax.Array) -> jax.Array:
     return g.sum_to_dst(g.src(h) @ g.per_edge_type(w))
 
 
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_a_layer_on_all_neighbours_equals_the_layer_on_the_full_graph() -> None:
     rng = np.random.default_rng(0)
     nodes, edges, relations = 30, 120, 3

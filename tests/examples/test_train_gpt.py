@@ -7,9 +7,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from dejax import _native
-
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 PATH = Path(__file__).parents[2] / "examples/train_gpt.py"
 TINY = (
     "--layers 2 --width 32 --heads 2 --kv-heads 1 --sequence 32 --batch 2 --report 2 --checkpoint 4 --min-bytes 1"

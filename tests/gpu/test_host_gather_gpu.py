@@ -33,12 +33,6 @@ from tests.distributed.test_data_parallel import trained
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _needs_gpu() -> None:
-    if jax.default_backend() != "gpu":
-        pytest.skip("the default backend is no GPU")
-
-
 def copies(text: str, shape: str) -> list[str]:
     """Lines of a compiled program that make an array of the table's shape other than in place."""
     made = re.compile(rf"= \(?u32\[{shape}\]\S* (copy|copy-start|dynamic-slice|fusion|gather)")
@@ -211,10 +205,9 @@ def test_prefetched_rows_that_are_slices(depth: int) -> None:
     assert _native.extension("a test").gathers_under_way() == 0
 
 
+@pytest.mark.devices(2)
 def test_devices_of_a_host_share_a_table() -> None:
     count = len(jax.devices())
-    if count < 2:
-        pytest.skip("one device")
     rng, spec = np.random.default_rng(0), jax.sharding.PartitionSpec
     rows = rng.standard_normal((1 << 12, 64)).astype(np.float32)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("device",))
@@ -423,7 +416,7 @@ for ordinal in range({count}):
     assert [line.split()[0] for line in ran.stdout.splitlines() if line.endswith(" 1")] == ["1"]
 
 
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="one device")
+@pytest.mark.devices(2)
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("per_call", [1, 3])
 def test_gpus_that_write_one_table_read_what_the_others_wrote(cached, per_call) -> None:

@@ -9,14 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from dejax import _native
 from dejax.offload import ActivationStore, _calls, offload, optimizer
 from tests.offload.layers import interceptor
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-]
+pytestmark = pytest.mark.gpu
 
 LAYERS, BATCH, WIDTH = 12, 256, 512
 TENSOR = BATCH * WIDTH * 4  # bytes of one activation in float32

@@ -10,15 +10,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dejax import _native
 from dejax.offload import ActivationStore, DiskArray, optimizer, stack_step
 from tests.gpu.test_offload_gpu import PLAIN
 from tests.offload.test_shards import collectives
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-    pytest.mark.skipif(jax.device_count() < 2, reason="two devices"),
+    pytest.mark.devices(2),
 ]
 LAYERS, WIDTH, STEPS = 6, 512, 4
 MESHES = {  # how w [6, 512, 512] and b [6, 512] are divided

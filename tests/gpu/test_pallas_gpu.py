@@ -13,12 +13,6 @@ pytestmark = pytest.mark.gpu
 LOW = 2e-2
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _needs_gpu():
-    if jax.default_backend() != "gpu":
-        pytest.skip("the default backend is no GPU")
-
-
 def tolerance(case) -> float | None:
     if case.dtype != jnp.float32 or case.precision == "bf16":
         return LOW

@@ -31,12 +31,6 @@ BF16 = Options(backend="pallas", precision="bf16")
 ONE_PRODUCT, CHAIN, LOW = 1e-3, 3e-3, 2e-2
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _needs_gpu() -> None:
-    if jax.default_backend() != "gpu":
-        pytest.skip("the default backend is no GPU")
-
-
 @pytest.mark.parametrize(("name", "graph", "size"), covering(tuple(CASES), ORDINARY, 3), ids=str)
 def test_float32(name: str, graph: str, size: Size) -> None:
     check(name, graph, size, F32, tolerance=1e-5)

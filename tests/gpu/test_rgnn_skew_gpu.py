@@ -26,12 +26,6 @@ PRECISIONS = {"f32": 1e-5, "tf32": 1e-3, "bf16": 1e-2}
 GRADIENTS = 3.0
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _needs_gpu():
-    if jax.default_backend() != "gpu":
-        pytest.skip("the default backend is no GPU")
-
-
 def random_graph(name: str, sizes: np.ndarray, nodes: int, long_segments: tuple[int, ...] = ()) -> Graph:
     """Edges between random nodes; `long_segments`: in-degrees of the first nodes, and out-degrees of the last."""
     rng = np.random.default_rng(0)

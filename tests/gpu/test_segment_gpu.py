@@ -1,6 +1,5 @@
 """Segment operators' contract on a GPU, against float64: every case of the interpreted tests, and real sizes."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,12 +10,6 @@ from tests.segment.cases import CASES
 from tests.segment.contract import Case, check
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _needs_gpu():
-    if jax.default_backend() != "gpu":
-        pytest.skip("the default backend is no GPU")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.host_gather import (
     CachedTable,
     HostTable,
@@ -24,9 +23,6 @@ from dejax.host_gather import (
     typed_linear,
 )
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 RNG = np.random.default_rng(0)
 ROWS = RNG.standard_normal((50, 6)).astype(np.float32)
 HOT = [4, 0, 49, 17]

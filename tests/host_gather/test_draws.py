@@ -8,13 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native, host_gather
+from dejax import host_gather
 from dejax.host_gather import Topology, _draws
 from tests.host_gather.test_sampling import chi_square
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 sample_neighbors = jax.jit(host_gather.sample_neighbors, static_argnames=("fan_out", "replace", "max_degree"))
 KEY = jax.random.key(11)
 

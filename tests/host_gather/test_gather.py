@@ -14,9 +14,6 @@ from hypothesis import given, settings
 from dejax import _native
 from dejax.host_gather import HostTable, check_errors, gather
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 ON_GPU = jax.default_backend() == "gpu"
 
 
@@ -233,7 +230,7 @@ def test_threads_at_once() -> None:
         np.testing.assert_array_equal(got, values[ids])
 
 
-@pytest.mark.skipif(ON_GPU, reason="reads the program compiled for the CPU")
+@pytest.mark.cpu_only("reads the program compiled for the CPU")
 def test_the_table_is_not_copied() -> None:
     table = HostTable.zeros((1 << 12, 16))
     f = jax.jit(lambda t, ids: jax.lax.scan(lambda c, i: (c + t[i].sum(), None), 0.0, ids)[0])
@@ -251,7 +248,7 @@ def test_means_of_wide_rows(width: int) -> None:
     np.testing.assert_allclose(gather(HostTable.from_numpy(values), ids, reduce="mean"), want, rtol=1e-6)
 
 
-@pytest.mark.skipif(ON_GPU, reason="calls the CPU's handler")
+@pytest.mark.cpu_only("calls the CPU's handler")
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.host_gather import (
     CachedTable,
     HostTable,
@@ -29,9 +28,6 @@ from dejax.host_gather import (
 )
 from dejax.host_gather._ids import checked_ids
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 ROWS = np.random.default_rng(0).standard_normal((300, 4)).astype(np.float32)
 NODES, RELATIONS = 300, 7
 GRAPH = {

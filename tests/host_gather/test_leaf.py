@@ -12,12 +12,8 @@ import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from dejax import _native
 from dejax.host_gather import CachedTable, DeviceTable, HostTable, scatter_add, shardings, value_and_grad
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 ROWS = np.arange(40, dtype=np.float32).reshape(8, 5)
 
 

@@ -10,12 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.host_gather import CachedTable, HostTable, TableClosedError, scatter_add, shardings, value_and_grad
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 ROWS = np.arange(40, dtype=np.float32).reshape(8, 5)
 
 

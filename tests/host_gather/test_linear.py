@@ -6,15 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax import pallas as kernels
 from dejax.host_gather import HostTable, typed_linear, value_and_grad
 from tests.host_gather.test_lowering import lowered, of_the_table
 from tests.host_gather.test_lowering import table as abstract_table
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 RNG = np.random.default_rng(0)
 ROWS = RNG.standard_normal((40, 20)).astype(np.float32)
 W = jnp.asarray(RNG.standard_normal((4, 20, 24)), jnp.float32)

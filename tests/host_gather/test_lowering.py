@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
-from dejax import _native
 from dejax.host_gather import (
     CachedTable,
     DeviceTable,
@@ -29,9 +28,6 @@ from dejax.host_gather.gradient import RowGradient
 from dejax.host_gather.update import OptimizerState
 from tests.barriers import without_barrier
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 ON_GPU = jax.default_backend() == "gpu"
 IDS = jax.ShapeDtypeStruct((262_144,), jnp.int32)
 

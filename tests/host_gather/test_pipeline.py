@@ -5,12 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.host_gather import HostTable, gather_done, gather_start, prefetched_scan
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 ROWS = np.random.default_rng(0).standard_normal((64, 12)).astype(np.float32)
 IDS = np.random.default_rng(1).integers(-3, 67, (7, 9), np.int32)
 

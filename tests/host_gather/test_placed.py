@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.host_gather import (
     DeviceTable,
     HostTable,
@@ -26,12 +25,7 @@ from dejax.host_gather import (
     value_and_grad,
 )
 
-pytestmark = [
-    pytest.mark.skipif(
-        _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-    ),
-    pytest.mark.sample(3),
-]
+pytestmark = pytest.mark.sample(3)
 RNG = np.random.default_rng(0)
 ROWS = RNG.standard_normal((50, 6)).astype(np.float32)
 IDS = np.array([4, 17, 4, -1, 50, 3, 0])

@@ -7,12 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native, host_gather
+from dejax import host_gather
 from dejax.host_gather import HostTable, Topology, gather
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 # Node 0 has 5 incoming edges, node 1 has 2, node 2 none, node 3 one from itself.
 SENDERS = np.array([1, 2, 3, 4, 5, 0, 4, 3])
 RECEIVERS = np.array([0, 0, 0, 0, 0, 1, 1, 3])

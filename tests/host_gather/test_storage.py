@@ -9,9 +9,6 @@ import pytest
 from dejax import _native
 from dejax.host_gather import HostTable, _memory, _spec, scatter
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 ROWS = np.arange(40, dtype=np.float32).reshape(8, 5)
 
 
@@ -111,10 +108,8 @@ def test_every_byte_order(tmp_path: Path, dtype: str) -> None:
             HostTable.from_numpy(aligned(rows), copy=False)
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU pins an array's own memory for any of its devices")
+@pytest.mark.cpu_only("a GPU pins an array's own memory for any of its devices")
 def test_only_the_first_cpu_device_uses_the_memory_of_an_array() -> None:
-    if len(jax.devices()) < 2:
-        pytest.skip("one device")
     with pytest.raises(ValueError, match="must be the first CPU device.*copy=True"):
         HostTable.from_numpy(aligned(ROWS), copy=False, device=jax.devices()[1])
 

@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.host_gather import (
     CachedTable,
     HostTable,
@@ -20,9 +19,6 @@ from dejax.host_gather import (
     typed_linear,
 )
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 ROWS = np.arange(40, dtype=np.float32).reshape(8, 5)
 
 

@@ -10,12 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.host_gather import CachedTable, HostTable, TableClosedError, scatter_add, shardings
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 ROWS, WIDTH = 4096, 64
 IDS = jnp.asarray(np.random.default_rng(0).integers(-5, ROWS + 5, 2048, np.int32))
 read = jax.jit(lambda table, ids: table[ids].sum(axis=1))

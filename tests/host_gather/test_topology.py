@@ -5,12 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.host_gather import CachedTable, HostTable, Topology, sample_neighbors
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 neighbors = jax.jit(sample_neighbors, static_argnames=("fan_out", "replace"))
 
 

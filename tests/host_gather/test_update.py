@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-from dejax import _native
 from dejax.host_gather import (
     HostTable,
     Optimizer,
@@ -23,9 +22,6 @@ from dejax.host_gather import (
     shardings,
 )
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 RNG = np.random.default_rng(0)
 ROWS = RNG.standard_normal((12, 5)).astype(np.float32)
 IDS = np.array([3, 11, 3, -1, 12, 0, 3], np.int32)

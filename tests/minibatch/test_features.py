@@ -8,16 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.host_gather import CachedTable, DeviceTable, HostTable, SplitTable, adagrad, adam, sgd, shardings
 from dejax.minibatch import FeatureStore, NodeFeatures
 
-pytestmark = [
-    pytest.mark.skipif(
-        _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-    ),
-    pytest.mark.sample(3),
-]
+pytestmark = pytest.mark.sample(3)
 RNG = np.random.default_rng(0)
 PAPERS = (RNG.standard_normal((40, 16)) * np.logspace(-2, 2, 16)).astype(np.float32)
 IDS = np.array([[3, -1, 39], [0, 40, 3]])

@@ -5,13 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.host_gather import HostTable
 from dejax.minibatch import FeatureStore, HeteroTopology, InferenceBatch, InferenceEdges, infer_layers
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 NODES = {"a": 50, "b": 13, "alone": 6, "none": 0}
 RELATIONS = {("b", "to", "a"): 160, ("a", "in", "a"): 300, ("a", "of", "b"): 70, ("none", "x", "b"): 0}
 WIDTH = 8

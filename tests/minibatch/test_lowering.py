@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from dejax import _native, rgnn
+from dejax import rgnn
 from dejax.host_gather import HostTable
 from dejax.minibatch import FeatureStore, make_blocks, pipelined_steps, sample_blocks
 from dejax.rgnn import library
 from tests.barriers import without_barrier
 from tests.minibatch.graphs import edge_lists, topology_of
 
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 OPTIONS = rgnn.Options(backend="pallas", interpret=False)
 
 

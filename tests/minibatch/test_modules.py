@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dejax import _native, rgnn
+from dejax import rgnn
 from dejax.minibatch import linen as mb_linen
 from dejax.minibatch import make_blocks, sample_blocks
 from dejax.minibatch import nnx as mb
 from dejax.rgnn import linen as rgnn_linen
 from dejax.rgnn.nnx import HGTConv, RGATConv, RGCNConv
 from tests.minibatch.graphs import COUNTS, WRITES, edge_lists, topology_of
-
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 WIDTHS = {"author": 3, "lonely": 2, "paper": 5}
 EDGES = edge_lists()

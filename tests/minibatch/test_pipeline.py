@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from dejax import _native, offload
+from dejax import offload
 from dejax.host_gather import adam
 from dejax.minibatch import (
     FeatureStore,
@@ -28,7 +28,6 @@ from dejax.minibatch._split import split_at_reads
 from dejax.rgnn.nnx import RGATConv, RGCNConv
 from tests.minibatch.graphs import COUNTS, REV, WRITES, edge_lists, topology_of
 
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 WIDTHS = {"author": 3, "paper": 4}
 LABELS = jnp.asarray(np.random.default_rng(9).integers(0, 3, COUNTS["paper"]))
 OPTIMIZER = optax.adam(0.05)

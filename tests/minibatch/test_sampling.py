@@ -6,14 +6,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dejax import _native
 from dejax.minibatch import HeteroTopology, SampleOptions, edge_ids, find_capacities, link_batch, links, sample_blocks
 from tests.minibatch.graphs import CITES, COUNTS, LIKES, REV, WRITES, edge_lists, sampled_edges, topology_of
 
-pytestmark = [
-    pytest.mark.sample(3),
-    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-]
+pytestmark = pytest.mark.sample(3)
 
 KEY = jax.random.key(0)
 

@@ -5,16 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from dejax import _native, rgnn
+from dejax import rgnn
 from dejax.datasets import synthetic_igb
 from dejax.host_gather import adam, shardings
 from dejax.minibatch import FeatureStore, HeteroTopology, make_blocks, sample_blocks
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 WIDTH = 8
 
 

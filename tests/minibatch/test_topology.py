@@ -4,14 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.host_gather import HostTable
 from dejax.minibatch import HeteroTopology, _building, sample_blocks
 
-pytestmark = [
-    pytest.mark.sample(3),
-    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-]
+pytestmark = pytest.mark.sample(3)
 
 WRITES, CITES, LIKES = ("author", "writes", "paper"), ("paper", "cites", "paper"), ("author", "likes", "author")
 COUNTS = {"author": 7, "paper": 11, "venue": 3}

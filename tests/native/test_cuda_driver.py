@@ -12,10 +12,6 @@ import pytest
 
 from dejax import _native
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
-
 PROBE = "from dejax import _native; print(*_native.cuda_driver(), sep='\\n')"
 # Without Python's layer, since importing jax takes two seconds.
 REASON = "from dejax import _dejax_native as module; print(module.probe_cuda_driver().unavailable)"

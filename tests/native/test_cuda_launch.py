@@ -14,10 +14,6 @@ from dejax import _native
 from dejax.host_gather import _kernels
 from tests.native.test_cuda_driver import build
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
-
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -16,10 +16,6 @@ from hypothesis import given, settings
 
 from dejax import _native
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
-
 DTYPES = [
     *(np.dtype(name) for name in "bool int8 int16 int32 uint8 uint16 uint32 float16 float32 complex64".split()),
     np.dtype(ml_dtypes.bfloat16),

@@ -11,12 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.offload import ActivationStore, _current, default_store, offload
 from tests.offload.layers import LAYERS, assert_same_bits, layer, loss_of, offloaded_inputs, operands, step
 from tests.offload.processes import python
-
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 
 @pytest.fixture(scope="module")
@@ -272,9 +269,8 @@ def test_a_functions_own_store_and_the_current_one(want):
         offload(layer, store=Path("/tmp"))(operands()[0][0], operands()[1])
 
 
+@pytest.mark.devices(4)
 def test_sharded_steps_are_waited_for():
-    if len(jax.devices()) < 4:
-        pytest.skip("four devices")
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("d")
 

@@ -10,16 +10,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dejax import _native
 from dejax.offload import DiskArray, StateStore, master_weights, optimizer, restore
 from tests.offload.processes import assert_two_are_fine, python
 from tests.offload.state_faults import interceptor, store_of_shards
 from tests.offload.test_shards import collectives, mesh_of
 
-pytestmark = [
-    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-    pytest.mark.skipif(len(jax.devices()) < 4, reason="four devices"),
-]
+pytestmark = pytest.mark.devices(4)
 SMALL = {"min_bytes": 100, "piece_bytes": 1500}
 MESHES = {  # shape, names, and how w [64, 48], t [48, 32], odd [33, 32], b [512] are divided; the rest is replicated
     "fsdp": ((4,), ("data",), {"w": P("data"), "t": P("data"), "odd": P(None, "data"), "b": P("data")}),

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from dejax import _native
-
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS / name for name in ("offload.md", "performance/offload.md", "fsdp.md", "large_models.md")]
 
@@ -19,7 +17,6 @@ def blocks(*pages: Path) -> list[str]:
 BLOCKS, LARGE = blocks(PAGES[0], PAGES[2]), blocks(PAGES[3])
 
 
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_blocks_run_by_themselves(number, capsys):
     exec(compile(BLOCKS[number], f"docs of offload, Python block {number}", "exec"), {})
@@ -28,7 +25,6 @@ def test_blocks_run_by_themselves(number, capsys):
 
 
 @pytest.mark.full
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 @pytest.mark.parametrize("number", range(len(LARGE)))
 def test_blocks_about_large_models_run_by_themselves(number, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

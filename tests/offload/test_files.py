@@ -5,11 +5,8 @@ import signal
 
 import pytest
 
-from dejax import _native
 from dejax.offload import _files
 from tests.offload.processes import popen
-
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 
 def test_another_process_cleans_up_during_a_claim(tmp_path, monkeypatch):

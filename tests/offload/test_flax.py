@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dejax import _native
 from dejax.offload import ActivationStore
 from dejax.offload import linen as offload_linen
 from dejax.offload import nnx as offload_nnx
 
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 X = jax.random.normal(jax.random.key(1), (16, 32))
 
 

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from dejax import _native
 from dejax.offload import _optimizer, optimizer, restore
 from tests.offload.test_disk_shards import (
     IN_CI,
@@ -26,10 +25,7 @@ from tests.offload.test_disk_shards import (
     two_in_one_step,
 )
 
-pytestmark = [
-    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-    pytest.mark.skipif(len(jax.devices()) < 4, reason="four devices"),
-]
+pytestmark = pytest.mark.devices(4)
 NOT_SEEN = "`state` must come from this transformation's init, called outside of jax.jit, if it lies on several devices"
 
 

@@ -17,12 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.offload import ActivationStore, _transform, offload
 from dejax.offload._identity import identity_of
 from tests.offload.layers import layer, operands
-
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 
 def memory():

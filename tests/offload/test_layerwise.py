@@ -11,10 +11,8 @@ import optax
 import pytest
 from jax.extend.core import Literal
 
-from dejax import _native
 from dejax.offload import ActivationStore, stack_step
 
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 LAYERS, WIDTH = 5, 16
 KEYS = jax.random.split(jax.random.key(0), 4)
 
@@ -153,7 +151,7 @@ def test_state_lies_where_it_was_put():
 
 
 @pytest.mark.full
-@pytest.mark.skipif(jax.device_count() < 4, reason="four devices are needed")
+@pytest.mark.devices(4)
 def test_sharded_state_by_the_copies_of_xla(on_the_device):
     mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,))
     split, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*s)) for s in ((None, "d"), ()))

@@ -12,13 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.offload import ActivationStore, _files, _store, default_store
 from tests.offload.held import assert_given_back, eventually, held
 from tests.offload.processes import popen, python
 from tests.offload.tensors import MIB, Tensors
-
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 ENGINES = ["tensorstore", "direct", "buffered"]
 

@@ -12,11 +12,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from dejax import _native
 from dejax.offload import offload, optimizer
 from tests.barriers import without_barrier
 
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 W = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 XS = jax.ShapeDtypeStruct((3, 32, 64), jnp.float32)
 WS = jax.ShapeDtypeStruct((3, 64, 64), jnp.float32)

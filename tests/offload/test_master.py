@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 
-from dejax import _native
 from dejax.offload import master_weights, optimizer, stack_step
 
 from .test_layerwise import batch, body, embed, head, model
@@ -35,7 +34,6 @@ def test_the_copies_are_those_of_float32_training():
     assert (params["w"] != PARAMS["w"]).any()
 
 
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_in_a_step_layer_by_layer_and_in_host_memory():
     def train(**how):
         outer, layers = model()
@@ -59,8 +57,6 @@ def test_in_a_step_layer_by_layer_and_in_host_memory():
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_with_the_copies_in_host_memory(streams):
-    if streams and _native.unavailable_reason() is not None:
-        pytest.skip("no native extension")
     inner = master_weights(optax.adam(1e-2))
     tx = optimizer(inner, min_bytes=1, streams=streams, piece_bytes=64)
 

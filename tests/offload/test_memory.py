@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from dejax import _native
 from dejax.offload import _memory
 from tests.offload.processes import popen
 
@@ -119,7 +118,6 @@ sys.stdin.readline()
 
 
 @pytest.mark.full
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_processes_that_share_a_machine(tmp_path):
     """Together they get no more than there is; a killed process does not count any more."""
     import subprocess

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from dejax import _native
 from dejax.offload import ActivationStore, NamesPlan, NamesWay, _names, _profile, plan_names
-
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 
 def test_a_plan_by_names_where_other_work_disturbed_the_shorter_stack(monkeypatch):
@@ -28,7 +25,6 @@ def test_a_plan_by_names_where_other_work_disturbed_the_shorter_stack(monkeypatc
 
 
 @pytest.mark.full
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_a_plan_by_names_with_a_drive(tmp_path, monkeypatch):
     monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
     monkeypatch.setattr(_profile.drive_bandwidths, "__defaults__", (1 << 22,))

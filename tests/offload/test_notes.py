@@ -4,11 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dejax import _native
 from dejax.offload import ActivationStore, offload
 from tests.offload.layers import layer, loss_of, operands
-
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import optax
 import pytest
 from flax import nnx
 
-from dejax import _native
 from dejax.offload import DiskArray, _first_state, master_weights, optimizer
 
 PARAMS = {"a": jnp.linspace(-1, 1, 4096).reshape(64, 64), "b": {"c": jnp.ones(64), "d": jnp.full((32, 64), 0.5)}}
@@ -49,8 +48,6 @@ def after_steps(tx):
     ],
 )
 def test_same_bits_as_the_transformation_itself(name, streams, piece_bytes):
-    if streams and _native.unavailable_reason() is not None:
-        pytest.skip("no native extension")
     tx = TRANSFORMATIONS[name]
     far = optimizer(tx, min_bytes=1024, streams=streams, piece_bytes=piece_bytes)
 
@@ -121,7 +118,6 @@ def test_bad_arguments():
         optimizer(optax.adam(1e-2), piece_bytes=0)
 
 
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_pieces_travel_in_order_and_within_their_arrays():
     tx = optimizer(optax.adam(1e-2), min_bytes=1024, streams=True, piece_bytes=4096)
     state = tx.init(PARAMS)
@@ -133,7 +129,6 @@ def test_pieces_travel_in_order_and_within_their_arrays():
     assert all(aval.size * 4 <= 4096 for aval in taken) and len(taken) == large // 4096
 
 
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_updates_under_jit_grad_steps_and_two_at_once():
     """Two models in one program, one of whose states is unused: each chain of pieces ends on its own."""
     tx, want = (make(optax.adam(1e-2)) for make in (lambda t: optimizer(t, min_bytes=1, streams=True), lambda t: t))
@@ -178,8 +173,7 @@ def test_the_first_state_is_what_the_transformation_makes(name, host_params, tmp
     want = init(jax.tree.map(jnp.asarray, params))
     if host_params:
         params = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), params)
-    places = [{}] if _native.unavailable_reason() is not None else [{}, {"path": tmp_path}]
-    for place in places:
+    for place in ({}, {"path": tmp_path}):
         got = optimizer(tx, min_bytes=1024, piece_bytes=2000, **place).init(params)
         on_disk = lambda x: isinstance(x, DiskArray)  # noqa: E731
         assert jax.tree.structure(got, is_leaf=on_disk) == jax.tree.structure(want)
@@ -196,8 +190,6 @@ def test_the_first_state_is_what_the_transformation_makes(name, host_params, tmp
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_the_first_state_takes_no_memory_of_the_device(on_disk, tmp_path, monkeypatch):
-    if on_disk and _native.unavailable_reason() is not None:
-        pytest.skip("no native extension")
     params = {name: jnp.ones((256, 1024), jnp.bfloat16) for name in "abcd"}
     tx = optimizer(master_weights(optax.adam(1e-2)), piece_bytes=1 << 14, **({"path": tmp_path} if on_disk else {}))
     before, seen = device_bytes(), [0]
@@ -216,6 +208,7 @@ def test_the_first_state_takes_no_memory_of_the_device(on_disk, tmp_path, monkey
     assert device_bytes() - before < 4096
 
 
+@pytest.mark.devices(2)
 def test_the_first_state_of_sharded_parameters_is_sharded():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
@@ -231,6 +224,7 @@ def test_the_first_state_of_sharded_parameters_is_sharded():
     assert single.mu.sharding.spec == rows.spec and single.count.sharding.device_set == rows.device_set
 
 
+@pytest.mark.devices(2)
 @pytest.mark.parametrize("min_bytes", [1, 1024])
 def test_the_state_lies_on_the_device_of_its_parameters(min_bytes):
     second = jax.devices()[1]

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.offload import CHOICES, ActivationStore, Plan, Prediction, StackPlan, _profile, plan_stack
 from dejax.offload._planner import Part, _compositions, _refined, _way, _ways_of
 from dejax.offload._profile import Tiers, place
@@ -74,7 +73,6 @@ def test_unequal_parts():
 
 
 @pytest.mark.full
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_a_plan_of_dense_layers_and_experts(monkeypatch):
     monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
     keys = jax.random.split(jax.random.key(0), 4)
@@ -113,7 +111,6 @@ def test_a_plan_of_dense_layers_and_experts(monkeypatch):
             plan_stack(bodies, params, x, budget_bytes=1, **how)
 
 
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_a_plan(tmp_path, monkeypatch):
     monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
     ws = jax.random.normal(jax.random.key(0), (6, 64, 64)) / 8

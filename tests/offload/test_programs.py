@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from dejax import _native
 from dejax.offload import ActivationStore, offload, region
 
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 W = jax.random.normal(jax.random.key(0), (8, 8)) / 3
 X = jax.random.normal(jax.random.key(1), (6, 8))
 WS = jax.random.normal(jax.random.key(2), (2, 3, 8, 8)) / 4

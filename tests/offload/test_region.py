@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dejax import _compat, _native
+from dejax import _compat
 from dejax.offload import ActivationStore, offload, region
 from dejax.offload import linen as offload_linen
 from dejax.offload import nnx as offload_nnx
 from tests.offload.layers import LAYERS, TENSOR, assert_same_bits, layer, loss_of, operands
 
-pytestmark = [
-    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-    pytest.mark.sample(3),
-]
+pytestmark = pytest.mark.sample(3)
 WIDTH = 32
 kept = functools.partial(region, min_bytes=1)
 

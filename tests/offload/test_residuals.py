@@ -7,11 +7,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 
-from dejax import _native
 from dejax.offload import ActivationStore, offload
 from tests.offload.layers import TENSOR, operands
-
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 
 @pytest.fixture

@@ -13,15 +13,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dejax import _native
 from dejax.offload import ActivationStore, offload
 from tests.offload.layers import assert_same_bits, interceptor
 from tests.offload.processes import start_two
 
-pytestmark = [
-    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-    pytest.mark.skipif(len(jax.devices()) < 4, reason="four devices"),
-]
+pytestmark = pytest.mark.devices(4)
 LAYERS, BATCH, TIME, WIDTH, HIDDEN = 3, 8, 4, 16, 32
 HOST = 1 << 24
 COLLECTIVE = re.compile(r"= \S+ (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")

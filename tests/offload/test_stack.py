@@ -3,16 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from dejax import _native
 from dejax.offload import ActivationStore, _profile, offload
 from dejax.offload._stack import scan_pieces
 
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
-
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_layers_run_in_several_ways_share_parameters_and_gradients():
     keys = jax.random.split(jax.random.key(0))
     params = {"w": jax.random.normal(keys[0], (8, 128, 128)) / 12, "shift": jnp.arange(8)}

@@ -17,10 +17,7 @@ from tests.offload.processes import assert_two_are_fine, python
 from tests.offload.state_faults import interceptor, store_of_shards
 from tests.offload.test_shards import collectives
 
-pytestmark = [
-    pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension"),
-    pytest.mark.skipif(len(jax.devices()) < 4, reason="four devices"),
-]
+pytestmark = pytest.mark.devices(4)
 LAYERS, WIDTH = 3, 16
 MESHES = {  # shape, names, and how w [layers, 16, 16], b [layers, 16] and odd [layers, 9, 16] are divided
     "fsdp": ((4,), ("data",), {"w": P(None, "data"), "b": P(None, "data"), "odd": P(None, None, "data")}),

@@ -8,13 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from dejax import _native
 from dejax.offload import DiskArray, StateStore, master_weights, optimizer, restore, stack_step
 from tests.offload.state_faults import interceptor
 from tests.offload.test_layerwise import LAYERS, WIDTH, batch, body, embed, head, model
 from tests.offload.test_optimizer import PARAMS, TRANSFORMATIONS, after_steps
 
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 make = functools.partial(stack_step, embed, body, head, optax.adamw(1e-2), min_bytes=100, streams=True)
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 
-from dejax import _native
 from dejax.offload import StepPlan, StepWay, _profile, plan_step
 from dejax.offload._copy_cost import FREE, Carried, CopyCosts, _slopes, copy_costs, duplex_bandwidth
 from dejax.offload._profile import Tiers, Traffic
@@ -179,14 +178,12 @@ def test_times_are_right_where_other_work_runs_for_a_while(monkeypatch):
     assert _profile.fastest([lambda: run(1.0), lambda: run(4.0)], seconds=60) == [1.0, 4.0]
 
 
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_both_directions_are_measured_by_the_copies_of_a_step():
     assert duplex_bandwidth(1 << 20) > 1e6
     costs = copy_costs(3, (2, 4), 256)
     assert costs.bandwidth > 0 and min(dataclasses.astuple(costs)) >= 0.0
 
 
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_a_plan_with_a_drive(monkeypatch, tmp_path):
     monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
     monkeypatch.setattr(_profile.state_bandwidths, "__defaults__", (1 << 20,))
@@ -209,7 +206,6 @@ def test_a_plan_with_a_drive(monkeypatch, tmp_path):
         plan.within(device_bytes=max(away), host_bytes=1.9 * moment, disk_bytes=0)
 
 
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_a_plan(monkeypatch):
     monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
     outer, layers = model()
@@ -243,7 +239,6 @@ def test_a_plan(monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 def test_a_plan_with_a_limit_and_frozen_parameters(monkeypatch):
     monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
     outer, layers = model()

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.offload import ActivationStore, default_store
 from tests.offload.held import eventually
 from tests.offload.layers import (
@@ -26,8 +25,6 @@ from tests.offload.layers import (
     step,
 )
 from tests.offload.processes import popen
-
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 SMALL = {"host_bytes": 3 * TENSOR, "chunk_bytes": 4096, "io_threads": 2}
 

@@ -7,10 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dejax import _native
 from dejax.offload import ActivationStore, offload
-
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 
 def gradient():

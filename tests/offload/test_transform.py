@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from dejax import _native
 from dejax.offload import ActivationStore, offload
 from tests.offload.layers import (
     LAYERS,
@@ -21,8 +20,6 @@ from tests.offload.layers import (
     operands,
     step,
 )
-
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 
 @pytest.fixture
@@ -189,9 +186,8 @@ def test_vmap_stores_unbatched_tensors_once(store):
             assert counts == (stored, stored), axes
 
 
+@pytest.mark.devices(4)
 def test_shard_map(store):
-    if len(jax.devices()) < 4:
-        pytest.skip("four devices")
     ws, x = operands()
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -357,9 +353,8 @@ def test_effects_that_custom_derivatives_cannot_have(store):
 
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("inner", [lambda f: f, jax.checkpoint], ids=["residuals", "inputs"])
+@pytest.mark.devices(2)
 def test_explicit_shardings(store, inner, run):
-    if len(jax.devices()) < 2:
-        pytest.skip("two devices")
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     w, x = operands()[0][0], operands()[1]
 

@@ -17,13 +17,12 @@ import pytest
 from flax import nnx
 
 import dejax
-from dejax import _native, rgnn
+from dejax import rgnn
 from dejax.host_gather import DeviceTable, HostTable
 from dejax.reporting import _hlo, _liveness, _measure, _picture, _remedies, _traffic, _units
 from dejax.reporting._kernels import Kernel
 from dejax.reporting._owners import hlo_shape, leaves_of
 
-needs_native = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 OPTIMIZER = optax.adam(1e-3)
 PARAMS = [{"up": jnp.full((32, 128), 0.01), "down": jnp.full((128, 32), 0.01)} for _ in range(3)]
 STATE = OPTIMIZER.init(PARAMS)
@@ -127,7 +126,6 @@ def test_a_program_itself_is_a_step(graph) -> None:
     assert report.name == "my_layer" and any(kernel.kind == "rgnn" for kernel in report.kernels)
 
 
-@needs_native
 def test_rows_of_tables_are_counted(graph) -> None:
     table = HostTable.from_numpy(np.ones((1000, 16), np.float32))
 
@@ -150,7 +148,6 @@ def _counter():
     return Counter()
 
 
-@needs_native
 def test_a_step_that_donates_beside_a_table_is_not_run() -> None:
     table = HostTable.from_numpy(np.ones((100, 4), np.float32))
     step = jax.jit(lambda w, t: w + t[jnp.arange(3)].sum(), donate_argnums=0)
@@ -159,7 +156,6 @@ def test_a_step_that_donates_beside_a_table_is_not_run() -> None:
     assert "not run" in str(report) and report.kernels
 
 
-@needs_native
 def test_a_store_is_counted() -> None:
     from dejax.offload import ActivationStore, offload
 

@@ -1,8 +1,8 @@
 """Functions of programs by name, and what conversions give."""
 
 import jax.numpy as jnp
-import jraph
 import numpy as np
+import pytest
 
 from dejax import rgnn
 from dejax.rgnn import interop
@@ -33,6 +33,7 @@ def test_relations() -> None:
 
 
 def test_types_under_their_keys() -> None:
+    jraph = pytest.importorskip("jraph")
     tuples = jraph.GraphsTuple(
         {interop.NODE_TYPE_KEY: jnp.array([0, 1, 1])},
         {interop.EDGE_TYPE_KEY: jnp.array([1, 0])},

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jraph
 import numpy as np
 import optax
 import pytest
@@ -19,6 +18,7 @@ from dejax.rgnn import nnx as rnnx
 from dejax.rgnn.interop import from_graphs_tuple
 from dejax.rgnn.jraph_layers import apply_to_graphs_tuple, graphs_tuple_layer
 
+jraph = pytest.importorskip("jraph")
 R, K = 3, 4
 
 

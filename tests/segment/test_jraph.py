@@ -2,12 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-import jraph
 import numpy as np
 import pytest
-from jraph._src import utils
 
 from dejax import segment
+
+jraph, utils = pytest.importorskip("jraph"), pytest.importorskip("jraph._src.utils")
 
 NAMES = [name for name in dir(jraph) if name.startswith("segment_") or name == "partition_softmax"]
 

@@ -7,15 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.minibatch import make_blocks, random_topology, sample_blocks
 from dejax.training.igb import data as igb_data
 from dejax.training.igb import model
 from dejax.training.igb.cli import main
 from dejax.training.igb.data import folder_data, random_data
 from tests.minibatch.graphs import COUNTS, edge_lists, topology_of
-
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 
 def reference(params, edges, x, types, heads):

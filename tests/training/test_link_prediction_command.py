@@ -8,15 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.datasets import HeteroDataset, synthetic_triples
 from dejax.training.links import LinkGraph, LinkTrainer, resolve
 from dejax.training.links.cli import main
 from dejax.training.links.negatives import draw
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 TINY = "--hidden 16 --batch-size 128 --negatives 16 --fan-outs 5,3 --bases 2 --lr 0.02 --eval-edges 50".split()
 
 

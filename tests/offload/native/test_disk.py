@@ -7,13 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.offload import ActivationStore
 from tests.offload.held import eventually
 from tests.offload.processes import python
 from tests.offload.tensors import KIB, MIB, Tensors, on_disk
-
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
 
 ENGINES = ["tensorstore", "direct", "buffered"]
 

@@ -8,10 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dejax import _native
-
-pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
-
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):

@@ -77,7 +77,7 @@ def test_it_prints_to_standard_output_by_default(capsys: pytest.CaptureFixture[s
         (Options(), 'the backend is "auto" and JAX\'s default device is a CPU'),
     ],
 )
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the backend of auto is another")
+@pytest.mark.cpu_only("the backend of auto is another")
 def test_no_kernel_is_shown_where_xla_evaluates_everything(options: Options, why: str) -> None:
     text = explained(options)
     assert f"everything runs in XLA on cpu: {why}\n" in text

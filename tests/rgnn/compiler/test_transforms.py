@@ -202,12 +202,10 @@ def test_checkpoint_saves_only_arguments() -> None:
 @pytest.mark.sample(4)
 @BOTH
 @pytest.mark.parametrize("sharded", ["features", "weights"])
+@pytest.mark.devices(4)
 def test_shard_map(backend: str, sharded: str) -> None:
     """A batch of features, or an ensemble of weights, sharded over four devices; the other arguments are replicated."""
-    devices = jax.devices("cpu")[:4]
-    if len(devices) < 4:
-        pytest.skip("needs four CPU devices, which tests/conftest.py asks XLA for before jax starts")
-    mesh = Mesh(np.array(devices), ("batch",))
+    mesh = Mesh(np.array(jax.devices()[:4]), ("batch",))
     (x, params), (xs, many) = arrays(backend), stacked(backend, 4)
     split, whole = PartitionSpec("batch"), PartitionSpec()
     given, specs = ((xs, params), (split, whole)) if sharded == "features" else ((x, many), (whole, split))

@@ -8,7 +8,6 @@ from typing import Any
 import hypothesis
 import jax
 import jax.numpy as jnp
-import jraph
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ from dejax.rgnn.interop import from_graphs_tuple, to_graphs_tuple
 from tests.budget import examples
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
+jraph = pytest.importorskip("jraph")
 SETTINGS = hypothesis.settings(deadline=None, max_examples=examples(30))
 NODES, EDGES, GRAPHS, EDGE_TYPES, NODE_TYPES = 16, 30, 5, 4, 3
 

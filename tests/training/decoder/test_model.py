@@ -171,7 +171,7 @@ def test_state_in_host_memory_gives_the_same_losses():
 
 
 @pytest.mark.full
-@pytest.mark.skipif(jax.device_count() < 4, reason="four devices are needed")
+@pytest.mark.devices(4)
 def test_a_mesh_divides_parameters_and_gives_the_same_losses():
     from dejax.training.decoder.step import make_mesh
 

@@ -7,15 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax import _native
 from dejax.datasets import HeteroDataset
 from dejax.training import cli
 from dejax.training.sampled import SampledTrainer, model, resolve
 from dejax.training.sampled.data import one_type
 
-pytestmark = pytest.mark.skipif(
-    _native.unavailable_reason() is not None, reason=f"no native extension: {_native.unavailable_reason()}"
-)
 WRITES = ("author", "writes", "paper")
 
 
