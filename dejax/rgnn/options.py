@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import jax
 
 from dejax.rgnn.passes import known_passes
 
@@ -18,7 +20,8 @@ class Options:
       backend: `"pallas"` for GPU kernels (interpreted without a GPU, for tests), `"xla"` for plain XLA, `"auto"` for
         kernels on a GPU and XLA elsewhere.
       precision: of products of float32 matrices: `"f32"`, `"tf32"` (10-bit mantissa on the tensor cores) or `"bf16"`.
-        None means tf32 in kernels and JAX's default in XLA. Sums are accumulated in float32. Relative to float64, the
+        None means f32 where `jax.default_matmul_precision` is "highest" or "float32"; elsewhere tf32 in kernels, and in
+        XLA what JAX asks for. Sums are accumulated in float32. Relative to float64, the
         error of each column is at most 1e-6, 2e-3 and 2e-2 where nothing cancels (docs/precision.md).
       disable: passes to leave out, from `dejax.rgnn.passes.PASSES`.
       deterministic: whether results are bitwise equal in every run. False allows atomic additions.
@@ -40,3 +43,9 @@ class Options:
         if self.precision not in (None, *PRECISIONS):
             raise ValueError(f"precision must be None or one of {', '.join(PRECISIONS)}, got {self.precision!r}")
         object.__setattr__(self, "disable", known_passes(self.disable, stacklevel=3))
+
+    def with_default_precision(self) -> Options:
+        """These options; where they have no precision, with that of `jax.default_matmul_precision` in this thread."""
+        if self.precision is None and jax.config.values["jax_default_matmul_precision"] in ("highest", "float32"):
+            return replace(self, precision="f32")
+        return self

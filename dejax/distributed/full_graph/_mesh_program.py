@@ -82,7 +82,8 @@ class MeshProgram:
         plan, tree, arrays = self._prepare(graph, args, kwargs)
         positions = [plan.program.ops[i].attr("position") for i in plan.program.inputs]
         given = {position: arrays[position] for position in positions}
-        return jax.tree_util.tree_unflatten(tree, _run(plan, options or self.program.options, graph, given))
+        chosen = (options or self.program.options).with_default_precision()
+        return jax.tree_util.tree_unflatten(tree, _run(plan, chosen, graph, given))
 
     def plan(self, graph: ShardedGraph, *args: Any, **kwargs: Any) -> Distributed:
         """The stages and collectives of a call with these arguments, which may be `jax.ShapeDtypeStruct`."""

@@ -241,7 +241,7 @@ class Program:
             )
         counts = counts_of(graph)
         program, tree, arrays = self.traced(counts, args, kwargs)
-        chosen = options or self.options
+        chosen = (options or self.options).with_default_precision()
         task = Task(
             program,
             counts,

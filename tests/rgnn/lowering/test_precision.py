@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from dejax import rgnn
 from dejax.rgnn import Options
 from tests.rgnn.lowering import scaled
 from tests.rgnn.lowering.scaled import CASES, Yardsticks, arrays, column_errors, runner
@@ -66,6 +67,24 @@ def test_bounds_of_the_precision_page(name: str, precision: str) -> None:
     for seed in range(2):
         for what, found, _ in errors(name, precision, "all", 1.0, seed):
             assert found.max() <= PROMISED[precision], f"{what}: {found.max():.1e}"
+
+
+def test_jax_default_precision_is_that_of_a_program_without_one() -> None:
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=size).astype(np.float32) for size in ((40, 16), (3, 16, 16)))
+    sources, types = rng.integers(0, 40, 90), rng.integers(0, 3, 90)
+    graph = rgnn.RelGraph.from_edges(sources, np.arange(90) % 40, types, num_nodes=40)
+    linear = rgnn.program(lambda g, x, w: g.src(x) @ g.per_edge_type(w), backend="pallas", interpret=True)
+    want = np.einsum("ek,ekn->en", x[sources].astype(np.float64), w[types])
+
+    def error_with(default: str | None, **options: str) -> float:
+        with jax.default_matmul_precision(default):
+            got = linear.with_options(**options)(graph, x, w)
+        return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+    assert error_with("highest") < PROMISED["f32"] and error_with("float32") < PROMISED["f32"]
+    for default, options in ((None, {}), ("highest", {"precision": "tf32"})):
+        assert 1e-5 < error_with(default, **options) < PROMISED["tf32"]
 
 
 @pytest.mark.sample(3)
