@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax import _compat
 from dejax.host_gather._ids import checked_ids
 from dejax.host_gather._operands import ReadableTable, TableOperands, operands_of
 from dejax.host_gather._recording import is_recorded
@@ -31,8 +32,8 @@ class PendingRows:
     """A gather in flight. Give it to `gather_done`, once, in the same jitted function.
 
     Attributes:
-        ticket: on a GPU a small array that orders start before done, and whose address identifies the start; elsewhere
-            the rows themselves.
+        ticket: in a program for a GPU a small array that orders start before done, and whose address identifies the
+            start; elsewhere the rows themselves.
         held: the arrays on the device that the gather reads until it is done.
 
     >>> import jax, jax.numpy as jnp, numpy as np
@@ -54,13 +55,14 @@ class PendingRows:
     site: int = dataclasses.field(metadata={"static": True})
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
-    there: bool = dataclasses.field(metadata={"static": True})  # `ticket` has the rows: nothing overlaps on the CPU
+    there: bool = dataclasses.field(metadata={"static": True})  # `ticket` has the rows: on the CPU, and outside of jit
 
 
 def gather_start(table: ReadableTable, ids: ArrayLike, *, before: Any = None, **options: Any) -> Any:
     """Begins a gather on a stream of its own, so that it overlaps with what runs before `gather_done`.
 
-    For jitted functions. Until `gather_done` takes the rows, they lie in memory outside of jax's pool.
+    For jitted functions: outside of one it reads the rows at once. Until `gather_done` takes the rows, they lie in
+    memory outside of jax's pool.
 
     Args:
         table: HostTable or CachedTable [rows, *row].
@@ -301,7 +303,7 @@ def _start(
     """Begins a gather. The call returns `through` unchanged, so that compute which uses it runs after the start."""
     call, scale, slots, cache = source.call, source.scale, source.slots, source.cache
     shape = ids.shape + call.spec.row
-    if call.spec.platform != "cuda":
+    if call.spec.platform != "cuda" or _compat.staging_trace() is None:
         rows = native_gather(call, 1, source.leaf, ids, scale, slots, cache)
         return PendingRows(rows, (), site, shape, call.out_dtype, True), through
     arguments = native_arguments(call, 1, ids, slots.size > 0, ticket=True)

@@ -174,7 +174,10 @@ def test_empty_segments_have_the_value_that_is_asked_for(backend, dtype):
     assert MAX(jnp.array([-jnp.inf]), jnp.array([0]), 2, empty=0, backend=backend).tolist() == [-np.inf, 0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+ATOMIC = pytest.mark.cpu_only("XLA adds by atomic operations on a GPU, in another order in each run")
+
+
+@pytest.mark.parametrize("backend", ["auto", "pallas", pytest.param("xla", marks=ATOMIC)])
 def test_two_calls_give_equal_bits(backend):
     case = dataclasses.replace(CASES["sum, one long segment, unsorted"][1], spread=4.0)
     data, ids = (jnp.asarray(a) for a in case.arrays())
