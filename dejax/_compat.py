@@ -5,10 +5,13 @@ from typing import Any
 import jax
 import jax.extend.backend
 import jax.extend.core
+import jax.interpreters.batching
 import jax.interpreters.mlir
 import numpy as np
+from jax._src import config as jax_config
 from jax._src import distributed, xla_bridge
 from jax._src import effects as jax_effects
+from jax._src.core import ManualAxisType
 from jaxlib.mlir.dialects import sdy
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__
@@ -165,6 +168,81 @@ def manual_axes() -> tuple[str, ...]:
     """The axes of the `shard_map` inside of which is traced, in the order of the mesh; () outside of one."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(name for name in mesh.axis_names if name in mesh.manual_axes)
+
+
+def varying_alike(tree: Any) -> Any:
+    """`tree`, whose arrays vary over the same axes of the mesh: over those of any of them.
+
+    In a `jax.shard_map` with `check_vma=True`, types say over which axes an array varies. Rules of derivatives that are
+    ours give each argument a gradient of the device's own, so each argument must vary as their results do: its gradient
+    is then summed over the devices by the transpose of the cast. Outside of such a `shard_map` nothing is changed.
+    """
+    if not jax_config._check_vma.value:
+        return tree
+    leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+    if not axes:
+        return tree
+
+    def cast(x: Any) -> Any:
+        rest = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying)) if hasattr(x, "dtype") else ()
+        return jax.lax.pcast(x, rest, to="varying") if rest else x
+
+    return jax.tree.map(cast, tree)
+
+
+def unchecked(function: Any, *arrays: Any) -> list[Any]:
+    """The results of a function of arrays, in which a `jax.shard_map` does not check over which axes arrays vary.
+
+    Kernels and functions that are traced later, while JAX lowers a program, do not say it of the values inside of them.
+    All results vary as all arrays do.
+    """
+    if not jax_config._check_vma.value:
+        return list(function(*arrays))
+    arrays = varying_alike(arrays)
+    with jax_config._check_vma(False):
+        jaxpr = jax.make_jaxpr(lambda *given: list(function(*given)))(
+            *(jax.typeof(x).update(manual_axis_type=ManualAxisType()) for x in arrays)
+        )
+    return unchecked_p.bind(*arrays, jaxpr=jaxpr)
+
+
+unchecked_p = jax.extend.core.Primitive("dejax_unchecked")
+unchecked_p.multiple_results = True
+
+
+def _unchecked(*arrays: Any, jaxpr: Any) -> Any:
+    return jax.extend.core.jaxpr_as_fun(jaxpr)(*arrays)
+
+
+def aval_like(shape: tuple[int, ...], dtype: Any, operand: Any) -> Any:
+    """The type of a result, which varies over the same axes of the mesh as an operand of the given type."""
+    if not jax_config._check_vma.value:
+        return jax.core.ShapedArray(shape, dtype)
+    sharding = operand.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
+    return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=operand.manual_axis_type)
+
+
+def lower_unchecked(function: Any, multiple_results: bool = True) -> Any:
+    """A lowering by a function that is traced then, in which is not checked over which axes arrays vary."""
+    lower = jax.interpreters.mlir.lower_fun(function, multiple_results=multiple_results)
+
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        with jax_config._check_vma(False):
+            same = [aval.update(manual_axis_type=ManualAxisType()) for aval in ctx.avals_in]
+            return lower(ctx.replace(avals_in=same), *operands, **params)
+
+    return rule
+
+
+def _batch_unchecked(arrays: Any, axes: Any, *, jaxpr: Any) -> tuple[Any, Any]:
+    function = jax.vmap(jax.extend.core.jaxpr_as_fun(jaxpr), in_axes=tuple(axes))
+    return unchecked(function, *arrays), [0] * len(jaxpr.out_avals)
+
+
+unchecked_p.def_abstract_eval(lambda x, *_, jaxpr: [aval_like(out.shape, out.dtype, x) for out in jaxpr.out_avals])
+jax.interpreters.mlir.register_lowering(unchecked_p, lower_unchecked(_unchecked))
+jax.interpreters.batching.primitive_batchers[unchecked_p] = _batch_unchecked
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:

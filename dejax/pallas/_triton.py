@@ -30,6 +30,7 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
+from dejax import _compat
 from dejax.pallas._shapes import divide
 from dejax.pallas._tiles import where
 from dejax.pallas.formats.table_slice import SliceRef, TableSlice
@@ -147,17 +148,16 @@ def pallas_call(
 
     def run(*operands: Any) -> Sequence[jax.Array]:
         starts = {i: o.start for i, o in enumerate(operands) if isinstance(o, TableSlice)}
-        call = jax.custom_jvp(
-            pl.pallas_call(
-                _traced_in_place(_for(_from_starts(kernel, starts) if starts else kernel, interpret)),
-                out_shape=list(out_shape),
-                grid=(num_programs,),
-                compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-                interpret=interpret,
-                input_output_aliases=dict(aliases or {}),
-                name=f"{_label.get()}_{name}" if _label.get() else name,
-            )
+        kernel_call = pl.pallas_call(
+            _traced_in_place(_for(_from_starts(kernel, starts) if starts else kernel, interpret)),
+            out_shape=list(out_shape),
+            grid=(num_programs,),
+            compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+            interpret=interpret,
+            input_output_aliases=dict(aliases or {}),
+            name=f"{_label.get()}_{name}" if _label.get() else name,
         )
+        call = jax.custom_jvp(functools.partial(_compat.unchecked, kernel_call))
 
         @call.defjvp
         def no_derivative(primals: Any, tangents: Any) -> Any:

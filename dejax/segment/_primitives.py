@@ -18,6 +18,7 @@ from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from dejax import _compat
 from dejax.pallas.segments.reduce import segment_reduce
 from dejax.segment._grouping import Grouping, group
 
@@ -49,17 +50,24 @@ class Edges(NamedTuple):
         return Edges(self.by_receiver.ids, back, self.by_receiver, self.rows_back, self.rows)
 
 
+class _Alike(Primitive):
+    """A primitive whose operands vary over the same axes of a mesh, as the results of its derivatives then do."""
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        return super().bind(*_compat.varying_alike(args), **params)
+
+
 def _define(name: str, run: Any, aval: Any) -> Primitive:
     """A primitive with one result, which runs a function of arrays and static parameters."""
-    primitive = Primitive(name)
+    primitive = _Alike(name)
 
     @functools.cache
     def jitted(**params: Any) -> Any:
         return jax.jit(functools.partial(run, **params))
 
     primitive.def_impl(lambda *args, **params: jitted(**params)(*args))
-    primitive.def_abstract_eval(lambda *args, **params: jax.core.ShapedArray(*aval(*args, **params)))
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
+    primitive.def_abstract_eval(lambda *args, **params: _compat.aval_like(*aval(*args, **params), args[0]))
+    mlir.register_lowering(primitive, _compat.lower_unchecked(run, multiple_results=False))
     return primitive
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from dejax import segment
 from tests.segment.test_reductions import BACKENDS
@@ -136,3 +137,29 @@ def test_mistakes_are_named(call, error, message):
 def test_partitions_inside_jit_need_no_sum():
     got = jax.jit(segment.partition_softmax)(jnp.ones(3), jnp.array([2, 0, 1]))
     np.testing.assert_allclose(got, [0.5, 0.5, 1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_replicated_data_in_shard_map(backend):
+    """They are summed over the devices, whose ids differ: of every kind of operator, in one program."""
+    if len(devices := jax.devices()[:2]) < 2:
+        pytest.skip("needs two devices")
+    rng, split, whole = np.random.default_rng(0), PartitionSpec("i"), PartitionSpec()
+    x, scales = jnp.asarray(rng.normal(size=(12, 2)), jnp.float32), jnp.asarray(rng.normal(size=(2, 12)), jnp.float32)
+    ids = jnp.asarray(rng.permuted([[*range(4)] * 3] * 2, axis=1).astype(np.int32))
+    plain = (segment.segment_max, segment.segment_softmax)
+    gathered = (segment.gather_segment_mean, segment.gather_segment_max)
+
+    def loss(x, scale, ids):
+        results = [op(x, ids, 4, backend=backend) for op in plain]
+        results += [op(x, ids, ids, 4, scale=scale, backend=backend) for op in gathered]
+        results += [segment.gather(x, segment.plan(ids, 12), backend=backend)]
+        return sum(jnp.sum(jnp.sin(y)) for y in results)
+
+    def on_each(x, scales, ids):
+        return jax.lax.psum(loss(x, scales[0], ids[0]), "i")
+
+    mapped = jax.shard_map(on_each, mesh=Mesh(np.array(devices), "i"), in_specs=(whole, split, split), out_specs=whole)
+    found = jax.jit(jax.grad(mapped, (0, 1)))(x, scales, ids)
+    alone = jax.jit(jax.grad(lambda x, scales, ids: sum(map(loss, (x, x), scales, ids)), (0, 1)))(x, scales, ids)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, alone)

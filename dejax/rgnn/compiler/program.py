@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dejax import _compat
 from dejax.rgnn.compiler.execute import Counts, Task, counts_of, no_gradient_of_padding, run, uses_kernels
 from dejax.rgnn.compiler.frontend import Argument, GraphSymbol, ProgramError, trace_program
 from dejax.rgnn.compiler.reverse_only import reverse_only
@@ -142,6 +143,7 @@ class Program:
         if (other := _OTHER_GRAPHS.get(type(graph))) is not None:
             return other(self, graph, options, args, kwargs)
         task, tree, arrays = self._prepare(graph, options, args, kwargs)
+        graph, arrays = _compat.varying_alike((graph, arrays))
         results = run(task, graph, _inputs(task, graph, arrays))
         ops = [task.program.ops[o] for o in task.program.outputs]
         found = [_from_rows(graph, op.space, r) for op, r in zip(ops, results, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from functools import cache
@@ -216,7 +217,7 @@ def test_shard_map(backend: str, sharded: str) -> None:
             return one(x[0], params)[None]
         return one(x, jax.tree.map(lambda a: a[0], params))[None]
 
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(whole, *specs), out_specs=split, check_vma=False)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(whole, *specs), out_specs=split)
 
     def total(x: Any, params: Any) -> Any:
         y = mapped(GRAPH, x, params)
@@ -233,6 +234,27 @@ def test_shard_map(backend: str, sharded: str) -> None:
     # A replicated argument gets the sum of the devices' gradients.
     sum_if = lambda tree, shared: jax.tree.map(lambda a: a.sum(0), tree) if shared else tree  # noqa: E731
     close(grads, (sum_if(alone[0], sharded == "weights"), sum_if(alone[1], sharded == "features")))
+
+
+@pytest.mark.sample(2)
+@BOTH
+def test_gradients_inside_of_shard_map(backend: str) -> None:
+    """Of replicated weights, of two examples on each of two devices: the sum of all examples' gradients."""
+    devices = jax.devices("cpu")[:2]
+    if len(devices) < 2:
+        pytest.skip("needs two CPU devices, which tests/conftest.py asks XLA for before jax starts")
+    split, whole = PartitionSpec("batch"), PartitionSpec()
+    (xs, _), (_, params) = stacked(backend, 4), arrays(backend)
+    one = loss(backend)  # with the graph closed over
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=Mesh(np.array(devices), ("batch",)), in_specs=(split, whole), out_specs=whole)
+    def step(xs: Any, params: Any) -> Any:
+        value, gradients = jax.value_and_grad(lambda p: jnp.sum(jax.vmap(one, (0, None))(xs, p)))(params)
+        return jax.lax.psum(value, "batch"), gradients
+
+    (values, (_, gradients)) = each(lambda x: plain_gradients(backend)(x, params), xs)
+    close(step(xs, params), (values.sum(0), jax.tree.map(lambda g: g.sum(0), gradients)))
 
 
 def test_one_compilation_for_equal_graphs() -> None:
