@@ -215,7 +215,7 @@ def _unchecked(*arrays: Any, jaxpr: Any) -> Any:
     return jax.extend.core.jaxpr_as_fun(jaxpr)(*arrays)
 
 
-def aval_like(shape: tuple[int, ...], dtype: Any, operand: Any) -> Any:
+def aval_like(operand: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """The type of a result, which varies over the same axes of the mesh as an operand of the given type."""
     if not jax_config._check_vma.value:
         return jax.core.ShapedArray(shape, dtype)
@@ -240,7 +240,7 @@ def _batch_unchecked(arrays: Any, axes: Any, *, jaxpr: Any) -> tuple[Any, Any]:
     return unchecked(function, *arrays), [0] * len(jaxpr.out_avals)
 
 
-unchecked_p.def_abstract_eval(lambda x, *_, jaxpr: [aval_like(out.shape, out.dtype, x) for out in jaxpr.out_avals])
+unchecked_p.def_abstract_eval(lambda x, *_, jaxpr: [aval_like(x, out.shape, out.dtype) for out in jaxpr.out_avals])
 jax.interpreters.mlir.register_lowering(unchecked_p, lower_unchecked(_unchecked))
 jax.interpreters.batching.primitive_batchers[unchecked_p] = _batch_unchecked
 

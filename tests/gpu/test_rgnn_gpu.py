@@ -150,11 +150,11 @@ def test_random_programs(recipe: Recipe, edges: EdgeList, disable: tuple[str, ..
     compare(recipe, edges, Options(backend="pallas", disable=disable, precision="f32"), "float32", 1e-3)
 
 
-@pytest.mark.parametrize("transform", ["vmap", "scan", "checkpoint"])
+@pytest.mark.parametrize("transform", ["vmap", "scan", "checkpoint", "stacked"])
 def test_transformations(transform: str) -> None:
     from tests.rgnn.compiler import test_transforms
 
-    arrays: Any = {"vmap": ((0, 0),), "scan": (), "checkpoint": ()}[transform]
+    arrays: Any = {"vmap": ((0, 0),), "scan": (), "checkpoint": (), "stacked": ()}[transform]
     options = test_transforms.BACKENDS | {"pallas": F32}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(test_transforms, "BACKENDS", options)
@@ -162,6 +162,7 @@ def test_transformations(transform: str) -> None:
             "vmap": test_transforms.test_vmap,
             "scan": test_transforms.test_scan_over_layers,
             "checkpoint": test_transforms.test_checkpoint,
+            "stacked": test_transforms.test_stacked_graphs,
         }[transform]("pallas", *arrays)
 
 

@@ -85,6 +85,7 @@ def from_graphs_tuple(
     edge_type_names: tuple[str, ...] | None = None,
     node_type_names: tuple[str, ...] | None = None,
     validate: bool = True,
+    bounded: bool | None = None,
     long_segment_chunk: int = LONG_SEGMENT_CHUNK,
 ) -> RelGraph:
     """Makes a graph from a `jraph.GraphsTuple`; a batch of graphs becomes one graph with several components.
@@ -109,6 +110,8 @@ def from_graphs_tuple(
         edge_type_names: as in `RelGraph.from_edges`.
         node_type_names: as in `RelGraph.from_edges`.
         validate: as in `RelGraph.from_edges`; no effect inside jit.
+        bounded: as in `RelGraph.from_edges`, so that tuples of equal shapes, such as batches padded to one size, share
+            one compiled program. None: where `padded` is given. No effect inside jit, where all graphs are bounded.
         long_segment_chunk: as in `RelGraph.from_edges`.
 
     Returns:
@@ -151,6 +154,7 @@ def from_graphs_tuple(
         edge_mask=_first_valid("n_edge", valid_edges, num_edges),
         node_mask=_first_valid("n_node", valid_nodes, num_nodes),
         validate=validate,
+        bounded=padded if bounded is None else bounded,
     )
 
 
@@ -167,13 +171,13 @@ def _static_type_counts(options: Mapping[str, Any], typed_nodes: bool) -> dict[s
     return found
 
 
-def _first_valid(name: str, valid: int, size: int) -> np.ndarray | None:
-    """The mask of the first `valid` of `size` rows; None where all are valid."""
+def _first_valid(name: str, valid: int, size: int) -> np.ndarray:
+    """The mask of the first `valid` of `size` rows."""
     if not 0 <= valid <= size:
         raise ValueError(
             f"the sum of graphs_tuple.{name} must be from 0 to {size}, the rows of the arrays, got {valid}"
         )
-    return None if valid == size else np.arange(size) < valid
+    return np.arange(size) < valid
 
 
 def to_graphs_tuple(
@@ -215,7 +219,8 @@ def to_graphs_tuple(
             nodes=like.nodes if isinstance(nodes, _Keep) else _rows(nodes, "nodes", graph.num_nodes),
             edges=like.edges if isinstance(edges, _Keep) else _rows(edges, "edges", num_edges, graph.num_edges),
         )
-    if graph.edge_mask is not None or graph.node_mask is not None:
+    masks = [mask for mask in (graph.edge_mask, graph.node_mask) if mask is not None]
+    if is_traced(*masks) or not all(np.all(mask) for mask in masks):
         raise ValueError("like must be given for a graph with padding: only the original GraphsTuple has its form")
     senders, receivers, edge_type = graph.to_edges()
     return jraph.GraphsTuple(

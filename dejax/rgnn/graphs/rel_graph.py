@@ -45,8 +45,9 @@ class RelGraph:
     loop per node (`add_self_loops`), in order of the nodes.
 
     A *source pair* is a unique (sender, edge type) of some edge, a *destination pair* a unique (receiver, edge type).
-    Pairs are numbered in order of (edge type, node). A graph of `build_traced` has as many pairs as edges. Its unused
-    pairs come last; they have no edges, the node `num_nodes` and the type `num_edge_types`.
+    Pairs are numbered in order of (edge type, node). A *bounded* graph, made by `build_traced` or with `bounded=True`,
+    has as many pairs as edges. Its unused pairs come last; they have no edges, the node `num_nodes` and the type
+    `num_edge_types`.
 
     Attributes:
         senders: int32[edges], source node of each edge, canonical; `num_nodes` for padding edges.
@@ -66,7 +67,7 @@ class RelGraph:
         destination_pair_by_type: destination pairs grouped by edge type, with tiles; pairs are sorted so.
         by_node_type: nodes grouped by node type, with tiles; `order` is None where nodes are sorted by type.
         edge_type_by_source: edge types grouped by the node type of their sources. None where some edge type has
-            sources of several node types, and in a graph of `build_traced` with more than one node type.
+            sources of several node types, and in a bounded graph with more than one node type.
         destinations_by_type: in a block of a sample the destinations grouped by node type; otherwise None.
         node_mask: bool[nodes], False for padding nodes; None where there is none.
         edge_mask: bool[edges], canonical, False for padding edges; None where there is none.
@@ -79,8 +80,8 @@ class RelGraph:
         num_edges: number of edges, added ones and padding included.
         num_edge_types: number of edge types, added ones included.
         num_node_types: number of node types.
-        num_source_pairs: number of source pairs; its upper bound in a graph of `build_traced`.
-        num_destination_pairs: number of destination pairs; its upper bound in a graph of `build_traced`.
+        num_source_pairs: number of source pairs; its upper bound in a bounded graph.
+        num_destination_pairs: number of destination pairs; its upper bound in a bounded graph.
         edge_type_names: a name for each edge type, or None.
         node_type_names: a name for each node type, or None.
         node_type_counts: nodes of each type where `from_relations` made the graph, otherwise None.
@@ -144,7 +145,8 @@ class RelGraph:
         - `Segments.near_tiles`: tiles by type, ordered by the nodes that they read.
         - `packed`: the small tables that only kernels read, in one array.
 
-        Graphs made where the default backend is a GPU have these tables; graphs of `build_traced` do not.
+        Graphs made where the default backend is a GPU have these tables; bounded graphs do not, because the sizes of
+        the tables depend on the edges.
 
         Args:
             long_segment_chunk: the value that the graph was made with.
@@ -170,6 +172,7 @@ class RelGraph:
         edge_type_names: Sequence[str] | None = None,
         node_type_names: Sequence[str] | None = None,
         validate: bool = True,
+        bounded: bool = False,
         long_segment_chunk: int = LONG_SEGMENT_CHUNK,
     ) -> RelGraph:
         """Makes a graph from concrete edge arrays, with numpy on the host.
@@ -192,6 +195,11 @@ class RelGraph:
                 `rev_<name>`, self loops `self_loop`.
             node_type_names: a distinct name for each node type.
             validate: whether to check that ids are in range; unchecked ids out of range give a wrong graph.
+            bounded: gives all tables the sizes of their static bounds, as in `build_traced`, in place of those of this
+                graph. Graphs of equal numbers of nodes, edges and types then have equal structures and shapes: they
+                share one compiled program, and `jax.tree.map(lambda *x: jnp.stack(x), *graphs)` stacks them for
+                `jax.vmap` and `jax.lax.scan`. Each edge then counts as a source pair and a destination pair of its
+                own, so values per pair take as many rows as values per edge, and kernels have no `loop_tables`.
             long_segment_chunk: nodes and pairs with more edges than this are split in chunks of this many edges.
 
         Returns:
@@ -232,7 +240,7 @@ class RelGraph:
             check_ids(edges, node_type, node_mask, spec)
         senders, receivers, edge_type = (column.astype(np.int32, copy=False) for column in edges[:3])
         edges = Edges(senders, receivers, edge_type, edges.mask)
-        return cls._concrete(build.build(edges, node_type, node_mask, spec), spec)
+        return cls._concrete(edges, node_type, node_mask, spec, bounded)
 
     @classmethod
     @checks.takes_hub_chunk
@@ -244,6 +252,7 @@ class RelGraph:
         add_reverse: bool = False,
         add_self_loops: bool = False,
         validate: bool = True,
+        bounded: bool = False,
         long_segment_chunk: int = LONG_SEGMENT_CHUNK,
     ) -> RelGraph:
         """Makes a graph from edge lists by relation, with node ids that count from 0 within each node type.
@@ -258,6 +267,7 @@ class RelGraph:
             add_reverse: adds for each relation its reverse.
             add_self_loops: adds one more edge type with an edge `v -> v` for each node.
             validate: whether to check that ids are in range.
+            bounded: as in `from_edges`; the number of edges is that of all relations.
             long_segment_chunk: as in `from_edges`.
 
         Raises:
@@ -276,7 +286,7 @@ class RelGraph:
             validate=validate,
             long_segment_chunk=long_segment_chunk,
         )
-        return cls._concrete(build.build(edges, node_type, None, spec), spec)
+        return cls._concrete(edges, node_type, None, spec, bounded)
 
     @classmethod
     @checks.takes_hub_chunk
@@ -361,6 +371,7 @@ class RelGraph:
         num_destinations: int,
         num_edge_types: int | None = None,
         validate: bool = True,
+        bounded: bool = False,
         long_segment_chunk: int = LONG_SEGMENT_CHUNK,
     ) -> RelGraph:
         """Makes a graph whose edges lead from source nodes to destination nodes, each numbered from 0.
@@ -375,7 +386,7 @@ class RelGraph:
             edge_type: int[edges], type of each edge; all 0 by default.
             num_sources: number of source nodes.
             num_destinations: number of destination nodes.
-            num_edge_types, validate, long_segment_chunk: as in `from_edges`.
+            num_edge_types, validate, bounded, long_segment_chunk: as in `from_edges`.
 
         Raises:
             TypeError, ValueError, IndexError: as `from_edges`.
@@ -394,7 +405,7 @@ class RelGraph:
             validate=validate,
             long_segment_chunk=long_segment_chunk,
         )
-        return cls._concrete(build.build(edges, node_type, None, spec), spec)
+        return cls._concrete(edges, node_type, None, spec, bounded)
 
     @classmethod
     def _made(cls, arrays: dict[str, Any], spec: GraphSpec) -> RelGraph:
@@ -414,9 +425,16 @@ class RelGraph:
         )
 
     @classmethod
-    def _concrete(cls, arrays: dict[str, Any], spec: GraphSpec) -> RelGraph:
-        """The graph of numpy arrays, on the default device; with the tables of kernels where that is a GPU."""
-        graph = cls._made(arrays, spec)
+    def _concrete(cls, edges: Edges, node_type: Any, node_mask: Any, spec: GraphSpec, bounded: bool) -> RelGraph:
+        """The graph of checked numpy arrays, on the default device; see `from_edges` on `bounded`.
+
+        With the tables of kernels where that is a GPU, unless it is bounded.
+        """
+        if bounded:
+            nodes_sorted = (node_type is None and node_mask is None) or spec.node_type_counts is not None
+            with jax.ensure_compile_time_eval():
+                return cls._made(build_traced.build(edges, node_type, node_mask, spec, nodes_sorted), spec)
+        graph = cls._made(build.build(edges, node_type, node_mask, spec), spec)
         return graph.with_loop_tables(spec.long_segment_chunk) if jax.default_backend() == "gpu" else on_device(graph)
 
     @property

@@ -20,7 +20,7 @@ from dejax.rgnn import Options, RelGraph, library
 from dejax.rgnn.compiler import execute
 from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
-from tests.rgnn.references import GRAPHS, LONG_SEGMENT_CHUNK, graph_of
+from tests.rgnn.references import GRAPHS, LONG_SEGMENT_CHUNK, edge_list, graph_of
 
 BACKENDS = {
     "xla": Options(backend="xla", precision="f32"),
@@ -246,15 +246,40 @@ def test_gradients_inside_of_shard_map(backend: str) -> None:
     split, whole = PartitionSpec("batch"), PartitionSpec()
     (xs, _), (_, params) = stacked(backend, 4), arrays(backend)
     one = loss(backend)  # with the graph closed over
+    mesh = Mesh(np.array(devices), ("batch",))
 
     @jax.jit
-    @functools.partial(jax.shard_map, mesh=Mesh(np.array(devices), ("batch",)), in_specs=(split, whole), out_specs=whole)
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(split, whole), out_specs=whole)
     def step(xs: Any, params: Any) -> Any:
         value, gradients = jax.value_and_grad(lambda p: jnp.sum(jax.vmap(one, (0, None))(xs, p)))(params)
         return jax.lax.psum(value, "batch"), gradients
 
     (values, (_, gradients)) = each(lambda x: plain_gradients(backend)(x, params), xs)
     close(step(xs, params), (values.sum(0), jax.tree.map(lambda g: g.sum(0), gradients)))
+
+
+@pytest.mark.sample(2)
+@BOTH
+def test_stacked_graphs(backend: str) -> None:
+    """Bounded graphs of equal shapes compile once, and vmap and scan go over them: results and gradients."""
+    _, params = arrays(backend)
+    (xs, _), num_types = stacked(backend, 3), GRAPH.num_edge_types
+    # The third one has no edge of one type and one long segment.
+    lists = [edge_list(seed, 11, 40, num_types, long_segment=20 * (seed == 2), empty=seed - 1) for seed in range(3)]
+    graphs = [one.build(bounded=True, long_segment_chunk=LONG_SEGMENT_CHUNK) for one in lists]
+
+    def gradients(graph: RelGraph, x: Any, options: Options = BACKENDS[backend]) -> Any:
+        total = lambda x, p: jnp.sum(jnp.sin(MODEL[backend][1](graph, x, p, options=options)))  # noqa: E731
+        return jax.value_and_grad(total, argnums=(0, 1))(x, params)
+
+    alone = jax.jit(gradients)
+    want = [alone(graph, x) for graph, x in zip(graphs, xs, strict=True)]
+    assert alone._cache_size() == 1  # type: ignore[attr-defined]
+    exact = lists[2].build(long_segment_chunk=LONG_SEGMENT_CHUNK)
+    close(want[2], jax.jit(lambda graph, x: gradients(graph, x, BACKENDS["xla"]))(exact, xs[2]))
+    batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *graphs), xs
+    close(jax.jit(jax.vmap(gradients))(*batch), want := jax.tree.map(lambda *leaves: jnp.stack(leaves), *want))
+    close(jax.jit(lambda batch: jax.lax.scan(lambda _, one: (None, gradients(*one)), None, batch)[1])(batch), want)
 
 
 def test_one_compilation_for_equal_graphs() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from dejax.rgnn.graphs import sorting_traced
+from dejax.rgnn.graphs import interop, sorting_traced
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
 from tests.budget import examples
@@ -45,6 +45,37 @@ def test_every_table_agrees_with_the_reference(edges: EdgeList, add_reverse: boo
     positional, keywords = edges.arguments()
     graph = build(*positional, **keywords, add_reverse=add_reverse, add_self_loops=add_self_loops)
     check_tables(graph, edges.added(add_reverse, add_self_loops), exact=False)
+
+
+@SETTINGS
+@hypothesis.given(padded_lists(), padded_lists())
+def test_bounded_graphs_of_equal_shapes_have_equal_structures(edges: EdgeList, other: EdgeList) -> None:
+    """Made outside of jit; with and without padding nodes, hubs and empty types."""
+    graphs = [given.build(bounded=True, long_segment_chunk=CHUNK) for given in (edges, other)]
+    check_tables(graphs[0], edges, exact=False)
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *graphs)
+    assert stacked.senders.shape == (2, EDGES)
+    assert "of 14" in graphs[0].summary() or edges.edge_mask is None or edges.edge_mask.all()
+
+
+def test_bounded_graphs_of_relations_and_of_two_sides() -> None:
+    relations = {("a", "to", "b"): ([0, 1, 1], [0, 0, 1]), ("b", "of", "a"): ([1], [1])}
+    others = {("a", "to", "b"): ([1, 1, 1], [1, 1, 1]), ("b", "of", "a"): ([0], [1])}
+    made = [
+        RelGraph.from_relations(given, {"a": 2, "b": 2}, add_reverse=True, bounded=True)
+        for given in (relations, others)
+    ]
+    assert jax.tree.structure(made[0]) == jax.tree.structure(made[1])
+    for given, graph in zip((relations, others), made, strict=True):
+        found = interop.to_relations(graph)
+        assert {key: [ids.tolist() for ids in found[key]] for key in given} == {k: [*v] for k, v in given.items()}
+        assert graph.by_node_type.order is None  # nodes are numbered type after type
+    made = [
+        RelGraph.from_bipartite(ends, [0, 1, 1], num_sources=2, num_destinations=2, bounded=True)
+        for ends in ([0, 1, 0], [1, 1, 1])
+    ]
+    assert jax.tree.structure(made[0]) == jax.tree.structure(made[1])
+    assert interop.to_graphs_tuple(made[0]).senders.tolist() == [0, 1, 0]
 
 
 def check_agreement(traced: RelGraph, graph: RelGraph) -> None:

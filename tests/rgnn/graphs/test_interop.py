@@ -80,9 +80,22 @@ def test_batched_graphs(batch: jraph.GraphsTuple, add_reverse: bool, add_self_lo
 def test_padded_graphs(batch: jraph.GraphsTuple, extra: int, extra_graphs: int) -> None:
     nodes, edges = len(batch.nodes["x"]), len(batch.senders)
     padded = jraph.pad_with_graphs(batch, nodes + 1 + extra, edges + extra, len(batch.n_node) + extra_graphs)
-    graph = from_graphs_tuple(padded, padded=True, add_self_loops=True, **TYPES)
+    graph = from_graphs_tuple(padded, padded=True, add_self_loops=True, bounded=False, **TYPES)
     check_tables(graph, edge_list(padded, 1 + extra, extra).added(False, True), exact=True)
     assert_same_tuple(to_graphs_tuple(graph, like=padded), padded)
+
+
+@SETTINGS
+@hypothesis.given(batches, batches)
+def test_batches_padded_to_one_size_have_one_structure(batch: jraph.GraphsTuple, other: jraph.GraphsTuple) -> None:
+    """So that a function of the graph compiles once for all of them."""
+    both = [jraph.pad_with_graphs(given, NODES, EDGES, GRAPHS) for given in (batch, other)]
+    graphs = [from_graphs_tuple(padded, padded=True, add_reverse=True, **TYPES) for padded in both]
+    assert len({jax.tree.structure(graph) for graph in graphs}) == 1
+    assert len({str(jax.tree.map(jnp.shape, graph)) for graph in graphs}) == 1
+    plain = edge_list(both[0], NODES - int(batch.n_node.sum()), EDGES - int(batch.n_edge.sum()))
+    check_tables(graphs[0], plain.added(True, False), exact=False)
+    assert_same_tuple(to_graphs_tuple(graphs[0], like=both[0]), both[0])
 
 
 @jax.jit
