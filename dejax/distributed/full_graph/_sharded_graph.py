@@ -243,7 +243,7 @@ def whole_graph(graph: RelGraph) -> WholeGraph:
         raise TypeError(f"graph must be a RelGraph, got {type(graph).__name__}")
     if graph.is_traced:
         raise TypeError("graph must be concrete, got a traced RelGraph; split it outside of jit")
-    if graph.edge_mask is not None or graph.node_mask is not None:
+    if not all(np.all(mask) for mask in (graph.edge_mask, graph.node_mask) if mask is not None):
         raise ValueError("graph must have no padding, got one with a mask; make it with RelGraph.from_edges")
     senders, receivers, edge_type = (np.asarray(column) for column in graph.to_edges())
     return WholeGraph(
