@@ -7,11 +7,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from dejax.datasets._dataset import UNLABELLED, EntityDataset
@@ -22,11 +23,12 @@ Ends = tuple[np.ndarray, np.ndarray]
 """The senders and the receivers of a relation's edges, numbered within their types."""
 
 SPLITS = ("train", "valid", "test")
-_FORMAT = 1  # of the folders of `save`
+_FORMAT = 2  # of the folders of `save`; 1 has no dtypes that numpy lacks
 _META = "dataset.json"
 _CHUNK = 1 << 24  # elements at once, for memory maps
 _EDGES = ("edges", "valid_edges", "test_edges")
 _BY_EDGE = ("edge_times", "edge_features", "edge_weights")
+_DESCRIPTIVE = ("name", "num_nodes", "node_names", "description", "left_out")  # nothing that a model reads
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +50,14 @@ class HeteroDataset:
         valid_edges: relation -> ends: edges to choose settings on, for link prediction.
         test_edges: relation -> ends: edges to report on.
         target_relations: the relations that a link prediction task predicts.
-        node_times: int or float [nodes] by type: when a node came to be.
-        edge_times: int or float [edges] by relation.
+        node_times: int or float [nodes] by type: when a node came to be. The time of a node as a seed.
+        edge_times: int or float [edges] by relation: from when on an edge is known. Edges of relations without times
+            are always known.
         edge_features: [edges, ...] by relation.
         edge_weights: float[edges] by relation, not negative.
         node_names: a name for each node, by type, where the source has names.
         description: a few sentences: content, source, what was left out.
+        left_out: what a reader left out, such as edges to rows that do not exist -> how many.
         check: whether all ids are compared with the counts. Without it only shapes and dtypes are checked: to
             compare ids, all edges are read once.
 
@@ -78,6 +82,7 @@ class HeteroDataset:
     edge_weights: dict[Relation, np.ndarray] = field(default_factory=dict)
     node_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     description: str = ""
+    left_out: dict[str, int] = field(default_factory=dict)
     check: dataclasses.InitVar[bool] = True
 
     def __post_init__(self, check: bool) -> None:
@@ -172,6 +177,25 @@ class HeteroDataset:
         ]
         return np.concatenate([np.zeros((0, 3), np.int64), *parts]).astype(np.int64)
 
+    def check_used(self, what: str, used: Collection[str]) -> None:
+        """Raises if the data set has fields that its user does not read: times that nobody respects leak the future.
+
+        Args:
+            what: who reads the data set, for the error.
+            used: the fields that it reads, or leaves out on purpose.
+
+        Raises:
+            ValueError: another field has something.
+        """
+        for found in dataclasses.fields(self):
+            values = getattr(self, found.name)
+            if found.name not in (*used, *_DESCRIPTIVE) and values:
+                raise ValueError(
+                    f"{what} must get a data set without {found.name}, which it does not read, got some of "
+                    f"{next(iter(values))!r} in {self.name!r}; to ignore them: "
+                    f"dataclasses.replace(data, {found.name}={{}}, check=False)"
+                )
+
     def __repr__(self) -> str:
         return (
             f"HeteroDataset({self.name!r}, nodes={self.num_nodes}, edges={sum(self.num_edges.values())}, "
@@ -193,6 +217,7 @@ class HeteroDataset:
         for name in _EDGES[1:]:
             if found := getattr(self, name):
                 lines.append(f"{sum(len(ends[0]) for ends in found.values()):>15,}  {name.replace('_', ' ')}")
+        lines += [f"{count:>15,}  left out: {what}" for what, count in self.left_out.items()]
         return "\n".join(lines)
 
     # -------------------------------------------------------------------------------------------- other graphs
@@ -202,11 +227,13 @@ class HeteroDataset:
 
         Args:
             symmetric: names of relations within one type that get their reverse edges themselves, without self loops
-                and with one self loop at each node, as MLPerf prepares `cites` of IGB. These lists are made anew.
+                and with one self loop at each node, as MLPerf prepares `cites` of IGB. These lists are made anew. A
+                reverse edge has the time and weight of its edge; self loops are always known, with weight 1.
             prefix: of the names of reverse relations.
 
         Raises:
-            ValueError: a symmetric relation that does not exist or joins two types; a reverse name that is taken.
+            ValueError: a symmetric relation that does not exist, joins two types or has edge features, which its self
+                loops lack; a reverse name that is taken.
         """
         edges = dict(self.edges)
         by_edge: dict[str, Any] = {name: dict(getattr(self, name)) for name in _BY_EDGE}
@@ -215,9 +242,16 @@ class HeteroDataset:
             if not found or any(relation[0] != relation[2] for relation in found):
                 raise ValueError(f"with_reverse: `symmetric` must name relations within one type, got {name!r}")
             for relation in found:
-                edges[relation] = _symmetric(edges[relation], self.num_nodes[relation[0]])
-                for values in by_edge.values():
-                    values.pop(relation, None)
+                if relation in self.edge_features:
+                    raise ValueError(
+                        f"with_reverse: `symmetric` must name relations without edge_features, got {name!r}"
+                    )
+                count, kept = self.num_nodes[relation[0]], np.flatnonzero(np.not_equal(*edges[relation]))
+                edges[relation] = _symmetric(edges[relation], kept, count)
+                for of_loops, values in ((_always, by_edge["edge_times"]), (np.ones_like, by_edge["edge_weights"])):
+                    if relation in values:
+                        own = np.asarray(values[relation])[kept]
+                        values[relation] = np.concatenate([own, own, of_loops(np.empty(count, own.dtype))])
         for (source, name, destination), (senders, receivers) in self.edges.items():
             if name in symmetric:
                 continue
@@ -288,9 +322,14 @@ class HeteroDataset:
         work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
         try:
             files: list[tuple[list[Any], str]] = []
+            dtypes: dict[str, str] = {}
             for number, (path, array) in enumerate(self._arrays()):
-                np.save(work / f"{number}.npy", array)
-                files.append((path, f"{number}.npy"))
+                file, array = f"{number}.npy", np.asarray(array)
+                if array.dtype.type.__module__ != "numpy":  # bfloat16 and others, which `.npy` files do not name
+                    dtypes[file] = array.dtype.name
+                    array = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+                np.save(work / file, array, allow_pickle=False)
+                files.append((path, file))
             meta = {
                 "format": _FORMAT,
                 "name": self.name,
@@ -299,7 +338,9 @@ class HeteroDataset:
                 "target_relations": self.target_relations,
                 "node_names": self.node_names,
                 "description": self.description,
+                "left_out": self.left_out,
                 "files": files,
+                "dtypes": dtypes,
             }
             (work / _META).write_text(json.dumps(meta), encoding="utf-8")
             if folder.exists():
@@ -334,12 +375,14 @@ class HeteroDataset:
         """
         folder = Path(folder)
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-        if meta.get("format") != _FORMAT:
+        if meta.get("format") not in (1, _FORMAT):
             raise ValueError(f"{folder} must be a HeteroDataset of format {_FORMAT}, got {meta.get('format')!r}")
         fields: dict[str, Any] = {name: {} for name in (*_EDGES, "features", "labels", "node_times", *_BY_EDGE)}
         splits: dict[str, dict[str, np.ndarray]] = {}
         for path, file in meta["files"]:
             array = mapped_npy(folder / file)
+            if dtype := meta.get("dtypes", {}).get(file):
+                array = array.view(getattr(ml_dtypes, dtype))
             name: str = path[0]
             key: Any = tuple(path[1]) if isinstance(path[1], list) else path[1]
             if name == "splits":
@@ -357,6 +400,7 @@ class HeteroDataset:
             target_relations=tuple(tuple(relation) for relation in meta["target_relations"]),
             node_names={kind: tuple(names) for kind, names in meta["node_names"].items()},
             description=meta["description"],
+            left_out=meta.get("left_out", {}),
             splits=splits,
             check=check,
             **fields,
@@ -368,7 +412,7 @@ def mapped_npy(path: Path) -> np.ndarray:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: no whole `.npy` file.
+        ValueError: no whole `.npy` file, or one without the name of its dtype, as numpy writes of bfloat16 and FP8.
     """
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -376,6 +420,11 @@ def mapped_npy(path: Path) -> np.ndarray:
         raise
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"{path} must be a whole .npy file: {error}") from error
+    if array.dtype.type is np.void:
+        raise ValueError(
+            f"{path} must name its dtype, got {array.dtype}, which numpy.save writes of dtypes that it lacks, such as "
+            "bfloat16; save the data set again with HeteroDataset.save, or as float32"
+        )
     return array
 
 
@@ -407,12 +456,16 @@ def _check_range(what: str, values: np.ndarray, count: int, kind: str, low: int 
             raise ValueError(f"{what} must be from {low} to {count - 1}, the numbers of {kind!r}, got {bad}")
 
 
-def _symmetric(ends: Ends, count: int) -> Ends:
+def _symmetric(ends: Ends, kept: np.ndarray, count: int) -> Ends:
     dtype = np.int32 if count < 2**31 else np.int64
-    kept = np.flatnonzero(np.asarray(ends[0]) != np.asarray(ends[1]))
     senders, receivers = (np.asarray(nodes)[kept].astype(dtype) for nodes in ends)
     loops = np.arange(count, dtype=dtype)
     return np.concatenate([senders, receivers, loops]), np.concatenate([receivers, senders, loops])
+
+
+def _always(like: np.ndarray) -> np.ndarray:
+    """The earliest times of a dtype; of wide integers the earliest that fits int32, as most times do."""
+    return np.full_like(like, -np.inf if like.dtype.kind == "f" else max(np.iinfo(like.dtype).min, -(2**31)))
 
 
 def split_edges(ends: Ends, shares: Mapping[str, float], rng: np.random.Generator) -> dict[str, Ends]:

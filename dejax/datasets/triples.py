@@ -38,7 +38,8 @@ def load_triples(
         name: the name of the dataset, and of the folder in $DEJAX_DATA.
         folder: has the three files, itself or in a sub-folder `name`; $DEJAX_DATA by default.
         numbers: whether entities and relations are numbers from 0 on, as they stand in the files. None: they are if all
-            of them are numbers without leading zeros and there is no `entities.dict`.
+            of them are numbers without leading zeros, at least half of the numbers up to the greatest one occur, and
+            there is no `entities.dict`. Other numbers are names.
         progress: draw bars; None draws on a terminal only.
 
     Returns:
@@ -132,8 +133,9 @@ def _numbering(path: Path, columns: list[list[str]], numbers: bool | None) -> di
     if numbers and not are_numbers:
         bad = next(name for name in sorted(names) if not (name.isdecimal() and str(int(name)) == name))
         raise ValueError(f"numbers=True: entities and relations must be numbers from 0 on, got {bad!r}")
-    if are_numbers and numbers is not False:
-        return {str(i): i for i in range(max(map(int, names), default=-1) + 1)}
+    count = max(map(int, names), default=-1) + 1 if are_numbers else 0
+    if are_numbers and numbers is not False and (numbers or count <= 2 * len(names)):
+        return {str(i): i for i in range(count)}
     return {name: i for i, name in enumerate(sorted(names))}
 
 

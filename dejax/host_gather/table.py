@@ -119,6 +119,7 @@ class HostTable(ReadableTable):
 
         Raises:
             ValueError: no `.npy` file of a C-ordered array, or one that is shorter than its header says.
+            TypeError: a file that does not name its dtype, as numpy writes of bfloat16 and FP8; see `from_file`.
             MemoryError: the memory cannot be pinned.
         """
         shape, dtype, offset = _storage.npy_header(path, f"HostTable.from_npy({os.fspath(path)!r})")

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -86,6 +88,34 @@ def test_reverse_and_symmetric_relations() -> None:
         data.with_reverse(symmetric=["to"])
     with pytest.raises(ValueError, match="is there already"):
         data.with_reverse()
+
+
+def test_symmetric_relations_keep_times_and_weights() -> None:
+    likes = ("a", "likes", "a")
+    values = {"edge_times": {likes: np.array([7, 8, 9])}, "edge_weights": {likes: np.array([0.5, 2.0, 3.0])}}
+    data = HeteroDataset("x", {"a": 2}, {likes: ([0, 1, 1], [1, 1, 0])}, **values)
+    found = data.with_reverse(symmetric=["likes"])
+    assert [ends.tolist() for ends in found.edges[likes]] == [[0, 1, 1, 0, 0, 1], [1, 0, 0, 1, 0, 1]]
+    assert found.edge_times[likes].tolist() == [7, 9, 7, 9, -(2**31), -(2**31)]
+    assert found.edge_weights[likes].tolist() == [0.5, 3.0, 0.5, 3.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match="must name relations without edge_features, got 'likes'"):
+        dataclasses.replace(data, edge_features={likes: np.zeros((3, 1))}).with_reverse(symmetric=["likes"])
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float16"])
+def test_dtypes_are_kept_on_disk(tmp_path: Path, name: str) -> None:
+    rows = np.arange(6.0).reshape(3, 2).astype(jnp.dtype(name))
+    HeteroDataset("x", {"a": 3}, {}, features={"a": rows}).save(tmp_path / "here")
+    found = HeteroDataset.open(tmp_path / "here").features["a"]
+    assert found.dtype == rows.dtype and isinstance(found, np.memmap)
+    np.testing.assert_array_equal(found.astype(np.float32), rows.astype(np.float32))
+
+
+def test_files_without_the_name_of_their_dtype_are_refused(tmp_path: Path) -> None:
+    HeteroDataset("x", {"a": 3}, {}, features={"a": np.zeros((3, 2), np.float32)}).save(tmp_path)
+    np.save(tmp_path / "0.npy", np.zeros((3, 2), jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"0.npy must name its dtype, got \|V2"):
+        HeteroDataset.open(tmp_path)
 
 
 BAD = {

@@ -172,8 +172,9 @@ def test_a_foreign_key_whose_name_begins_like_a_reverse() -> None:
     tables = {"users": {"id": [1, 2, 3], "joined": [10, 20, 30]}, "edits": {"rev_user": [3, 1], "day": [5, 6]}}
     keys = {"users": "id"}, [("edits", "rev_user", "users")], {"users": "joined", "edits": "day"}
     data = from_tables(tables, *keys)
-    assert data.edge_times["edits", "rev_user", "users"].tolist() == [5, 6]
-    assert data.edge_times["users", "rev_rev_user", "edits"].tolist() == [5, 6]
+    # The users joined after their edits: the edges are known when both ends are.
+    assert data.edge_times["edits", "rev_user", "users"].tolist() == [30, 10]
+    assert data.edge_times["users", "rev_rev_user", "edits"].tolist() == [30, 10]
 
 
 def test_keys_of_64_bits_stay_exact_beside_missing_ones() -> None:
@@ -182,8 +183,9 @@ def test_keys_of_64_bits_stay_exact_beside_missing_ones() -> None:
     data = from_tables(tables, {"users": "id"}, [("orders", "user", "users")])
     assert [side.tolist() for side in data.edges["orders", "user", "users"]] == [[0, 2], [1, 0]]
     np.testing.assert_allclose(data.features["orders"], [[1, 0], [0, 1], [-1, 0]], atol=1e-6)
-    times = {"orders": {"at": [base, None]}}
-    assert from_tables(times, time_columns={"orders": "at"}).node_times["orders"].tolist() == [float(base), -np.inf]
+    times = {"orders": {"at": [base + 1, None]}}
+    known = from_tables(times, time_columns={"orders": "at"}, missing_times="always known").node_times["orders"]
+    assert known.tolist() == [base + 1, -(2**63)]
 
 
 def test_a_missing_duration_is_missing() -> None:
@@ -210,3 +212,233 @@ def test_numbers_that_are_no_features_are_named(values: np.ndarray) -> None:
 def test_splits_do_not_overlap() -> None:
     with pytest.raises(ValueError, match="`valid_from` no later than `test_from`, got 3 and 2"):
         from_tables({"a": {"t": [1, 2, 3], "y": [0, 1, 0]}}, time_columns={"a": "t"}, label=Label("a", "y", 3, 2))
+
+
+# --------------------------------------------------------------------------------------------------- times
+
+
+SHOP: dict[str, Any] = {
+    "tables": {
+        "users": {"id": [0, 1], "joined": [1, 5]},
+        "products": {"id": [0, 1], "size": [1.0, 2.0]},
+        "orders": {"id": [0, 1, 2], "user": [0, 1, 1], "day": [2, 3, 9]},
+        "lines": {"order": [2, 0, 1, None], "product": [0, 0, 1, 1], "count": [4.0, 1.0, 1.0, 2.0]},
+        "refunds": {"line": [0, 3]},
+    },
+    "primary_keys": {"users": "id", "products": "id", "orders": "id"},
+    "foreign_keys": [("orders", "user", "users"), ("lines", "order", "orders"), ("lines", "product", "products")],
+    "time_columns": {"users": "joined", "orders": "day"},
+}
+ALWAYS = -(2**31)
+
+
+def test_an_edge_is_known_when_both_ends_are() -> None:
+    data = from_tables(**SHOP)
+    assert data.edge_times["orders", "user", "users"].tolist() == [2, 5, 9]  # user 1 joined after order 1
+    assert data.edge_times["lines", "order", "orders"].tolist() == [9, 2, 5]  # lines have no time of their own
+    assert data.edge_times["lines", "product", "products"].tolist() == [9, 2, 5, ALWAYS]
+    assert data.edge_times["products", "rev_product", "lines"].tolist() == [9, 2, 5, ALWAYS]
+    assert data.node_times["lines"].tolist() == [9, 2, 5, ALWAYS] and data.node_times["orders"].tolist() == [2, 3, 9]
+    assert "products" not in data.node_times
+    # Means and deviations are those of the lines that are known before day 9: 1, 1 and 2.
+    counts = from_tables(**SHOP, label=Label("orders", "user", 9, 10)).features["lines"][:, 0]
+    np.testing.assert_allclose(counts * np.std([1, 1, 2]) + np.mean([1, 1, 2]), [4, 1, 1, 2], rtol=1e-6)
+
+
+def test_a_question_is_not_known_before_the_answer_that_it_names() -> None:
+    tables = {
+        "questions": {"id": [0, 1], "day": [1, 2], "accepted": [11, None]},
+        "answers": {"id": [10, 11], "question": [0, 0], "day": [3, 8]},
+    }
+    keys = {"questions": "id", "answers": "id"}
+    references = [("questions", "accepted", "answers"), ("answers", "question", "questions")]
+    data = from_tables(tables, keys, references, {"questions": "day", "answers": "day"})
+    assert data.node_times["questions"].tolist() == [1, 2]  # a question is asked about at its own time
+    assert data.edge_times["questions", "accepted", "answers"].tolist() == [8]
+    assert data.edge_times["questions", "rev_question", "answers"].tolist() == [8, 8]
+
+
+def test_missing_times_are_a_choice() -> None:
+    tables = {**SHOP["tables"], "orders": {"id": [0, 1, 2], "user": [0, 1, 1], "day": [2, None, 9], "y": [0, 1, 1]}}
+    given = {**SHOP, "tables": tables, "label": Label("orders", "y", 4, 5)}
+    with pytest.raises(ValueError, match=r"orders\.day must have a time in every row, 1 of 3 rows .* first is row 1"):
+        from_tables(**given)
+    with pytest.raises(ValueError, match="missing_times must be 'error' or 'drop' or 'always known', got 'skip'"):
+        from_tables(**given, missing_times="skip")
+    data = from_tables(**given, missing_times="drop")
+    assert data.num_nodes["orders"] == 2 and data.node_times["orders"].tolist() == [2, 9]
+    assert [side.tolist() for side in data.edges["orders", "user", "users"]] == [[0, 1], [0, 1]]
+    assert [side.tolist() for side in data.edges["lines", "order", "orders"]] == [[0, 1], [1, 0]]
+    assert data.left_out == {"rows of orders without a time": 1} and "1  left out: rows of orders" in data.summary()
+    data = from_tables(**given, missing_times="always known")
+    assert data.node_times["orders"].tolist() == [2, ALWAYS, 9]
+    assert data.edge_times["orders", "user", "users"].tolist() == [2, 5, 9]
+    assert data.splits["train"]["orders"].tolist() == [0, 1]
+    dates = [datetime.date(2024, 1, 1), None]
+    known = from_tables({"t": {"at": dates}}, time_columns={"t": "at"}, missing_times="always known").node_times["t"]
+    assert known.min() == ALWAYS  # it fits int32, as the dates do
+
+
+@pytest.mark.parametrize(
+    ("times", "boundary"),
+    [
+        ([datetime.date(2021 + n, 1, 1) for n in range(3)], 2022),  # a year against dates
+        ([1_600_000_000_000 + 10**10 * n for n in range(3)], datetime.date(2022, 1, 1)),  # a date against milliseconds
+        ([1_600_000_000_000 + 10**10 * n for n in range(3)], 1_640_000_000),  # seconds against milliseconds
+        ([1_600_000_000 + 10**7 * n for n in range(3)], 1_620_000_000_000),
+        ([2021, 2022, 2023], "2022-01-01"),
+        (["2021-01-01", "2022-01-01", "2023-01-01"], 19_000),
+    ],
+)
+def test_boundaries_are_of_the_kind_and_unit_of_their_column(times: list[Any], boundary: Any) -> None:
+    with pytest.raises(ValueError, match=r"`valid_from` (of the kind|in the unit) of t\.at"):
+        from_tables(
+            {"t": {"at": times, "y": [0, 1, 0]}}, time_columns={"t": "at"}, label=Label("t", "y", boundary, boundary)
+        )
+    other = [n if isinstance(times[0], datetime.date | str) else datetime.date(2020, 1, 1 + n) for n in range(3)]
+    with pytest.raises(ValueError, match="must all have times, or all numbers"):
+        from_tables({"t": {"at": times}, "u": {"at": other}}, time_columns={"t": "at", "u": "at"})
+
+
+def _reference_known_from(tables: Any, references: Any, time_of: Any) -> dict[tuple[str, int], float]:
+    """The latest time among a row and all rows that can be reached from it, row by row."""
+
+    def reached(row: tuple[str, int], seen: set[tuple[str, int]]) -> set[tuple[str, int]]:
+        if row not in seen:
+            seen.add(row)
+            for table, column, other in references:
+                if table == row[0] and tables[table][column][row[1]] is not None:
+                    reached((other, tables[table][column][row[1]]), seen)
+        return seen
+
+    rows = [(table, row) for table, columns in tables.items() for row in range(len(columns["id"]))]
+    return {row: max(time_of(*near) for near in reached(row, set())) for row in rows}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nothing_that_is_known_at_a_cutoff_depends_on_what_comes_later(seed: int) -> None:
+    """Random tables, circles and rows that refer to themselves included; all that is later than a cutoff is changed."""
+    rng = np.random.default_rng(seed)
+    names = [f"t{n}" for n in range(rng.integers(2, 5))]
+    references = [
+        (table, f"to_{other}_{n}", other)
+        for table in names for other in names for n in range(2) if rng.random() < 0.35
+    ]  # fmt: skip
+    timed = [table for table in names if rng.random() < 0.6] or names[:1]
+    sizes, cutoff = {table: int(rng.integers(3, 9)) for table in names}, 10
+
+    def drawn(table: str) -> dict[str, list[Any]]:
+        columns: dict[str, list[Any]] = {"id": list(range(sizes[table])), "x": rng.normal(size=sizes[table]).tolist()}
+        columns["word"] = rng.choice(["a", "b", "c"], sizes[table]).tolist()
+        if table in timed:
+            columns["at"] = rng.integers(0, 20, sizes[table]).tolist()
+        for source, column, other in references:
+            if source == table:
+                keys = rng.integers(0, sizes[other], sizes[table]).tolist()
+                columns[column] = [None if rng.random() < 0.3 else key for key in keys]
+        return columns
+
+    tables = {table: drawn(table) for table in names}
+
+    def time_of(table: str, row: int) -> float:
+        return tables[table]["at"][row] if table in timed else -np.inf
+
+    known = _reference_known_from(tables, references, time_of)
+    changed = {table: {column: list(values) for column, values in columns.items()} for table, columns in tables.items()}
+    for table, row in [row for row, time in known.items() if time > cutoff]:
+        changed[table]["x"][row], changed[table]["word"][row] = 1e6, "later"
+        if table in timed and tables[table]["at"][row] > cutoff:
+            changed[table]["at"][row] = int(rng.integers(cutoff + 1, 40))
+            for source, column, other in references:
+                if source == table:
+                    changed[table][column][row] = int(rng.integers(0, sizes[other]))
+
+    def visible(tables: Any) -> Any:
+        label = Label(timed[0], "word", cutoff + 1, cutoff + 1)
+        tables = {table: dict(columns) for table, columns in tables.items()}
+        tables[timed[0]]["at"] = [*tables[timed[0]]["at"], 0, 20]  # so that the boundary is within the times
+        for column in set(tables[timed[0]]) - {"at"}:
+            tables[timed[0]][column] = [*tables[timed[0]][column], *([-1, -2] if column == "id" else [None, None])]
+        keys = dict.fromkeys(names, "id")
+        data = from_tables(tables, keys, references, dict.fromkeys(timed, "at"), label=label)
+        edges = {}
+        for relation, ends in data.edges.items():
+            seen = data.edge_times.get(relation, np.full(len(ends[0]), -np.inf)) <= cutoff
+            edges[relation] = np.stack(ends)[:, seen].tolist()
+        rows = {table: [row for row in range(sizes[table]) if known[table, row] <= cutoff] for table in names}
+        return edges, {table: data.features[table][rows[table]][:, 0].tolist() for table in names}
+
+    before, after = visible(tables), visible(changed)
+    assert before == after
+    for (table, _, other), (rows, referred) in ((r, before[0][r]) for r in references):
+        assert all(known[table, a] <= cutoff and known[other, b] <= cutoff for a, b in zip(rows, referred, strict=True))
+
+
+# --------------------------------------------------------------------------------------------------- odd columns
+
+
+def test_odd_columns_are_named() -> None:
+    def warned(message: str, values: list[Any], **more: Any) -> Any:
+        with pytest.warns(UserWarning, match=message):
+            return from_tables({"t": {"x": values, "z": list(range(len(values)))}}, **more)
+
+    data = warned(r"label t\.x has values such as 1\.5, 2\.5, 3\.5", [2.5, 1.5, 3.5], label=Label("t", "x"))
+    assert data.num_classes == {"t": 3}
+    prices = [n + 0.25 for n in range(99)]
+    warned(r"t\.x is encoded as hashed words, but 99 of 100 .* numbers, such as 0\.25, and .* 'n/a'", [*prices, "n/a"])
+    warned(r"t\.x is encoded one-hot, but 2 of 2 of its values are numbers, such as '12\.50';", ["12.50", "3"])
+    warned(
+        r"t\.x is encoded one-hot, but 2 of 3 .* times, such as '2024-01-02', .* 'x'", ["2024-01-02", "2024-02-01", "x"]
+    )
+    from_tables({"t": {"zip": ["01234", "00017"], "kind": ["a", "1"], "n": [True, None]}})  # no warning
+
+
+# --------------------------------------------------------------------------------------------------- keys
+
+
+DAYS = np.array(["2024-01-01", "2024-01-02"], "datetime64[D]")
+
+
+@pytest.mark.parametrize(
+    ("primary", "foreign"),
+    [
+        (DAYS, DAYS.astype("datetime64[ns]")),
+        (DAYS, ["2024-01-01", "2024-01-02T00:00:00"]),
+        (np.array([1, 2], "timedelta64[h]"), np.array([60, 120], "timedelta64[m]")),
+        ([7, -8], ["7", "-8"]),
+        (["7", "8"], np.array([7, 8], np.uint8)),
+        ([7, 8], [Decimal(7), 8.0]),
+    ],
+)
+def test_keys_of_different_types_are_converted(primary: Any, foreign: Any) -> None:
+    tables = {"a": {"id": primary}, "b": {"a": foreign}}
+    for dangling in ("error", "drop"):
+        data = from_tables(tables, {"a": "id"}, [("b", "a", "a")], dangling=dangling)
+        assert [side.tolist() for side in data.edges["b", "a", "a"]] == [[0, 1], [0, 1]] and not data.left_out
+
+
+@pytest.mark.parametrize(
+    ("primary", "foreign"),
+    [
+        ([7, 8], ["7", "eight"]),
+        ([7, 8], ["07", "8"]),
+        (["u", "7"], [7, 8]),
+        (DAYS, [1, 2]),
+        (["u"], [b"u"]),
+        ([1, "2"], [1, 2]),
+    ],
+)
+def test_keys_that_cannot_be_converted_are_named(primary: Any, foreign: Any) -> None:
+    with pytest.raises(ValueError, match=r"foreign key b\.a must have keys of the type of a\.id, which has"):
+        from_tables({"a": {"id": primary}, "b": {"a": foreign}}, {"a": "id"}, [("b", "a", "a")], dangling="drop")
+
+
+def test_floats_that_have_lost_digits_are_no_keys() -> None:
+    with pytest.raises(ValueError, match=r"key b\.a must have exact values"):
+        from_tables({"a": {"id": [2**53]}, "b": {"a": np.array([2.0**53])}}, {"a": "id"}, [("b", "a", "a")])
+
+
+def test_dropped_edges_are_counted() -> None:
+    tables = {"a": {"id": [1, 2]}, "b": {"a": [2, 3, 4, None]}}
+    data = from_tables(tables, {"a": "id"}, [("b", "a", "a")], dangling="drop")
+    assert "2  left out: edges b -> a -> a, whose key no row has" in data.summary()

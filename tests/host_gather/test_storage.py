@@ -121,3 +121,15 @@ def test_more_memory_than_the_machine_has_is_a_memory_error(monkeypatch: pytest.
     monkeypatch.setattr(_memory.os, "sysconf", lambda name: 1 << 40)  # so that XLA is asked, and refuses
     with pytest.raises(MemoryError, match=r"could not be allocated|the machine has|bytes failed"):
         HostTable.zeros((1 << 40, 128))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_files_without_the_name_of_their_dtype_are_refused(tmp_path, dtype):
+    rows = np.arange(6.0).reshape(3, 2).astype(jax.numpy.dtype(dtype))
+    np.save(tmp_path / "rows.npy", rows)  # as V2 or V1: numpy has no name for the dtype
+    with pytest.raises(TypeError, match=r"the dtype must be named, got \|V"):
+        HostTable.from_npy(tmp_path / "rows.npy")
+    with pytest.raises(TypeError, match="the dtype must be named"):
+        HostTable.from_numpy(np.load(tmp_path / "rows.npy"))
+    table = HostTable.from_file(tmp_path / "rows.npy", (3, 2), dtype, offset=128)
+    np.testing.assert_array_equal(np.asarray(table[np.array([2, 0])]), rows[[2, 0]])

@@ -1,0 +1,176 @@
+"""When rows of tables are known: the times of their columns, and those of the rows that they refer to.
+
+A row is known when it came to be and every row that it refers to is known. An edge is known when both of its ends are.
+Rows without a time of their own, in tables without a time column, are known from the beginning on, unless a row that
+they refer to is known later.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dejax.datasets._columns import Columns, as_numbers, missing_in, moment_of, objects_of
+
+MISSING_TIMES = ("error", "drop", "always known")
+_MOMENTS, _NUMBERS = "times", "numbers"
+
+
+@dataclass(frozen=True, eq=False)
+class TimeColumn:
+    """A column of times.
+
+    Attributes:
+        name: "table.column".
+        values: int64[rows], seconds since 1970 of times, and numbers as they are; float64 if some number is no integer.
+            The value of a missing time has no meaning.
+        missing: bool[rows].
+        kind: "times" or "numbers"; None if all are missing.
+    """
+
+    name: str
+    values: np.ndarray
+    missing: np.ndarray
+    kind: str | None
+
+    @classmethod
+    def of(cls, name: str, column: np.ndarray) -> TimeColumn:
+        """Reads a column.
+
+        Raises:
+            ValueError: values that are neither times nor numbers, text that is no time, or infinite numbers.
+        """
+        missing = missing_in(column)
+        if missing.all():
+            return cls(name, np.zeros(len(column), np.int64), missing, None)
+        if column.dtype.kind == "O" and as_numbers(column) is column:
+            times = ["NaT" if value is None else time_of_text(value) for value in column]
+            if any(time is None for time in times):
+                bad = column[times.index(None)]
+                raise ValueError(f"the time column {name} must have times as ISO 8601 text, got {bad!r}")
+            column = np.array(times, "datetime64[us]")
+        if column.dtype.kind == "M":
+            return cls(name, np.where(missing, 0, column.astype("datetime64[s]").astype(np.int64)), missing, _MOMENTS)
+        if column.dtype.kind not in "iufO":
+            raise ValueError(f"the time column {name} must have times or numbers, got {column.dtype}")
+        numbers = np.where(missing, 0, column)
+        if column.dtype.kind == "f" and not np.isfinite(numbers).all():
+            raise ValueError(f"the time column {name} must have finite numbers, got infinity")
+        whole = numbers.dtype.kind in "iu" or all(number == int(number) for number in numbers)
+        if whole and -(2**63) <= numbers.min() and numbers.max() < 2**63:
+            return cls(name, numbers.astype(np.int64), missing, _NUMBERS)
+        return cls(name, numbers.astype(np.float64), missing, _NUMBERS)
+
+
+def time_of_text(value: Any) -> np.datetime64 | None:
+    """The time of ISO 8601 text; None if it is none."""
+    try:
+        return moment_of(datetime.datetime.fromisoformat(str(value)))
+    except ValueError:
+        return None
+
+
+def read_times(
+    columns: Mapping[str, Columns], time_columns: Mapping[str, str], missing_times: str
+) -> dict[str, TimeColumn]:
+    """The time columns by table.
+
+    Raises:
+        ValueError: as `TimeColumn.of`; an unknown choice; missing times, unless the choice says what they mean; times
+            in one table and numbers in another, which cannot be compared.
+    """
+    if missing_times not in MISSING_TIMES:
+        raise ValueError(f"missing_times must be {' or '.join(map(repr, MISSING_TIMES))}, got {missing_times!r}")
+    found = {
+        table: TimeColumn.of(f"{table}.{column}", columns[table][column]) for table, column in time_columns.items()
+    }
+    for time in found.values():
+        if missing_times == "error" and time.missing.any():
+            rows = np.flatnonzero(time.missing)
+            raise ValueError(
+                f"the time column {time.name} must have a time in every row, {len(rows)} of {len(time.missing)} rows "
+                f"have none, the first is row {rows[0]}; pass missing_times='drop' to leave these rows out, or "
+                "'always known' if they may be seen at any time"
+            )
+    kinds = {time.kind: time.name for time in found.values() if time.kind}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"time_columns must all have times, or all numbers of one unit, got times in {kinds[_MOMENTS]} and numbers "
+            f"in {kinds[_NUMBERS]}; convert one of them"
+        )
+    return found
+
+
+def beginning(times: Mapping[str, TimeColumn]) -> int | float:
+    """The time of what was always known, no later than any time: the least int32, or the least int64 or float."""
+    given = [time.values[~time.missing] for time in times.values()]
+    if any(values.dtype.kind == "f" for values in given):
+        return -np.inf
+    narrow = all(-(2**31) <= values.min(initial=0) and values.max(initial=0) < 2**31 for values in given)
+    return -(2**31) if narrow else -(2**63)
+
+
+def known_from(
+    own: Mapping[str, np.ndarray],
+    counts: Mapping[str, int],
+    edges: Mapping[tuple[str, str, str], tuple[np.ndarray, np.ndarray]],
+    begin: int | float,
+) -> dict[str, np.ndarray]:
+    """The time from which each row is known: the latest of its own and of all rows that it refers to, near or far.
+
+    Rows may refer to each other in circles: then all of a circle are known when its last row is.
+
+    Args:
+        own: the rows' own times, by table; tables without times are missing.
+        counts: rows by table.
+        edges: (table, column, other table) -> the rows that refer, each once, and the rows that they refer to.
+        begin: the time of rows that were always known.
+    """
+    dtype = np.float64 if isinstance(begin, float) else np.int64
+    known = {t: own[t].astype(dtype) if t in own else np.full(n, begin, dtype) for t, n in counts.items()}
+    changes = True
+    while changes:
+        changes = False
+        for (table, _, other), (rows, referred) in edges.items():
+            times = known[other][referred]
+            later = times > known[table][rows]
+            if later.any():
+                known[table][rows[later]] = times[later]
+                changes = True
+    return known
+
+
+def boundaries(column: TimeColumn, names: Sequence[str], given: Sequence[Any]) -> list[int | float]:
+    """Times at which rows are split, in the unit of their column.
+
+    Args:
+        column: the time column of the rows.
+        names, given: the names of the boundaries, for errors, and their values.
+
+    Raises:
+        ValueError: a boundary of another kind than the column (a year for a column of dates, a date for a column of
+            milliseconds), or so far from all of its times that it must be of another unit.
+    """
+    found: list[int | float] = []
+    for name, value in zip(names, given, strict=True):
+        time = TimeColumn.of(f"of the label's `{name}`", objects_of([value]))
+        if column.kind and time.kind != column.kind:
+            expected = "a time, such as a date" if column.kind == _MOMENTS else "a number in the unit of the column"
+            raise ValueError(
+                f"label must have a `{name}` of the kind of {column.name}, which has {column.kind}, got {value!r}; "
+                f"give {expected}"
+            )
+        found.append(time.values[0].item())
+        there = column.values[~column.missing]
+        least, most = (there.min().item(), there.max().item()) if there.size else (0, 0)
+        if most > least and not 2 * least - most <= found[-1] <= 2 * most - least:
+            shown = [str(np.datetime64(end, "s")) if column.kind == _MOMENTS else end for end in (least, most)]
+            raise ValueError(
+                f"label must have a `{name}` in the unit of {column.name}, which runs from {shown[0]} to {shown[1]}, "
+                f"got {value!r}: all rows would be in one split"
+            )
+    return found

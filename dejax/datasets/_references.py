@@ -1,0 +1,126 @@
+"""Foreign keys as edges between rows, where both columns have keys of one kind or can be converted exactly."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dejax.datasets._columns import EXACT, Columns, ForeignKey, missing_in
+from dejax.datasets._known_from import time_of_text
+
+_NANOSECONDS = {"W": 7 * 86_400 * 10**9, "D": 86_400 * 10**9, "h": 3600 * 10**9, "m": 60 * 10**9, "s": 10**9}
+_NANOSECONDS |= {"ms": 10**6, "us": 10**3, "ns": 1}
+
+
+@dataclass(frozen=True, eq=False)
+class _Keys:
+    """The keys of a column that are not missing.
+
+    Attributes:
+        name: "table.column".
+        rows: the row of each key.
+        values: the keys as Python values that can be compared.
+        kind: "numbers", "text", "times", "durations", "bytes" or the names of other types.
+    """
+
+    name: str
+    rows: np.ndarray
+    values: list[Any]
+    kind: str
+
+    @classmethod
+    def of(cls, name: str, column: np.ndarray) -> _Keys:
+        rows = np.flatnonzero(~missing_in(column))
+        column = column[rows]
+        kind = column.dtype.kind
+        if kind in "mM":
+            return cls(name, rows, _nanoseconds(name, column), "times" if kind == "M" else "durations")
+        if kind == "f" and (np.abs(column) >= EXACT).any():
+            raise ValueError(
+                f"the key {name} must have exact values, floats from 2**53 on have lost digits; read the column as "
+                "integers or as text"
+            )
+        values = column.tolist()
+        kinds = sorted({_kind_of(value) for value in values})
+        return cls(name, rows, values, " and ".join(kinds))
+
+    def as_kind(self, kind: str) -> list[Any] | None:
+        """The keys as numbers or times, if each one of this text says exactly that; None otherwise."""
+        if self.kind != "text":
+            return None
+        if kind == "numbers":
+            exact = all(v.removeprefix("-").isdecimal() and v.isascii() and str(int(v)) == v for v in self.values)
+            return [int(value) for value in self.values] if exact else None
+        times = [time_of_text(value) for value in self.values] if kind == "times" else [None]
+        return None if None in times else _nanoseconds(self.name, np.array(times, "datetime64[us]"))
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, str):
+        return "text"
+    return "numbers" if isinstance(value, numbers.Number) else type(value).__name__
+
+
+def _nanoseconds(name: str, values: np.ndarray) -> list[int]:
+    unit, count = np.datetime_data(values.dtype)
+    if unit in ("Y", "M") and values.dtype.kind == "M":
+        values, unit, count = values.astype("datetime64[D]"), "D", 1
+    if unit not in _NANOSECONDS:
+        raise ValueError(f"the key {name} must have a unit from weeks to nanoseconds, got {values.dtype}; convert it")
+    return [value * count * _NANOSECONDS[unit] for value in values.astype(np.int64).tolist()]
+
+
+def edges_of(
+    columns: Mapping[str, Columns], keys: Mapping[str, str], references: Sequence[ForeignKey], dangling: str
+) -> tuple[dict[ForeignKey, tuple[np.ndarray, np.ndarray]], dict[ForeignKey, int]]:
+    """The rows of each foreign key and the rows that they refer to; and how many keys referred to no row.
+
+    Raises:
+        ValueError: primary keys that are missing or repeated; keys of kinds that cannot be compared; with `dangling` of
+            "error", foreign keys that no row has.
+    """
+    primary = {table: _primary(f"{table}.{column}", columns[table][column]) for table, column in keys.items()}
+    edges, lost = {}, {}
+    for table, column, other in references:
+        foreign = _Keys.of(f"{table}.{column}", columns[table][column])
+        wanted, known = _comparable(foreign, primary[other])
+        row_of = dict(zip(known, primary[other].rows.tolist(), strict=True))
+        found = np.array([row_of.get(value, -1) for value in wanted], np.int32).reshape(-1)
+        dropped = found < 0
+        if dropped.any() and dangling == "error":
+            example = columns[table][column][foreign.rows[dropped][:1]].tolist()[0]
+            raise ValueError(
+                f"the foreign key {table}.{column} must refer to rows of {other!r}: {int(dropped.sum())} values such "
+                f"as {example!r} do not; pass dangling='drop' to leave these edges out"
+            )
+        edges[table, column, other] = foreign.rows[~dropped].astype(np.int32), found[~dropped]
+        lost[table, column, other] = int(dropped.sum())
+    return edges, lost
+
+
+def _primary(name: str, column: np.ndarray) -> _Keys:
+    keys = _Keys.of(name, column)
+    if len(keys.rows) != len(column):
+        raise ValueError(f"the primary key {name} must have no missing values")
+    if len(set(keys.values)) != len(keys.values):
+        raise ValueError(f"the primary key {name} must be unique, some values are repeated")
+    return keys
+
+
+def _comparable(foreign: _Keys, primary: _Keys) -> tuple[list[Any], list[Any]]:
+    """The values of both, of one kind. Text that says a number or a time exactly is converted."""
+    if foreign.kind == primary.kind or not foreign.values or not primary.values:
+        return foreign.values, primary.values
+    if (converted := foreign.as_kind(primary.kind)) is not None:
+        return converted, primary.values
+    converted = primary.as_kind(foreign.kind)
+    if converted is not None and len(set(converted)) == len(converted):
+        return foreign.values, converted
+    raise ValueError(
+        f"the foreign key {foreign.name} must have keys of the type of {primary.name}, which has {primary.kind}, got "
+        f"{foreign.kind} that cannot all be converted exactly; convert one of the columns"
+    )
