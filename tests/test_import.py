@@ -126,6 +126,7 @@ LAYERS = (
         "dejax._int32",
         "dejax._jaxprs",
         "dejax._native",
+        "dejax._npy",
         "dejax._optional",
         "dejax._origin",
         "dejax._promotion",

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from dejax._npy import mapped_npy, to_save
 from dejax.datasets._dataset import UNLABELLED, EntityDataset
 
 Relation = tuple[str, str, str]
@@ -23,7 +23,7 @@ Ends = tuple[np.ndarray, np.ndarray]
 """The senders and the receivers of a relation's edges, numbered within their types."""
 
 SPLITS = ("train", "valid", "test")
-_FORMAT = 2  # of the folders of `save`; 1 has no dtypes that numpy lacks
+_FORMAT = 1  # of the folders of `save`
 _META = "dataset.json"
 _CHUNK = 1 << 24  # elements at once, for memory maps
 _EDGES = ("edges", "valid_edges", "test_edges")
@@ -322,14 +322,9 @@ class HeteroDataset:
         work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
         try:
             files: list[tuple[list[Any], str]] = []
-            dtypes: dict[str, str] = {}
             for number, (path, array) in enumerate(self._arrays()):
-                file, array = f"{number}.npy", np.asarray(array)
-                if array.dtype.type.__module__ != "numpy":  # bfloat16 and others, which `.npy` files do not name
-                    dtypes[file] = array.dtype.name
-                    array = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
-                np.save(work / file, array, allow_pickle=False)
-                files.append((path, file))
+                np.save(work / f"{number}.npy", to_save(np.asarray(array)), allow_pickle=False)
+                files.append((path, f"{number}.npy"))
             meta = {
                 "format": _FORMAT,
                 "name": self.name,
@@ -340,7 +335,6 @@ class HeteroDataset:
                 "description": self.description,
                 "left_out": self.left_out,
                 "files": files,
-                "dtypes": dtypes,
             }
             (work / _META).write_text(json.dumps(meta), encoding="utf-8")
             if folder.exists():
@@ -375,14 +369,12 @@ class HeteroDataset:
         """
         folder = Path(folder)
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-        if meta.get("format") not in (1, _FORMAT):
+        if meta.get("format") != _FORMAT:
             raise ValueError(f"{folder} must be a HeteroDataset of format {_FORMAT}, got {meta.get('format')!r}")
         fields: dict[str, Any] = {name: {} for name in (*_EDGES, "features", "labels", "node_times", *_BY_EDGE)}
         splits: dict[str, dict[str, np.ndarray]] = {}
         for path, file in meta["files"]:
             array = mapped_npy(folder / file)
-            if dtype := meta.get("dtypes", {}).get(file):
-                array = array.view(getattr(ml_dtypes, dtype))
             name: str = path[0]
             key: Any = tuple(path[1]) if isinstance(path[1], list) else path[1]
             if name == "splits":
@@ -405,27 +397,6 @@ class HeteroDataset:
             check=check,
             **fields,
         )
-
-
-def mapped_npy(path: Path) -> np.ndarray:
-    """The array of an `.npy` file as a read-only memory map.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: no whole `.npy` file, or one without the name of its dtype, as numpy writes of bfloat16 and FP8.
-    """
-    try:
-        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise
-    except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path} must be a whole .npy file: {error}") from error
-    if array.dtype.type is np.void:
-        raise ValueError(
-            f"{path} must name its dtype, got {array.dtype}, which numpy.save writes of dtypes that it lacks, such as "
-            "bfloat16; save the data set again with HeteroDataset.save, or as float32"
-        )
-    return array
 
 
 def _as_ends(name: str, relation: Any, given: Any) -> Ends:

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from dejax._npy import mapped_npy
 from dejax.datasets._dataset import UNLABELLED
 from dejax.datasets._files import DATA_VARIABLE
-from dejax.datasets._hetero import Ends, HeteroDataset, Relation, mapped_npy
+from dejax.datasets._hetero import Ends, HeteroDataset, Relation
 
 SIZES = ("tiny", "small", "medium", "large", "full")
 LABELLED_TYPE = "paper"

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from dejax import _native
+from dejax._npy import dtype_of_file
 from dejax.host_gather._memory import array_of, copy_rows, host_sharding, pin, zeros_on_cpu
 from dejax.host_gather._spec import TableSpec, device_or_default, ordinal_of
 
@@ -114,7 +115,7 @@ def npy_header(path: str | os.PathLike[str], what: str) -> tuple[tuple[int, ...]
     """Shape, dtype and the offset of the first byte of the array in an `.npy` file.
 
     Raises:
-        ValueError: no `.npy` file of a C-ordered array.
+        ValueError: no `.npy` file of a C-ordered array, or one that does not name its dtype.
     """
     with open(path, "rb") as file:
         try:
@@ -126,4 +127,4 @@ def npy_header(path: str | os.PathLike[str], what: str) -> tuple[tuple[int, ...]
         offset = file.tell()
     if fortran and len(shape) > 1:
         raise ValueError(f"{what}: the array is in Fortran order; save numpy.ascontiguousarray(array)")
-    return shape, dtype, offset
+    return shape, dtype_of_file(path, dtype), offset

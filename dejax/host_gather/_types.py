@@ -37,8 +37,8 @@ def element_dtype(dtype: Any, what: str) -> np.dtype:
         raise TypeError(f"{what}: the dtype must be numeric, got {found}")
     if found.type is np.void:
         raise TypeError(
-            f"{what}: the dtype must be named, got {found}, as numpy.save leaves of bfloat16 and FP8; give the dtype: "
-            "array.view(jnp.bfloat16), or HostTable.from_file(path, shape, 'bfloat16', offset=...)"
+            f"{what}: the dtype must be named, got {found}, as numpy.save leaves of bfloat16 and FP8; give the dtype, "
+            "as by array.view(jnp.bfloat16)"
         )
     if found.name.endswith(("int4", "int2", "int1", "e2m1fn")):
         raise TypeError(f"{what}: the dtype must have whole bytes, got {found}; use int8")

@@ -118,8 +118,8 @@ class HostTable(ReadableTable):
         """A read-only table with the array of an `.npy` file, in place where that is possible.
 
         Raises:
-            ValueError: no `.npy` file of a C-ordered array, or one that is shorter than its header says.
-            TypeError: a file that does not name its dtype, as numpy writes of bfloat16 and FP8; see `from_file`.
+            ValueError: no `.npy` file of a C-ordered array, or one that is shorter than its header says, or that does
+                not name its dtype, as numpy writes of bfloat16 and FP8: `from_file` takes the dtype.
             MemoryError: the memory cannot be pinned.
         """
         shape, dtype, offset = _storage.npy_header(path, f"HostTable.from_npy({os.fspath(path)!r})")

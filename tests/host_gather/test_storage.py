@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dejax import _native
+from dejax._npy import to_save
 from dejax.host_gather import HostTable, _memory, _spec, scatter
 
 ROWS = np.arange(40, dtype=np.float32).reshape(8, 5)
@@ -124,12 +125,15 @@ def test_more_memory_than_the_machine_has_is_a_memory_error(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_files_without_the_name_of_their_dtype_are_refused(tmp_path, dtype):
-    rows = np.arange(6.0).reshape(3, 2).astype(jax.numpy.dtype(dtype))
-    np.save(tmp_path / "rows.npy", rows)  # as V2 or V1: numpy has no name for the dtype
+def test_files_name_their_dtype(tmp_path: Path, dtype: str) -> None:
+    rows, path = np.arange(6.0).reshape(3, 2).astype(jax.numpy.dtype(dtype)), tmp_path / "rows.npy"
+    np.save(path, rows)  # as V2 or V1: numpy has no name for the dtype
+    with pytest.raises(ValueError, match=r"rows.npy must name its dtype, got \|V"):
+        HostTable.from_npy(path)
     with pytest.raises(TypeError, match=r"the dtype must be named, got \|V"):
-        HostTable.from_npy(tmp_path / "rows.npy")
-    with pytest.raises(TypeError, match="the dtype must be named"):
-        HostTable.from_numpy(np.load(tmp_path / "rows.npy"))
-    table = HostTable.from_file(tmp_path / "rows.npy", (3, 2), dtype, offset=128)
-    np.testing.assert_array_equal(np.asarray(table[np.array([2, 0])]), rows[[2, 0]])
+        HostTable.from_numpy(np.load(path))
+    want = rows[[2, 0]].astype(np.float32)
+    table = HostTable.from_file(path, (3, 2), dtype, offset=128)
+    np.testing.assert_array_equal(np.asarray(table[np.array([2, 0])], np.float32), want)
+    np.save(path, to_save(rows))
+    np.testing.assert_array_equal(np.asarray(HostTable.from_npy(path)[np.array([2, 0])], np.float32), want)

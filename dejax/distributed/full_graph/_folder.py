@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from dejax._npy import dtype_of_file, to_save
 from dejax.distributed.full_graph._rounds import Round
 from dejax.distributed.full_graph._sharded_graph import (
     ShardedGraph,
@@ -71,7 +72,7 @@ def save_parts(
             np.save(here / f"{name}.npy", getattr(part, name))
         for kind, ids in (("nodes", part.node_ids), ("edges", part.edge_ids)):
             for name, array in given[kind][0].items():
-                np.save(here / f"{kind}_{name}.npy", np.asarray(array[ids]))
+                np.save(here / f"{kind}_{name}.npy", to_save(np.asarray(array[ids])))
     sizes = common_sizes(layout, [part_tables(layout, part) for part in made])
     found = {"format": _FORMAT, "layout": asdict(layout), "sizes": list(sizes)}
     partial = path / f"{_FILE}.partial"
@@ -180,4 +181,4 @@ def _read(folder: str | os.PathLike[str], number: int, name: str) -> np.ndarray:
         array: np.ndarray = np.load(file, mmap_mode="r")
     except ValueError as error:
         raise ValueError(f"{file} is cut short or no array ({error}); split the graph again") from None
-    return array
+    return array.view(dtype_of_file(file, array.dtype))

@@ -1,0 +1,53 @@
+"""`.npy` files of dtypes that numpy lacks: bfloat16, FP8.
+
+`numpy.save` writes their elements as bytes without a name. Here a file has elements of one field, with the dtype's name
+and the bits as unsigned integers.
+"""
+
+from __future__ import annotations
+
+import os
+
+import ml_dtypes
+import numpy as np
+
+
+def to_save(array: np.ndarray) -> np.ndarray:
+    """The array as `numpy.save` takes it: as it is, or with elements of a field that names the dtype."""
+    if array.dtype.type.__module__ == "numpy":
+        return array
+    return np.ascontiguousarray(array).view([(array.dtype.name, f"u{array.dtype.itemsize}")])
+
+
+def dtype_of_file(path: str | os.PathLike[str], dtype: np.dtype) -> np.dtype:
+    """The dtype of the elements of a file, from the one in its header.
+
+    Raises:
+        ValueError: bytes without a name, as `numpy.save` writes of a dtype that it lacks.
+    """
+    if dtype.type is not np.void:
+        return dtype
+    name = dtype.names[0] if dtype.names and len(dtype.names) == 1 else ""
+    if not hasattr(ml_dtypes, name):
+        raise ValueError(
+            f"{os.fspath(path)} must name its dtype, got {dtype}, which numpy.save writes of dtypes that it lacks, "
+            "such as bfloat16; save float32, or read the file with the dtype that it was saved from: "
+            "numpy.load(path).view(jnp.bfloat16)"
+        )
+    return np.dtype(getattr(ml_dtypes, name))
+
+
+def mapped_npy(path: str | os.PathLike[str]) -> np.ndarray:
+    """The array of an `.npy` file as a read-only memory map.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: no whole `.npy` file, or one that does not name its dtype.
+    """
+    try:
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{os.fspath(path)} must be a whole .npy file: {error}") from error
+    return array.view(dtype_of_file(path, array.dtype))
