@@ -24,3 +24,37 @@ def clipped_to_int32(ids: Any) -> Any:
         clip = jnp.clip if isinstance(ids, jax.Array) else np.clip
         ids = clip(ids, max(bounds.min, -1), INT32_MAX)
     return ids.astype(np.int32)
+
+
+def entering_jit(what: str, tree: Any, *, ids_or_times: bool = False) -> Any:
+    """A pytree for `jax.jit`, which drops the upper bits of numpy's 64-bit integers without jax's 64-bit mode.
+
+    Every function of dejax that gives users' arrays to a jitted function of its own calls this first.
+
+    Args:
+        what: the caller's name, for the error.
+        tree: the arrays.
+        ids_or_times: whether integers that int32 does not have become the nearest int32: an id stays out of range, and
+            a time stays later or earlier than all others. They raise otherwise.
+
+    Raises:
+        ValueError: an integer that does not fit, in arrays that are neither ids nor times.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    if jax.config.values["jax_enable_x64"] or not any(_is_wide(leaf) for leaf in leaves):
+        return tree
+    least, most = -INT32_MAX - 1, INT32_MAX
+    for place, leaf in enumerate(leaves):
+        if not _is_wide(leaf):
+            continue
+        if not ids_or_times and leaf.size and (int(leaf.min()) < least or int(leaf.max()) > most):
+            raise ValueError(
+                f"{what}: integers must fit int32 without jax's 64-bit mode, got {leaf.min()} to {leaf.max()}; "
+                "jax.config.update('jax_enable_x64', True) switches it on"
+            )
+        leaves[place] = np.clip(leaf, max(np.iinfo(leaf.dtype).min, least), most).astype(np.int32)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _is_wide(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "iu" and leaf.dtype.itemsize > 4

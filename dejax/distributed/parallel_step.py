@@ -12,6 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from dejax import _compat
+from dejax._int32 import entering_jit
 from dejax.distributed._placing import all_on_mesh, check_axis, spec_of
 from dejax.host_gather import RowGradient
 
@@ -151,9 +152,9 @@ class _Step:
         return compiled.lower(*leaves)
 
     def _prepared(self, state: Any, key: Any, batch: Any, data: Any) -> tuple[Any, tuple[list[Any], ...]]:
-        states, state_tree = jax.tree.flatten(state)
-        others, other_tree = jax.tree.flatten((key, data))
-        batches, batch_tree = jax.tree.flatten(batch)
+        states, state_tree = jax.tree.flatten(entering_jit("data_parallel", state))
+        others, other_tree = jax.tree.flatten(entering_jit("data_parallel", (key, data)))
+        batches, batch_tree = jax.tree.flatten(entering_jit("data_parallel", batch, ids_or_times=True))
         self._check(key, batches)
         trees = state_tree, other_tree, batch_tree
         if self.mesh is not None:

@@ -17,6 +17,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax import _compat
+from dejax._int32 import entering_jit
 from dejax.host_gather._ids import checked_ids
 from dejax.host_gather._operands import ReadableTable, TableOperands, operands_of
 from dejax.host_gather._recording import is_recorded
@@ -194,6 +195,7 @@ def prefetched_scan(
     """
     operands = operands_of("prefetched_scan", table)
     ids = checked_ids("prefetched_scan", ids, operands.spec.rows)
+    init, xs = entering_jit("prefetched_scan", (init, xs))
     if ids.ndim == 0:
         raise ValueError("prefetched_scan: `ids` must have a leading axis of steps")
     if depth < 1:

@@ -284,12 +284,14 @@ def _how(topology: HeteroTopology, lists: EdgeLists, piece: Piece, options: Samp
     longest = topology.relations[piece.relation].max_degree
     if piece.all_edges:
         return ("all", None) if piece.fan_out >= longest else ("subset", options.max_degree)
+    bounded = options.max_degree is not None and options.max_degree < longest
     if options.recent and lists.times is not None:
-        return "recent", None
+        if lists.weights is None:
+            return "recent", None
+        return "recent of weight", options.max_degree if bounded else longest
     if lists.weights is not None:
         if options.replace:
             return "by weight", None
-        bounded = options.max_degree is not None and options.max_degree < longest
         return "keys", options.max_degree if bounded else longest
     if options.replace:
         return "any", None
@@ -303,7 +305,8 @@ def _draw(random: Randomness, lists: EdgeLists, start: Array, degree: Array, dra
     if kind == "recent":
         return degree[:, None] - 1 - i, i < degree[:, None]
     if kind == "all":
-        return jnp.broadcast_to(i, (len(start), fan_out)), i < degree[:, None]
+        chosen = jnp.broadcast_to(i, (len(start), fan_out))
+        return chosen, _of_weight(lists, start, chosen, i < degree[:, None])
     if kind in _UNIFORM:
         below_what = jnp.broadcast_to(degree[:, None], (len(start), fan_out))
         below_what = below_what - fan_out + i + 1 if kind == "subset" else below_what
@@ -311,7 +314,8 @@ def _draw(random: Randomness, lists: EdgeLists, start: Array, degree: Array, dra
             drawn = below_by_bits(random.bits.reshape(2, *below_what.shape), below_what)
         else:
             drawn = below(key, below_what.shape, below_what)
-        return subset_of(drawn, degree) if kind == "subset" else (drawn, below_what > 0)
+        chosen, there = subset_of(drawn, degree) if kind == "subset" else (drawn, below_what > 0)
+        return chosen, _of_weight(lists, start, chosen, there)
     assert lists.weights is not None
     if kind == "by weight":
         if lists.times is not None:
@@ -327,7 +331,21 @@ def _draw(random: Randomness, lists: EdgeLists, start: Array, degree: Array, dra
             f"up to {bound} of each of {len(start)} receivers; give SampleOptions(max_degree=...), or draw with "
             "replacement"
         )
+    if kind == "recent of weight":
+        back = jnp.arange(bound, dtype=degree.dtype)
+        position = degree[:, None] - 1 - back
+        there = _of_weight(lists, start, position, back < degree[:, None])
+        latest, chosen = jax.lax.top_k(jnp.where(there, bound - back, 0), min(fan_out, bound))
+        missing = ((0, 0), (0, fan_out - chosen.shape[1]))
+        return jnp.pad(jnp.take_along_axis(position, chosen, axis=1), missing), jnp.pad(latest, missing) > 0
     return draw_weighted_subset(key, functools.partial(take, lists.weights.logs), start, degree, fan_out, bound)
+
+
+def _of_weight(lists: EdgeLists, start: Array, chosen: Array, there: Array) -> Array:
+    """Which positions are there and have no weight of 0."""
+    if lists.weights is None:
+        return there
+    return there & (take(lists.weights.logs, jnp.where(there, start[:, None] + chosen, -1)) > -jnp.inf)
 
 
 def excluded(pairs: tuple[Array, Array], senders: Array, receivers: Array) -> Array:

@@ -50,7 +50,8 @@ def find_capacities(
         fan_outs: as in `sample_blocks`.
         sigmas: standard deviations above the mean.
         print_table: takes the table as text; None for no table.
-        **keywords: further arguments of `sample_blocks`, the same for all batches.
+        **keywords: further arguments of `sample_blocks`, the same for all batches; `seed_times` may be a function that
+            gives those of a batch.
 
     Returns:
         For each node type the bound of each hop, and bounds on edges, for `capacities` of `sample_blocks`.
@@ -71,7 +72,8 @@ def find_capacities(
     for number, batch in enumerate(batches):
         # Convert lists and 64-bit ids first: jit would treat a list as a pytree, and drop the upper bits of ids.
         seeds = _checked_seeds(topology, batch)
-        times = _checked_times(topology, seeds, seed_times, options)
+        of_batch = seed_times(batch) if callable(seed_times) else seed_times
+        times = _checked_times(topology, seeds, of_batch, options)
         leaves, treedef = jax.tree.flatten((seeds, {"exclude": exclude, "seed_times": times}))
         sample = counted(jax.random.fold_in(key, number), topology, treedef, leaves)
         found.append(np.asarray(sample.found))

@@ -194,8 +194,8 @@ def infer_layers(
         [nodes, width] by type: HostTables, or memory maps if a folder is given.
 
     Raises:
-        ValueError: unknown types, counts that disagree, offsets that do not fit, ids out of range, or a layer whose
-            result is not [batch, width].
+        ValueError: unknown types, counts that disagree, offsets that do not fit, ids out of range, a topology with
+            times, or a layer whose result is not [batch, width].
         TypeError: offsets or senders that are no integers.
     """
     if len(layers) != len(params):
@@ -211,7 +211,13 @@ def infer_layers(
             raise ValueError(f"infer_layers: `node_types` must be of {', '.join(num_nodes)}, got {kind!r}")
     inputs.check_counts(num_nodes)
     if isinstance(edges, HeteroTopology):
-        edges = {edge_type: edges.csc(edge_type)[:2] for edge_type in edges.edge_types}
+        if any(lists.times is not None for lists in edges.lists):
+            raise ValueError(
+                "infer_layers: `edges` must have no times, got a topology with times: each node is computed once, from "
+                "all of its edges, the later ones too. For the present of each node sample with `seed_times`; for all "
+                "edges give a topology without times"
+            )
+        edges = {edge_type: edges.drawable(edge_type) for edge_type in edges.edge_types}
     lists = _checked(edges, num_nodes)
     # The types that each layer must compute: those that a later layer reads.
     wanted = [list(num_nodes if node_types is None else node_types)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax._int32 import entering_jit
 from dejax.host_gather import HostTable, gather_done, shardings
 from dejax.minibatch._joined import JoinedFeatures
 from dejax.minibatch._layout import Layout
@@ -103,13 +104,22 @@ class TrainingSteps:
         """The state after the step or steps, and the results of `update`: of several steps stacked, [steps, ...]."""
         # Results are committed to the tables' device. Commit the first state, too: otherwise jax would compile the
         # program again for the second call.
-        state = jax.tree.map(_placed, state, is_leaf=_is_table)
-        found: tuple[Any, Any] = self._for(state)(state, *arguments)
+        state = jax.tree.map(_placed, entering_jit(self._what, state), is_leaf=_is_table)
+        found: tuple[Any, Any] = self._for(state)(state, *self._checked(arguments))
         return found
 
     def trace(self, state: Any, *arguments: Any) -> Any:
         """As `jax.jit(...).trace`: to lower or compile ahead of time."""
-        return self._for(state).trace(state, *arguments)
+        return self._for(state).trace(state, *self._checked(arguments))
+
+    @property
+    def _what(self) -> str:
+        return "pipelined_steps" if self.pipelined else "sampled_step"
+
+    def _checked(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments after the state: topology, features, keys, seeds (and their times), and others."""
+        seeds = entering_jit(self._what, arguments[3:4], ids_or_times=True)
+        return (*arguments[:3], *seeds, *entering_jit(self._what, arguments[4:]))
 
     def _for(self, state: Any) -> Any:
         leaves, treedef = jax.tree.flatten(state, is_leaf=_is_table)
@@ -140,7 +150,8 @@ def sampled_step(
 
     Returns:
         A function (state, topology, features, key, seeds, *rest) -> (state, out). `features` is a FeatureStore; `seeds`
-        is a pytree of arrays.
+        is a pytree of arrays, such as ids and times of seeds. Those of 64 bits are clipped to int32 without jax's
+        64-bit mode, so that ids stay out of range and times stay late.
 
     Raises:
         TypeError: features that are no FeatureStore, a `sample` that returns something else.

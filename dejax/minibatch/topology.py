@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax.datasets import HeteroDataset
 from dejax.host_gather import HostTable
 from dejax.host_gather.sampling import EdgeWeights
 from dejax.host_gather.topology import Rows
@@ -111,8 +112,8 @@ class HeteroTopology:
             edges: for each (source type, name, destination type) the senders and receivers: two int[edges], or one
                 int[2, edges]. They may be memory maps.
             num_nodes: the number of nodes of each type, below 2**31 each.
-            weights: float[edges] by relation, for any of the relations; not negative. `sample_blocks` draws edges in
-                proportion to them.
+            weights: float[edges] or bool[edges] by relation, for any of the relations; not negative. `sample_blocks`
+                draws edges in proportion to them. An edge of weight 0 or False is in no sample.
             times: int[edges] by relation, for any of the relations. With `seed_times`, `sample_blocks` draws no edge
                 that is later than its seed.
             keep_edge_ids: whether to keep the position of each edge in its given list, 4 bytes per edge. Without it
@@ -141,6 +142,25 @@ class HeteroTopology:
             _folder.describe(folder, described, counts, [part.names() for part in made])
             return cls.load(folder, on_host=on_host)
         return cls._of_parts(made, described, counts, on_host)
+
+    @classmethod
+    def from_dataset(cls, data: HeteroDataset, **options: Any) -> HeteroTopology:
+        """The edges of a data set, with their weights and times.
+
+        Args:
+            data: the data set.
+            options: `keep_edge_ids`, `on_host` and `folder` of `from_edges`.
+
+        Raises:
+            TypeError, ValueError: as `from_edges`.
+
+        >>> from dejax.datasets import HeteroDataset
+        >>> likes = ("a", "likes", "a")
+        >>> data = HeteroDataset("x", {"a": 2}, {likes: ([0, 1], [1, 1])}, edge_times={likes: np.array([3, 4])})
+        >>> HeteroTopology.from_dataset(data).lists[0].times
+        Array([3, 4], dtype=int32)
+        """
+        return cls.from_edges(data.edges, data.num_nodes, weights=data.edge_weights, times=data.edge_times, **options)
 
     @classmethod
     def from_csc(
@@ -281,6 +301,17 @@ class HeteroTopology:
         here = slice(relation.first_edge, relation.first_edge + relation.num_edges)
         ids = np.arange(relation.num_edges) if lists.edge_ids is None else as_numpy(lists.edge_ids)[here]
         return np.asarray(self._starts(edge_type)), as_numpy(lists.senders)[here], ids
+
+    def drawable(self, edge_type: EdgeType) -> tuple[np.ndarray, np.ndarray]:
+        """As `csc`, starts and senders of the edges that a sample may have: those of weight 0 are left out."""
+        starts, senders, _ = self.csc(edge_type)
+        relation = self.relations[self.number_of(edge_type)]
+        weights = self.lists[relation.lists].weights
+        if weights is None:
+            return starts, senders
+        logs = as_numpy(weights.logs)[relation.first_edge : relation.first_edge + relation.num_edges]
+        there = logs > -np.inf
+        return np.concatenate([[0], np.cumsum(there)])[starts], senders[there]
 
     def expected_visits(
         self,

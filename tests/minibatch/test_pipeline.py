@@ -10,9 +10,11 @@ import pytest
 from flax import nnx
 
 from dejax import offload
+from dejax._int32 import entering_jit
 from dejax.host_gather import adam
 from dejax.minibatch import (
     FeatureStore,
+    HeteroTopology,
     JoinedFeatures,
     SampleOptions,
     edge_ids,
@@ -321,3 +323,36 @@ def test_seed_batches_and_keys():
     np.testing.assert_array_equal(
         jax.random.key_data(step_keys(key, 3, 2)), jax.random.key_data(step_keys(jax.random.key_data(key), 0, 5)[3:])
     )
+
+
+@pytest.mark.skipif(jax.config.values["jax_enable_x64"], reason="for 32-bit mode")
+def test_ids_and_times_of_64_bits_do_not_wrap_at_jit():
+    """Topology times 1, 2, 3; the right number of edges is how many are not later than the seed's time."""
+    to, when = ("a", "to", "b"), [2**31, 2**32 + 15, 2**40, 2, -(2**40), -(2**32) + 2]
+    topology = HeteroTopology.from_edges({to: ([0, 1, 2], [0, 0, 0])}, {"a": 3, "b": 1}, times={to: [1, 2, 3]})
+    store = FeatureStore.from_arrays({"a": np.ones((3, 1), np.float32)})
+
+    def temporal(key, topology, seeds):
+        return sample_blocks(key, topology, ("b", seeds["ids"]), [3], seed_times=seeds["times"])
+
+    def count(state, batch):
+        return state, (batch.sample.slots[0] >= 0).reshape(-1, 3).sum(1)
+
+    want, ids = [3, 3, 3, 2, 0, 0], np.zeros(6, np.int64)
+    seeds = {"ids": ids, "times": np.array(when)}
+    step, steps = sampled_step(count, temporal), pipelined_steps(count, temporal)
+    assert step(jnp.zeros(()), topology, store, jax.random.key(0), seeds)[1].tolist() == want
+    assert step(jnp.zeros(()), topology, store, jax.random.key(0), {**seeds, "ids": ids + 2**32})[1].tolist() == [0] * 6
+    stacked = {name: some[None] for name, some in seeds.items()}
+    assert steps(jnp.zeros(()), topology, store, step_keys(jax.random.key(0), 0, 1), stacked)[1].tolist() == [want]
+    with pytest.raises(ValueError, match="sampled_step: integers must fit int32 .*, got 0 to 4294967296"):
+        step(jnp.zeros(()), topology, store, jax.random.key(0), seeds, np.array([0, 2**32]))
+
+
+def test_the_check_of_arrays_that_enter_jit():
+    tree = {"a": np.array([-(2**40), 7, 2**33]), "b": np.uint64(2**63), "c": np.float64(1e300), "d": jnp.ones(1)}
+    found = entering_jit("f", tree, ids_or_times=True)
+    assert found["a"].tolist() == [-(2**31), 7, 2**31 - 1] and found["b"] == 2**31 - 1 and found["b"].dtype == np.int32
+    assert found["c"] is tree["c"] and found["d"] is tree["d"]
+    with jax.enable_x64(True):
+        assert entering_jit("f", tree) is tree

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dejax.host_gather import HostTable
-from dejax.minibatch import HeteroTopology, _building, sample_blocks
+from dejax.minibatch import HeteroTopology, SampleOptions, _building, edge_ids, sample_blocks
 
 pytestmark = pytest.mark.sample(3)
 
@@ -255,3 +255,21 @@ def test_starts_on_the_device_give_the_same_samples(on_host):
     assert_has(moved, edges)
     draw = jax.jit(lambda t: sample_blocks(jax.random.key(0), t, ("paper", np.arange(5)), [3, 2]))
     jax.tree.map(np.testing.assert_array_equal, draw(topology), draw(moved))
+
+
+@pytest.mark.parametrize("weights", [[0.0, 2.0, 1.0, 0.0, 3.0], [False, True, True, False, True]])
+def test_edges_of_weight_0_are_never_drawn(weights):
+    to = ("a", "to", "a")
+    lists = {to: ([0, 1, 2, 3, 4], [0, 0, 0, 0, 1])}
+    topology = HeteroTopology.from_edges(lists, {"a": 5}, weights={to: weights}, times={to: [1, 2, 3, 4, 5]})
+    recent = SampleOptions(recent=True)
+    cases = [(-1, SampleOptions()), (1, recent)]
+    for fan_out, options in [*cases, (-1, SampleOptions(max_degree=2)), (3, SampleOptions(recent=True, max_degree=2))]:
+        sample = sample_blocks(jax.random.key(0), topology, ("a", [0]), [fan_out], options=options)
+        (ids,) = edge_ids(topology, sample)
+        found = ids[ids >= 0].tolist()
+        if options.max_degree is None:
+            assert sorted(found) == ([2] if fan_out == 1 else [1, 2])
+        assert set(found) <= {1, 2}
+    starts, senders = topology.drawable(to)
+    assert starts.tolist() == [0, 2, 3, 3, 3, 3] and senders.tolist() == [1, 2, 4]
