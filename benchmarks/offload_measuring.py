@@ -138,7 +138,6 @@ def measure(
                 )
                 / runs
             )
-            row["value_reads"] = stats.value_reads - before.value_reads
         row["out"] = out
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {str(error)[:300]}"

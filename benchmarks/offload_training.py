@@ -22,7 +22,6 @@ def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> 
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from dejax import _native
     from dejax.offload import ActivationStore, offload
 
     def layer(w: Any, x: Any) -> Any:
@@ -88,12 +87,9 @@ def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> 
         elif kind in ("mesh", "shard_map"):
             with ActivationStore(device_bytes=int(float(size) * tensor)) as store:
                 rows.append(run(f"offload, {kind} of one device, ring of {size}", kind, store, reference))
-        elif kind in ("host", "value"):
+        elif kind == "host":
             with ActivationStore(device_bytes=int(float(size) * tensor) if size else None) as store:
-                if kind == "value":
-                    _native.extension("benchmark").offload_testing.Interceptor(store._native).set_prediction(1)
-                name = "the same, handles read" if kind == "value" else "offload, host"
-                rows.append(run(f"{name}, ring of {size or 'auto'}", "offload", store, reference))
+                rows.append(run(f"offload, host, ring of {size or 'auto'}", "offload", store, reference))
         elif kind in ("shm", "disk"):
             place = "/dev/shm" if kind == "shm" else disk
             ring, host, engine = size.split(",")

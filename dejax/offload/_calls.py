@@ -8,7 +8,7 @@ other uses, and fetched a tensor twice, which fails once its memory is reused. X
 each call has one on both sides, and a batch of calls has them inside of its loop.
 
 Under `vmap`, a tensor that is not batched is stored and fetched once. A batch is stored one example at a time and
-fetched in reverse, the order that the store predicts.
+fetched in reverse, so that the last examples never leave the device.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, si
         handle, *after = jax.lax.optimization_barrier((handle, *after))
         with jax.named_scope("offload_fetch"):
             ffi = jax.ffi.ffi_call("dejax_offload_fetch", jax.ShapeDtypeStruct(shape, like.dtype))
-            x = ffi(handle, *after, store=np.int64(store_id), site=np.int64(site), layout=np.int64(layout))
+            x = ffi(handle, *after, site=np.int64(site), layout=np.int64(layout))
         return jax.lax.optimization_barrier(x)
 
     def of_batch(batch: int) -> Any:
@@ -109,10 +109,10 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, si
 
 
 def guard(x: Array, after: Sequence[Array], *, store_id: int) -> Array:
-    """`x`, or NaN where a handle of this run was mispredicted.
+    """`x`, or NaN where a store or a fetch of this run has failed on one of several devices.
 
-    A tensor that was fetched by a wrong handle is filled with NaN. A dtype without NaN cannot show that: then the guard
-    fills the cotangents.
+    The fetches of such a run return NaN, so that no device waits for another one. A dtype without NaN cannot show that:
+    then the guard fills the cotangents. On one device a failure ends the step, and `x` needs no guard.
 
     Args:
         x: floating-point; its memory is reused.
@@ -126,11 +126,11 @@ def guard(x: Array, after: Sequence[Array], *, store_id: int) -> Array:
         x, *after = jax.lax.optimization_barrier((x, *after))
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
         ffi = jax.ffi.ffi_call("dejax_offload_guard", out, input_output_aliases={0: 0})
-        return jax.lax.optimization_barrier(ffi(x, *after, store=np.int64(store_id)))
+        return jax.lax.optimization_barrier(ffi(x, *after))
 
     @jax.custom_batching.custom_vmap
     def batchable(x: Array, *after: Array) -> Array:
-        return _shards.along(x, after, on_shard)
+        return _shards.guard(x, after, on_shard)
 
     @batchable.def_vmap
     def rule(_: int, batched: Sequence[bool], x: Array, *after: Array) -> tuple[Array, bool]:

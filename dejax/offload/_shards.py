@@ -111,8 +111,9 @@ def fetch(
     return _compat.sharding_group(run(handle, *after), site)
 
 
-def along(x: Array, after: Sequence[Array], call: Callable[..., Array]) -> Array:
-    """`call(x, *after)` on each shard of `x`; the result is divided as `x` is."""
+def guard(x: Array, after: Sequence[Array], call: Callable[..., Array]) -> Array:
+    """`call(x, *after)` on each shard of `x`, and `x` on one device; the result is divided as `x` is."""
+    undivided = call if _compat.on_several_devices() else lambda x, *after: x
 
     def partition(mesh: Any, operands: Any, _: Any) -> Any:
         shardings = tuple(operand.sharding for operand in operands)
@@ -123,7 +124,7 @@ def along(x: Array, after: Sequence[Array], call: Callable[..., Array]) -> Array
 
         return mesh, on_shard, shardings[0], shardings
 
-    run = custom_partitioning(call)
+    run = custom_partitioning(undivided)
     axes = _axes("x", x.shape)
     waited = [_axes(f"after{i}_", value.shape) for i, value in enumerate(after)]
     run.def_partition(partition, sharding_rule=_rule([axes, *waited], axes))

@@ -22,8 +22,6 @@ class StoreStats:
         written_bytes, read_bytes: of the disk tier.
         cancelled_bytes: tensors that were fetched before their write had ended.
         dropped_count: tensors given up unfetched (a failed step, `clear`, a full store).
-        value_reads: fetches for which the launch thread had to read the handle.
-        mismatches: mispredicted handles, noticed on the device.
         store_stall_seconds, fetch_stall_seconds: launch threads waiting for room, or for the disk.
         launch_seconds: launch threads inside the store, stalls included.
         device_store_stall_seconds, device_fetch_stall_seconds: compute streams waiting for copies, in forward and in
@@ -59,8 +57,6 @@ class StoreStats:
     read_bytes: int
     cancelled_bytes: int
     dropped_count: int
-    value_reads: int
-    mismatches: int
     store_stall_seconds: float
     fetch_stall_seconds: float
     launch_seconds: float
@@ -113,7 +109,7 @@ class StoreStats:
             f"{_size(self.disk_bytes)} of disk",
             f"  launches waited {self.store_stall_seconds:.2f} s for room and {self.fetch_stall_seconds:.2f} s for "
             f"data, devices {self.device_store_stall_seconds:.2f} and {self.device_fetch_stall_seconds:.2f} s; "
-            f"{self.value_reads} handles read, {self.dropped_count} tensors dropped",
+            f"{self.dropped_count} tensors dropped",
             f"  off the device at the peak: {100 * self.saving:.0f} % of what was stored",
         ]
         if self.written_bytes or self.read_bytes or self.cancelled_bytes:

@@ -274,8 +274,7 @@ class ActivationStore:
         self._resources.close()
 
     def check(self) -> None:
-        """Raises the error that a device found in an earlier step, if any; later steps raise it, too."""
-        self._native.check()
+        """Raises the error that an earlier step met on one of several devices, if any; later steps raise it, too."""
         _raise_failure_of_shards()
 
     def clear(self) -> None:

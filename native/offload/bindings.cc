@@ -110,8 +110,6 @@ nb::dict StatsOf(Store& store) {
   DEJAX_STAT(read_bytes);
   DEJAX_STAT(cancelled_bytes);
   DEJAX_STAT(dropped_count);
-  DEJAX_STAT(value_reads);
-  DEJAX_STAT(mismatches);
   DEJAX_STAT(store_stall_seconds);
   DEJAX_STAT(fetch_stall_seconds);
   DEJAX_STAT(launch_seconds);
@@ -140,7 +138,6 @@ void Bind(nb::module_& m) {
       .def_prop_ro("id", &Store::id)
       .def("begin_close", &Store::BeginClose, Release())
       .def("close", &Store::Close, Release())
-      .def("check", &Store::RaisePending, Release())
       .def("clear", &Store::Clear, Release())
       .def("drain", &Store::Drain, Release())
       .def("next_job", &NextJob, nb::arg("seconds"),

@@ -47,10 +47,6 @@ Loaded Load() {
   find_optional(&c.copy_batch, "cuMemcpyBatchAsync_v2");
   find_optional(&c.copy_batch_old, "cuMemcpyBatchAsync");
   find(&c.memset_d32, "cuMemsetD32Async");
-  find(&c.module_load, "cuModuleLoadData");
-  find(&c.module_unload, "cuModuleUnload");
-  find(&c.module_get_function, "cuModuleGetFunction");
-  find(&c.launch_kernel, "cuLaunchKernel");
   find(&c.get_error_name, "cuGetErrorName");
   return loaded;
 }
@@ -136,6 +132,17 @@ bool Copies::RunTogether(Stream stream) {
   }
   if (result != 0) refused = true;
   return result == 0;
+}
+
+uint64_t ReadHandle(DevicePointer handle, Stream stream) {
+  const Calls& calls = GetCalls();
+  Context context = nullptr;
+  Check(calls.stream_get_ctx(stream, &context), "cuStreamGetCtx");
+  const ContextScope scope(context);
+  uint64_t value = 0;
+  Check(calls.copy_device_to_host(&value, handle, sizeof(value), stream), "cuMemcpyDtoHAsync");
+  Check(calls.stream_synchronize(stream), "cuStreamSynchronize");
+  return value;
 }
 
 void FillWithOnes(DevicePointer data, int64_t bytes, Stream stream) {

@@ -13,8 +13,6 @@
 #include "../cuda_driver.h"
 
 struct CUevent_st;
-struct CUmod_st;
-struct CUfunc_st;
 
 namespace dejax::offload {
 
@@ -58,11 +56,6 @@ struct Calls {
   Result (*copy_batch_old)(DevicePointer* to, DevicePointer* from, size_t* bytes, size_t count, BatchAttributes*,
                            size_t* first_of_attributes, size_t num_attributes, size_t* failed, Stream);
   Result (*memset_d32)(DevicePointer, unsigned value, size_t count, Stream);
-  Result (*module_load)(CUmod_st**, const void* image);
-  Result (*module_unload)(CUmod_st*);
-  Result (*module_get_function)(CUfunc_st**, CUmod_st*, const char* name);
-  Result (*launch_kernel)(CUfunc_st*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared_bytes,
-                          Stream, void** arguments, void** extra);
   Result (*get_error_name)(Result, const char**);
 };
 
@@ -122,6 +115,9 @@ class Copies {
   std::vector<DevicePointer> to_, from_;
   std::vector<size_t> bytes_;
 };
+
+// Waits for the work that was submitted to the stream, then reads the handle.
+uint64_t ReadHandle(DevicePointer handle, Stream stream);
 
 // Ones in every bit: NaN.
 void FillWithOnes(DevicePointer data, int64_t bytes, Stream stream);

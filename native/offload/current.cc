@@ -67,24 +67,20 @@ void UnbindStore(int64_t store) {
   }
 }
 
-std::shared_ptr<Store> StoreOfRunIfAny(int64_t run, int device, int64_t binding) {
-  Table& table = GetTable();
-  std::lock_guard<std::mutex> lock(table.mutex);
-  const auto found = table.runs.find({run, device, binding});
-  return found == table.runs.end() ? nullptr : found->second.lock();
-}
-
 std::shared_ptr<Store> StoreOfRun(int64_t run, int device, int64_t binding) {
-  if (auto known = StoreOfRunIfAny(run, device, binding)) return known;
   Table& table = GetTable();
+  const RunKey key{run, device, binding};
   int64_t id = 0;
   {
     std::lock_guard<std::mutex> lock(table.mutex);
+    const auto found = table.runs.find(key);
+    if (found != table.runs.end()) {
+      if (auto known = found->second.lock()) return known;
+    }
     id = IdOf(table, binding);
   }
   const std::shared_ptr<Store> store = Resolve(binding, id);
   std::lock_guard<std::mutex> lock(table.mutex);
-  const RunKey key{run, device, binding};
   const auto [at, is_new] = table.runs.emplace(key, store);
   if (!is_new) {
     // Another device's thread was quicker, or XLA gave the number again.
@@ -98,23 +94,6 @@ std::shared_ptr<Store> StoreOfRun(int64_t run, int device, int64_t binding) {
     table.oldest.pop_front();
   }
   return store;
-}
-
-void FetchFromItsStore(const CudaCall& call, int64_t binding, DevicePointer handle, DevicePointer data,
-                       int64_t bytes) {
-  auto store = StoreOfRunIfAny(call.run, call.device, binding);
-  if (!store) {
-    Table& table = GetTable();
-    int64_t id = 0;
-    {
-      std::lock_guard<std::mutex> lock(table.mutex);
-      id = IdOf(table, binding);
-    }
-    store = FindStoreOrAny(id);  // any store can read the handle
-    if (!store) store = Resolve(binding, id);
-  }
-  const uint64_t elsewhere = store->FetchOnCuda(call, handle, data, bytes);
-  if (elsewhere != 0) FindStore(StoreOf(elsewhere))->FetchOnCuda(call, handle, data, bytes, elsewhere);
 }
 
 }  // namespace dejax::offload

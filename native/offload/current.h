@@ -24,11 +24,4 @@ void UnbindStore(int64_t store);
 // keeps it when the binding changes. Throws std::runtime_error.
 std::shared_ptr<Store> StoreOfRun(int64_t run, int device, int64_t binding);
 
-// The same for a call that does not store: null where the run has stored nothing under this binding.
-std::shared_ptr<Store> StoreOfRunIfAny(int64_t run, int device, int64_t binding);
-
-// Fetches a tensor on a GPU from the store that its handle names. Where the run has stored under this binding, that store
-// is asked first: it may predict the handle. Otherwise the handle is read.
-void FetchFromItsStore(const CudaCall& call, int64_t binding, DevicePointer handle, DevicePointer data, int64_t bytes);
-
 }  // namespace dejax::offload

@@ -5,7 +5,6 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "cuda_calls.h"
@@ -30,8 +29,6 @@ struct Stats {
   int64_t forwarded_bytes = 0;   // disk tier: fetched while still in host memory
   int64_t written_bytes = 0, read_bytes = 0, cancelled_bytes = 0;  // disk tier
   int64_t dropped_count = 0;     // entries given up before they were fetched
-  int64_t value_reads = 0;       // fetches for which the launch thread read the handle
-  int64_t mismatches = 0;
   double store_stall_seconds = 0, fetch_stall_seconds = 0;  // launch threads waiting for room, for reads
   double launch_seconds = 0;     // launch threads in store and fetch, stalls included
   double device_store_stall_seconds = 0, device_fetch_stall_seconds = 0;  // compute streams waiting for copies
@@ -102,7 +99,6 @@ struct Run {
   std::unordered_map<int64_t, int64_t> site_of_call;  // see Prediction::SiteOf
   uint64_t program = 0;                               // hash of the calls so far
   bool loops = false;                                 // a site stored several tensors
-  std::unordered_set<int64_t> mispredicted;           // sites whose fetches came in another order than predicted
   int64_t first_site = 0;
   int64_t top = 0, peak_top = 0;  // of the stack in ring bytes
   int64_t live_bytes = 0, peak_bytes = 0;

@@ -63,7 +63,7 @@ ffi::Error DoStoreCpu(ffi::RunId run, int32_t device, ffi::AnyBuffer x, ffi::Res
 }
 
 ffi::Error DoFetchCpu(ffi::RunId run, int32_t device, HandleBuffer handle, ffi::RemainingArgs,
-                      ffi::Result<ffi::AnyBuffer> x, int64_t, int64_t site, int64_t layout) {
+                      ffi::Result<ffi::AnyBuffer> x, int64_t site, int64_t layout) {
   return RunOnShard(
       run.run_id, device, layout, -static_cast<int64_t>(x->size_bytes()),
       [&] {
@@ -87,42 +87,38 @@ ffi::Error DoStoreCuda(Stream stream, ffi::RunId run, int32_t device, ffi::AnyBu
       [&] { Check(GetCalls().memset_d32(Address(handle->untyped_data()), 0, 2, stream), "cuMemsetD32Async"); });
 }
 
+// The launching thread waits here for the work that it has submitted, which writes the handle.
 ffi::Error DoFetchCuda(Stream stream, ffi::RunId run, int32_t device, HandleBuffer handle, ffi::RemainingArgs,
-                       ffi::Result<ffi::AnyBuffer> x, int64_t binding, int64_t site, int64_t layout) {
+                       ffi::Result<ffi::AnyBuffer> x, int64_t site, int64_t layout) {
   return RunOnShard(
       run.run_id, device, layout, -static_cast<int64_t>(x->size_bytes()),
       [&] {
-        FetchFromItsStore({run.run_id, device, stream, site, layout}, binding, Address(handle.untyped_data()),
-                          Address(x->untyped_data()), x->size_bytes());
+        const uint64_t value = ReadHandle(Address(handle.untyped_data()), stream);
+        FindStore(StoreOf(value))
+            ->FetchOnCuda({run.run_id, device, stream, site, layout}, value, Address(x->untyped_data()),
+                          x->size_bytes());
       },
       [&] { FillWithOnes(Address(x->untyped_data()), x->size_bytes(), stream); });
 }
 
-// The CPU reads each handle before it fetches: there is no prediction to fail, but another device may have failed.
-ffi::Error DoGuardCpu(ffi::RunId run, ffi::AnyBuffer x, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> out, int64_t) {
+ffi::Error DoGuardCpu(ffi::RunId run, ffi::AnyBuffer x, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> out) {
   if (HasFailedTogether(run.run_id)) {
     std::memset(out->untyped_data(), 0xff, out->size_bytes());
-    return ffi::Error::Success();
+  } else if (out->untyped_data() != x.untyped_data()) {
+    std::memcpy(out->untyped_data(), x.untyped_data(), x.size_bytes());
   }
-  if (out->untyped_data() != x.untyped_data()) std::memcpy(out->untyped_data(), x.untyped_data(), x.size_bytes());
   return ffi::Error::Success();
 }
 
-ffi::Error DoGuardCuda(Stream stream, ffi::RunId run, int32_t device, ffi::AnyBuffer x, ffi::RemainingArgs,
-                       ffi::Result<ffi::AnyBuffer> out, int64_t binding) {
+ffi::Error DoGuardCuda(Stream stream, ffi::RunId run, ffi::AnyBuffer x, ffi::RemainingArgs,
+                       ffi::Result<ffi::AnyBuffer> out) {
   return Run([&] {
-    if (out->untyped_data() != x.untyped_data()) {
+    if (HasFailedTogether(run.run_id)) {
+      FillWithOnes(Address(out->untyped_data()), out->size_bytes(), stream);
+    } else if (out->untyped_data() != x.untyped_data()) {
       Check(GetCalls().copy_device_to_device(Address(out->untyped_data()), Address(x.untyped_data()), x.size_bytes(),
                                              stream),
             "cuMemcpyDtoDAsync");
-    }
-    if (HasFailedTogether(run.run_id)) {
-      FillWithOnes(Address(out->untyped_data()), out->size_bytes(), stream);
-      return;
-    }
-    // A run that has stored nothing reads its handles: none was predicted.
-    if (const auto store = StoreOfRunIfAny(run.run_id, device, binding)) {
-      store->GuardOnCuda({run.run_id, device, stream, /*call=*/0}, Address(out->untyped_data()), out->size_bytes());
     }
   });
 }
@@ -134,18 +130,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GuardCpu, DoGuardCpu,
                                   .Ctx<ffi::RunId>()
                                   .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("store"));
+                                  .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GuardCuda, DoGuardCuda,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<Stream>>()
                                   .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::DeviceOrdinal>()
                                   .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("store"));
+                                  .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(StoreCpu, DoStoreCpu,
                               ffi::Ffi::Bind()
@@ -165,7 +158,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(FetchCpu, DoFetchCpu,
                                   .Arg<HandleBuffer>()
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("store")
                                   .Attr<int64_t>("site")
                                   .Attr<int64_t>("layout"));
 
@@ -189,7 +181,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(FetchCuda, DoFetchCuda,
                                   .Arg<HandleBuffer>()
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("store")
                                   .Attr<int64_t>("site")
                                   .Attr<int64_t>("layout"));
 

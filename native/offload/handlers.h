@@ -16,14 +16,13 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(StoreCuda);
 // Fetch.
 //   arguments:  handle uint32[2]; further arguments only make the fetch wait for them
 //   result:     tensor
-//   attributes: store, site as above
+//   attributes: site as above
 XLA_FFI_DECLARE_HANDLER_SYMBOL(FetchCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(FetchCuda);
 
-// Guard: NaN in place of its argument where a handle of this run was mispredicted. In place.
+// Guard: NaN in place of its argument where this run has failed on one device of several (together.h). In place.
 //   arguments:  tensor; further arguments only make the guard wait for them
 //   result:     the tensor, which aliases the argument
-//   attributes: store as above
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GuardCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GuardCuda);
 

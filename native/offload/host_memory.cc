@@ -75,17 +75,20 @@ bool HostMemory::HasBusyFreeSlot() const {
 // In a program's first run nobody knows how often a tensor is fetched. Where one call stored once and others several
 // times, XLA most likely moved the one out of a loop, and each turn fetches its tensor. In later runs the store knows how
 // often the run before fetched it, and relies on that only while there is no other memory.
-HostMemory::Reuse HostMemory::ReuseOf(const Slot& slot) const {
-  const EntryPtr entry = slot.serial == 0 ? nullptr : registry_->FindBySerial(slot.serial);
-  if (!entry) return Reuse::kFree;
-  const RunPtr run = entry->run.lock();
+HostMemory::Reuse HostMemory::ReuseOf(const Entry& entry) const {
+  const RunPtr run = entry.run.lock();
   if (!run || (stats_->runs - run->number > 4 && Seconds() - run->last_used > kIdleSeconds)) return Reuse::kFree;
-  switch (prediction_->UsesOf(entry->site)) {
+  switch (prediction_->UsesOf(entry.site)) {
     case Prediction::Uses::kOnce: return Reuse::kFree;
     case Prediction::Uses::kRepeatedly:
-      return prediction_->FetchedAsOftenAsBefore(*entry) ? Reuse::kLikelyFree : Reuse::kNo;
-    default: return run->loops && run->stored_by_site[entry->site] == 1 ? Reuse::kLikelyShared : Reuse::kLikelyFree;
+      return prediction_->FetchedAsOftenAsBefore(entry) ? Reuse::kLikelyFree : Reuse::kNo;
+    default: return run->loops && run->stored_by_site[entry.site] == 1 ? Reuse::kLikelyShared : Reuse::kLikelyFree;
   }
+}
+
+HostMemory::Reuse HostMemory::ReuseOf(const Slot& slot) const {
+  const EntryPtr entry = slot.serial == 0 ? nullptr : registry_->FindBySerial(slot.serial);
+  return entry ? ReuseOf(*entry) : Reuse::kFree;
 }
 
 // Makes a free slot the caller's: what it held is forgotten.

@@ -35,6 +35,9 @@ class HostMemory {
   void AddVictim(const EntryPtr& entry) { victims_[entry->serial] = entry; }
   void RemoveVictim(const Entry& entry) { victims_.erase(entry.serial); }
 
+  // Whether the entry is probably fetched more than once, and so needs a slot after its first fetch.
+  bool IsShared(const Entry& entry) const { return ReuseOf(entry) > Reuse::kLikelyFree; }
+
   // Whether a free slot is still being copied, written or read.
   bool HasBusyFreeSlot() const;
   int64_t allocated() const { return allocated_; }
@@ -49,6 +52,7 @@ class HostMemory {
   struct Request;
 
   static int64_t CapacityFor(int64_t bytes);
+  Reuse ReuseOf(const Entry& entry) const;
   Reuse ReuseOf(const Slot& slot) const;
   Slot* FindFree(const Request& request, Reuse at_most);
   void Shrink(Request* request, Reuse at_most);

@@ -1,8 +1,6 @@
 // An observer of a store's operations that may make them fail. Only tests and benchmarks attach one.
 #pragma once
 
-#include <optional>
-
 #include "disk.h"
 
 namespace dejax::offload {
@@ -17,8 +15,6 @@ class Interceptor {
   virtual void Before(Operation operation) = 0;
   // A chunk was written; its checksum may be changed.
   virtual void Written(Chunk* chunk) = 0;
-  // Whether fetches use predicted handles; nothing: as earlier runs suggest.
-  virtual std::optional<bool> Predict() = 0;
 };
 
 }  // namespace dejax::offload

@@ -79,12 +79,4 @@ std::shared_ptr<Store> FindStore(int64_t number) {
   return found->second;
 }
 
-std::shared_ptr<Store> FindStoreOrAny(int64_t number) {
-  OpenStores& stores = Get();
-  const std::lock_guard<std::mutex> lock(stores.mutex);
-  const auto found = stores.by_number.find(number);
-  if (found != stores.by_number.end()) return found->second;
-  return stores.by_number.empty() ? nullptr : stores.by_number.begin()->second;
-}
-
 }  // namespace dejax::offload

@@ -27,7 +27,5 @@ void AddOpenStore(const std::shared_ptr<Store>& store);
 void RemoveOpenStore(const Store& store);
 // Throws std::runtime_error where it is not open.
 std::shared_ptr<Store> FindStore(int64_t number);
-// The store with this number, or else any open store, or null.
-std::shared_ptr<Store> FindStoreOrAny(int64_t number);
 
 }  // namespace dejax::offload

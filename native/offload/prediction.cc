@@ -18,7 +18,7 @@ void Prediction::RunBegins() {
 }
 
 // The first calls of a run tell which program it is: on a GPU one thread makes them, always in the same order. The CPU
-// makes independent calls in any order. There the site is the call, and handles are not predicted.
+// makes independent calls in any order. There the site is the call.
 int64_t Prediction::SiteOf(Run* run, int64_t call) {
   const auto [at, is_new] = run->site_of_call.emplace(call, call);
   if (is_new && run->device >= 0) {
@@ -26,12 +26,6 @@ int64_t Prediction::SiteOf(Run* run, int64_t call) {
     sites_of_call_[call].insert(at->second);
   }
   return at->second;
-}
-
-int64_t Prediction::SiteOf(const RunPtr& run, int64_t call) const {
-  if (!run) return call;
-  const auto found = run->site_of_call.find(call);
-  return found == run->site_of_call.end() ? call : found->second;
 }
 
 void Prediction::Stored(int64_t number, bool none_unfetched) {
@@ -58,22 +52,6 @@ Prediction::Uses Prediction::UsesOf(int64_t site) const {
 bool Prediction::FetchedAsOftenAsBefore(const Entry& entry) const {
   const auto found = sites_.find(entry.site);
   return found != sites_.end() && found->second.fetches_before > 0 && entry.fetches >= found->second.fetches_before;
-}
-
-bool Prediction::KnowsOrder(int64_t site) const {
-  const auto found = sites_.find(site);
-  return found != sites_.end() && found->second.order == Order::kReverse;
-}
-
-void Prediction::OrderHolds(int64_t site) {
-  Order& order = sites_[site].order;
-  if (order == Order::kUnknown) order = Order::kReverse;
-}
-
-void Prediction::OrderFails(int64_t site) { sites_[site].order = Order::kOther; }
-
-void Prediction::OrderFailsEverywhere() {
-  for (auto& [number, site] : sites_) site.order = Order::kOther;
 }
 
 const Peak* Prediction::PeakOf(const Run& run) const {

@@ -1,5 +1,4 @@
-// What earlier runs of a program say about the next one: how much it stores, in which order it fetches, and how often
-// each tensor.
+// What earlier runs of a program say about the next one: how much it stores, and how often it fetches each tensor.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +24,6 @@ class Prediction {
   void RunBegins();
   // The site of a call: the call as made by one program. Earlier runs of the same program share it.
   int64_t SiteOf(Run* run, int64_t call);
-  int64_t SiteOf(const RunPtr& run, int64_t call) const;
 
   void Stored(int64_t site, bool none_unfetched);
   void Fetched(Entry* entry);
@@ -34,12 +32,6 @@ class Prediction {
   Uses UsesOf(int64_t site) const;
   // Whether the entry was fetched as often as in the run before.
   bool FetchedAsOftenAsBefore(const Entry& entry) const;
-
-  // Whether fetches of the site come in reverse order of its stores.
-  bool KnowsOrder(int64_t site) const;
-  void OrderHolds(int64_t site);  // in a whole run; no effect once it did not
-  void OrderFails(int64_t site);
-  void OrderFailsEverywhere();
 
   const Peak* PeakOf(const Run& run) const;
   void SetPeak(const Run& run, const Peak& peak) { peaks_[run.first_site] = peak; }
@@ -50,9 +42,7 @@ class Prediction {
   void SetForwardOnly(const Run& run, bool value);
 
  private:
-  enum class Order { kUnknown, kReverse, kOther };
   struct Site {
-    Order order = Order::kUnknown;
     Uses uses = Uses::kUnknown;
     bool fetched = false;
     int fetches = 0;         // of one tensor, the most so far

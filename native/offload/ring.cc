@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "check_kernel.h"
-
 namespace dejax::offload {
 namespace {
 
@@ -22,16 +20,6 @@ Ring::Ring(Store* store, Stream compute)
   const ContextScope scope(context_);
   Check(calls_.stream_create(&out_, kNonBlocking), "cuStreamCreate");
   Check(calls_.stream_create(&in_, kNonBlocking), "cuStreamCreate");
-  void* pinned = nullptr;
-  Check(calls_.host_alloc(&pinned, kPage, /*portable | device map*/ 3), "cuMemHostAlloc");
-  mismatch_ = static_cast<uint64_t*>(pinned);
-  mismatch_[0] = mismatch_[1] = mismatch_[2] = mismatch_[3] = 0;
-  Check(calls_.mem_alloc(&cells_on_device_, 64), "cuMemAlloc");
-  Check(calls_.memset_d32(cells_on_device_, 0, 16, out_), "cuMemsetD32Async");
-  Check(calls_.stream_synchronize(out_), "cuStreamSynchronize");
-  for (int i = 64; i < 128; ++i) cells_.push_back(static_cast<uint64_t*>(pinned) + i);
-  Check(calls_.module_load(&module_, kCheckKernel), "cuModuleLoadData of dejax_offload_check");
-  Check(calls_.module_get_function(&check_, module_, "dejax_offload_check"), "cuModuleGetFunction");
 }
 
 Ring::~Ring() {
@@ -40,9 +28,6 @@ Ring::~Ring() {
   window_.clear();
   stalls_.clear();
   if (memory_ != 0) calls_.mem_free(memory_);
-  if (cells_on_device_ != 0) calls_.mem_free(cells_on_device_);
-  if (module_ != nullptr) calls_.module_unload(module_);
-  calls_.host_free(mismatch_);
   calls_.stream_destroy(out_);
   calls_.stream_destroy(in_);
 }
@@ -260,6 +245,11 @@ void Ring::Load(const EntryPtr& entry) {
 
 void Ring::Pop(Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePointer data, Stream compute) {
   bool loaded_now = false;
+  // The entry leaves the ring, and its files, with its first fetch: further ones need its bytes on the host.
+  if (entry->in_ring && entry->slot == nullptr && store_->host_.CanHold(entry->bytes) &&
+      store_->host_.IsShared(*entry)) {
+    CopyOut(lock, entry);
+  }
   if (!entry->in_ring) {
     store_->AwaitHost(lock, entry, /*pinned=*/true);
     if (run && entry->live) Own(lock, run, compute);
@@ -332,53 +322,6 @@ void Ring::Prefetch(const RunPtr& run) {
 void Ring::SetHandle(DevicePointer handle, uint64_t value, Stream compute) {
   Check(calls_.memset_d32(handle, static_cast<unsigned>(value), 1, compute), "cuMemsetD32Async");
   Check(calls_.memset_d32(handle + 4, static_cast<unsigned>(value >> 32), 1, compute), "cuMemsetD32Async");
-}
-
-void Ring::CheckHandle(int64_t run, DevicePointer handle, uint64_t expected, DevicePointer data, int64_t bytes,
-                       Stream compute) {
-  uint64_t count = static_cast<uint64_t>(bytes);
-  uint64_t flag = reinterpret_cast<uint64_t>(mismatch_);
-  uint64_t failed = cells_on_device_;
-  uint64_t number = static_cast<uint64_t>(run) + 1;  // no run is 0
-  void* arguments[] = {&handle, &expected, &data, &count, &flag, &failed, &number};
-  Check(calls_.launch_kernel(check_, 64, 1, 1, 256, 1, 1, 0, compute, arguments, nullptr), "cuLaunchKernel");
-}
-
-void Ring::Guard(int64_t run, DevicePointer data, int64_t bytes, Stream compute) {
-  // The cell is always 0: as a handle it matches, and only a failed run fills.
-  CheckHandle(run, cells_on_device_ + 8, 0, data, bytes, compute);
-}
-
-Mismatch Ring::TakeMismatch() {
-  Mismatch mismatch;
-  mismatch.expected = __atomic_load_n(&mismatch_[0], __ATOMIC_ACQUIRE);
-  if (mismatch.expected == 0) return mismatch;
-  mismatch.found = mismatch_[1];
-  mismatch.run = static_cast<int64_t>(mismatch_[2]) - 1;
-  mismatch_[1] = mismatch_[2] = 0;
-  mismatch_[0] = 0;
-  __atomic_store_n(&mismatch_[3], mismatch_[3] + 1, __ATOMIC_RELEASE);  // kernels may write the words again
-  return mismatch;
-}
-
-uint64_t Ring::ReadHandle(Lock& lock, DevicePointer handle, Stream compute) {
-  // Each call has its own cell: another thread may read another handle while this one waits.
-  if (cells_.empty()) {
-    throw std::runtime_error("offload: at most 64 threads may fetch at a time on one device; use fewer");
-  }
-  uint64_t* const cell = cells_.back();
-  cells_.pop_back();
-  Check(calls_.copy_device_to_host(cell, handle, 8, compute), "cuMemcpyDtoHAsync");
-  const Event event = events_->Record(compute);
-  Result result = 0;
-  {
-    const Unlocked unlocked(&store_->monitor_, lock);
-    result = calls_.event_synchronize(event.get());
-  }
-  const uint64_t value = *cell;
-  cells_.push_back(cell);
-  Check(result, "cuEventSynchronize");
-  return value;
 }
 
 }  // namespace dejax::offload

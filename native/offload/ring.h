@@ -16,12 +16,6 @@
 
 namespace dejax::offload {
 
-struct Mismatch {
-  uint64_t expected = 0;  // a handle; 0: there was no mismatch
-  uint64_t found = 0;
-  int64_t run = 0;
-};
-
 class Ring {
  public:
   Ring(Store* store, Stream compute);
@@ -36,16 +30,6 @@ class Ring {
   void Leave(const EntryPtr& entry);
   void Prefetch(const RunPtr& run);
   void SetHandle(DevicePointer handle, uint64_t value, Stream compute);
-  // Launches a kernel that compares the handles. Where they differ, it fills `data` with ones (NaN) and sets the flag;
-  // from then on every tensor that this run fetches is filled.
-  void CheckHandle(int64_t run, DevicePointer handle, uint64_t expected, DevicePointer data, int64_t bytes,
-                   Stream compute);
-  // Fills `data` with ones where the run has failed.
-  void Guard(int64_t run, DevicePointer data, int64_t bytes, Stream compute);
-  // The mismatch that a kernel found; forgets it.
-  Mismatch TakeMismatch();
-  // Waits for the compute stream, without the mutex, and reads the handle.
-  uint64_t ReadHandle(Lock& lock, DevicePointer handle, Stream compute);
   void Synchronize();
   // Adds the ended waits of the compute stream to the store's counters.
   void CountStalls();
@@ -88,11 +72,6 @@ class Ring {
   Event out_fence_;    // copies to the host of entries that have left the window
   Event last_in_;      // null where the compute stream has waited for it
   Event last_out_;
-  CUmod_st* module_ = nullptr;
-  CUfunc_st* check_ = nullptr;
-  uint64_t* mismatch_ = nullptr;       // pinned; [0-2]: predicted handle, the one found, the run; [3]: how many were read
-  DevicePointer cells_on_device_ = 0;  // [0]: the run that failed last, [1]: 0, [2]: how many mismatches were reported
-  std::vector<uint64_t*> cells_;       // pinned, free: handles are read into them
 };
 
 }  // namespace dejax::offload

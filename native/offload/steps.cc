@@ -29,7 +29,9 @@ std::runtime_error AnotherFailed(const Run& run) {
 struct Store::DeviceCall {
   DeviceCall(Store* store, const CudaCall& call)
       : lock(store->Enter()), stopwatch(&store->stats_.launch_seconds), ring(Begin(store, lock, call)),
-        scope(ring.context()) {}
+        scope(ring.context()) {
+    ring.CountStalls();
+  }
 
   Lock lock;
   const Stopwatch stopwatch;
@@ -38,7 +40,6 @@ struct Store::DeviceCall {
 
  private:
   static Ring& Begin(Store* store, Lock& lock, const CudaCall& call) {
-    store->CheckDevices();
     Ring& ring = store->RingOf(lock, call.device, call.stream);
     store->RequireOpen();
     return ring;
@@ -128,34 +129,13 @@ void Store::StoreOnCuda(const CudaCall& call, int64_t ring_bytes, DevicePointer 
   }
 }
 
-bool Store::UsesPrediction(int64_t site) const {
-  const auto forced = interceptor_ ? interceptor_->Predict() : std::nullopt;
-  return forced.value_or(prediction_.KnowsOrder(site));
-}
-
-uint64_t Store::FetchOnCuda(const CudaCall& call, DevicePointer handle, DevicePointer data, int64_t bytes,
-                            uint64_t known) {
+void Store::FetchOnCuda(const CudaCall& call, uint64_t handle, DevicePointer data, int64_t bytes) {
   DeviceCall held(this, call);
-  const RunPtr own = registry_.FindRun(call.run, call.device);
-  const int64_t site = prediction_.SiteOf(own, call.call);
-  RunPtr run = own;
+  RunPtr run = registry_.FindRun(call.run, call.device);
   try {
     Before(Operation::kFetch);
-    uint64_t predicted = 0;
-    if (own && !own->unfetched[site].empty()) predicted = registry_.HandleOf(own->unfetched[site].back());
-    const bool predicts = known == 0 && predicted != 0 && UsesPrediction(site);
-    uint64_t value = predicts ? predicted : known;
-    if (value == 0) {
-      ++stats_.value_reads;
-      value = held.ring.ReadHandle(held.lock, handle, call.stream);
-      RequireOpen();  // the mutex was released
-      if (StoreOf(value) != id()) return value;
-    }
-    if (own && value != predicted) {
-      own->mispredicted.insert(site);
-      prediction_.OrderFails(site);
-    }
-    const EntryPtr entry = registry_.Find(value, call.call, bytes, call.device, {call.layout, call.device});
+    const EntryPtr entry = registry_.Find(handle, call.call, bytes, call.device, {call.layout, call.device});
+    const RunPtr own = run;
     run = entry->run.lock();
     if (run) FetchBegins(run, run == own);
     ReadAhead(run, held.lock);
@@ -166,27 +146,10 @@ uint64_t Store::FetchOnCuda(const CudaCall& call, DevicePointer handle, DevicePo
     Remove(entry, run);
     ReadAhead(run, held.lock);
     held.ring.Prefetch(run);
-    if (predicts) {
-      held.ring.CheckHandle(call.run, handle, value, data, bytes, call.stream);
-      return 0;
-    }
-    held.ring.Guard(call.run, data, bytes, call.stream);
-    if (own && own->unfetched[site].empty() && own->mispredicted.count(site) == 0) {
-      prediction_.OrderHolds(site);  // from now on the launch thread does not wait for these handles
-    }
   } catch (const std::exception& error) {
     FailRun(run, error.what());
     throw;
   }
-  return 0;
-}
-
-void Store::GuardOnCuda(const CudaCall& call, DevicePointer data, int64_t bytes) {
-  Lock lock = Enter();
-  Ring& ring = RingOf(lock, call.device, call.stream);
-  RequireOpen();
-  const ContextScope scope(ring.context());
-  ring.Guard(call.run, data, bytes, call.stream);
 }
 
 }  // namespace dejax::offload

@@ -96,32 +96,6 @@ Stats Store::GetStats() {
   return stats;
 }
 
-void Store::CheckDevices() {
-  for (auto& [device, ring] : rings_) {
-    const ContextScope scope(ring->context());
-    ring->CountStalls();
-    const auto [expected, found, run] = ring->TakeMismatch();
-    if (expected == 0) continue;
-    ++stats_.mismatches;
-    if (const EntryPtr entry = registry_.FindBySerial(SerialOf(expected))) {
-      prediction_.OrderFails(entry->site);
-    } else {
-      prediction_.OrderFailsEverywhere();
-    }
-    FailRun(registry_.FindRun(run, device));  // its results are NaN: nobody needs what it left
-    throw std::runtime_error(
-        "offload: an earlier step fetched its tensors in another order than it did before (expected handle " +
-        std::to_string(expected) + ", found " + std::to_string(found) +
-        "); its results are NaN. Run it again: from now on these handles are read before they are fetched");
-  }
-}
-
-void Store::RaisePending() {
-  RequireProcess();
-  const Lock lock(monitor_.mutex);
-  CheckDevices();
-}
-
 void Store::Clear() {
   RequireProcess();
   const Lock lock(monitor_.mutex);

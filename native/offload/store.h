@@ -62,16 +62,9 @@ class Store {
   uint64_t StoreOnCpu(const CpuCall& call, const void* data, int64_t bytes);
   void FetchOnCpu(const CpuCall& call, uint64_t handle, void* data, int64_t bytes);
   void StoreOnCuda(const CudaCall& call, int64_t ring_bytes, DevicePointer data, int64_t bytes, DevicePointer handle);
-  // Returns 0, or the handle where it is another store's. Then nothing was fetched: that store is to be asked, with the
-  // handle as `known`.
-  uint64_t FetchOnCuda(const CudaCall& call, DevicePointer handle, DevicePointer data, int64_t bytes,
-                       uint64_t known = 0);
-  // Fills `data` with NaN where a handle of this run was mispredicted.
-  void GuardOnCuda(const CudaCall& call, DevicePointer data, int64_t bytes);
+  void FetchOnCuda(const CudaCall& call, uint64_t handle, DevicePointer data, int64_t bytes);
 
   Stats GetStats();
-  // Throws what a device found wrong since the last call, if anything.
-  void RaisePending();
   // Drops every entry that is not fetched yet. Not while a program that uses them runs.
   void Clear();
   // Waits until no I/O is under way.
@@ -95,12 +88,10 @@ class Store {
   void Before(Operation operation) const {
     if (interceptor_) interceptor_->Before(operation);
   }
-  void CheckDevices();
   Ring& RingOf(Lock& lock, int device, Stream compute);
 
   // Runs and entries.
   RunPtr RunOf(int64_t id, int device);
-  bool UsesPrediction(int64_t site) const;
   void FetchBegins(const RunPtr& run, bool by_itself);
   void Remove(const EntryPtr& entry, const RunPtr& run);
   void Drop(const EntryPtr& entry);

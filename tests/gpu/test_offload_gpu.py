@@ -72,13 +72,11 @@ def test_same_bits_as_saved(dtype, inner, scan) -> None:
         got = gradient(offload(inner(layer), min_bytes=1), scan)
         first = got(ws, x)
         assert_same_bits(first, want)
-        for _ in range(3):  # handles read in the first run, foreseen in the others
+        for _ in range(3):
             assert_same_bits(got(ws, x), want)
-        store.check()
         stats = store.stats()
     assert stats.live_count == 0
     assert stats.stored_count == stats.fetched_count
-    assert stats.value_reads == stats.fetched_count // 4
     assert stats.prefetched_bytes > 0 and stats.ring_hit_bytes > 0
 
 
@@ -124,10 +122,8 @@ def test_what_is_a_slice_or_goes_into_a_stack(way) -> None:
         got = gradient(None)
         for _ in range(4):
             assert_same_bits(got(ws, xs), want)
-        store.check()
         stats = store.stats()
     assert stats.stored_count == stats.fetched_count == 4 * 12
-    assert stats.value_reads == 12  # in the first run: a batch comes back in reverse order too
     assert stats.live_count == 0
     text = got.lower(ws, xs).compile().as_text()
     assert text.count('custom_call_target="dejax_offload_store"') == 2
@@ -183,55 +179,13 @@ def swapped(x, y, flag):
     return a, b
 
 
-def test_a_wrong_foresight_is_noticed_on_the_device() -> None:
+def test_the_data_may_decide_the_order_of_fetches() -> None:
     x, y = jnp.ones(5000), jnp.full(5000, 2.0)
     run = jax.jit(swapped)
-    with ActivationStore() as store:
-        interceptor(store).set_prediction(2)
-        results = []
-        failures = 0
-        for flag in (True, False):
-            try:
-                results.append((flag, jax.block_until_ready(run(x, y, flag))))
-                store.check()
-            except Exception as error:
-                failures += 1
-                assert "another order" in str(error)
-        assert failures == 1  # one of the two orders is not the one foreseen
-        if len(results) == 2:  # otherwise the second fetch of that very step saw it, and the step has no results
-            bad = [r for _, r in results if np.isnan(np.asarray(r[0])).any() or np.isnan(np.asarray(r[1])).any()]
-            assert len(bad) == 1
-            assert all(np.isnan(np.asarray(part)).all() for part in bad[0])  # what it fetched later too
-        interceptor(store).set_prediction(0)
-        for flag in (True, False):  # and from then on handles are read
+    with ActivationStore():
+        for flag in (True, True, False, True, False):
             a, b = run(x, y, flag)
-            assert {float(a[0]), float(b[0])} == {1.0, 2.0}
-
-
-def test_a_wrong_foresight_of_numbers_without_nan_shows() -> None:
-    """Integers cannot be NaN: what they are used with is, through the guard."""
-    x, y = jnp.ones(5000, jnp.int32), jnp.full(5000, 2, jnp.int32)
-
-    @jax.jit
-    def run(x, y, flag):
-        fetched = swapped(x, y, flag)
-        return _calls.guard(jnp.ones(5000), fetched, store_id=0), *fetched
-
-    with ActivationStore() as store:
-        interceptor(store).set_prediction(2)
-        bad = 0
-        for flag in (True, False):
-            try:
-                guarded = jax.block_until_ready(run(x, y, flag))[0]
-                bad += bool(np.isnan(np.asarray(guarded)).all())
-                store.check()
-            except Exception as error:
-                assert "another order" in str(error)
-                bad += 1
-        assert 1 <= bad <= 2
-        interceptor(store).set_prediction(0)
-        for flag in (True, False):
-            assert not np.isnan(np.asarray(run(x, y, flag)[0])).any()
+            assert (a == (2 if flag else 1)).all() and (b == (1 if flag else 2)).all()
 
 
 def test_two_threads_with_one_store_and_little_memory() -> None:

@@ -46,8 +46,8 @@ PROGRAMS = {
     "fetched into a stack": (sum_of(kept(residuals_are_gradients)), WS, XS),
     "vmap": (lambda w, xs: jax.vmap(kept(lambda w, x: jnp.sin(x @ w).sum()), (None, 0))(w, xs).sum(), W, XS),
     "vmap of all": (lambda ws, xs: jax.vmap(kept(residuals_are_gradients))(ws, xs).sum(), WS, XS),
-    "guards": (sum_of(kept(lambda x, m: jnp.where(m @ m.T > 0, x, 0).sum())), WS, WS),
-    "guards under vmap": (
+    "masks": (sum_of(kept(lambda x, m: jnp.where(m @ m.T > 0, x, 0).sum())), WS, WS),
+    "masks under vmap": (
         lambda xs, ms: jax.vmap(kept(lambda x, m: jnp.where(m > 0, x, 0)))(xs, ms).sum(),
         XS,
         jax.ShapeDtypeStruct(XS.shape, jnp.int32),
@@ -62,7 +62,7 @@ def test_slices_are_kept_apart_from_stores_and_fetches(name):
     differentiable = tuple(i for i, x in enumerate(args) if x.dtype == jnp.float32)
     text = lowered(jax.grad(function, argnums=differentiable), *args)
     assert "@dejax_offload_store" in text and "@dejax_offload_fetch" in text
-    assert ("@dejax_offload_guard" in text) == ("guards" in name)
+    assert "@dejax_offload_guard" not in text  # for several devices alone
     assert without_barrier(text) == []
 
 

@@ -52,8 +52,7 @@ def test_store_device_gives_the_same_bits(store, inner):
         offload(layer, store="disc")(ws[0], x)
 
 
-def test_tensors_without_nan_are_guarded(store):
-    """A stored mask cannot become NaN, so the cotangents go through a guard."""
+def test_masks_are_stored(store):
     w, x = operands()[0][0], operands()[1]
 
     def fn(w, x):
@@ -65,9 +64,6 @@ def test_tensors_without_nan_are_guarded(store):
 
     got = gradient(offload(fn, min_bytes=1))
     assert_same_bits(got(w, x), gradient(fn)(w, x))
-    text = got.trace(w, x).lower(lowering_platforms=("cuda",)).as_text()
-    assert "dejax_offload_guard" in text
-    assert "dejax_offload_guard" not in step("all").trace(*operands()).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_a_value_alone_stores_nothing(store):

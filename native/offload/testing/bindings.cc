@@ -108,8 +108,7 @@ void BindTesting(nb::module_& parent) {
           },
           nb::arg("disk"), "One that is attached to a store of state.")
       .def("inject", &TestInterceptor::Inject, nb::arg("kind"), nb::arg("count"))
-      .def("slow", &TestInterceptor::Slow, nb::arg("seconds"))
-      .def("set_prediction", &TestInterceptor::SetPrediction, nb::arg("mode"));
+      .def("slow", &TestInterceptor::Slow, nb::arg("seconds"));
   // The work of the CUDA handlers, by addresses: for a driver made for tests.
   m.def(
       "store_on_cuda",
@@ -120,8 +119,10 @@ void BindTesting(nb::module_& parent) {
       Release());
   m.def(
       "fetch_on_cuda",
-      [](Store& store, int64_t run, int device, uintptr_t stream, int64_t call, uintptr_t handle, uintptr_t data,
-         int64_t bytes) { store.FetchOnCuda(CallOf(run, device, stream, call), handle, data, bytes); },
+      [](int64_t run, int device, uintptr_t stream, int64_t call, uintptr_t handle, uintptr_t data, int64_t bytes) {
+        const uint64_t value = ReadHandle(handle, reinterpret_cast<Stream>(stream));
+        FindStore(StoreOf(value))->FetchOnCuda(CallOf(run, device, stream, call), value, data, bytes);
+      },
       Release());
   m.def(
       "store_by_binding_on_cuda",
@@ -129,11 +130,6 @@ void BindTesting(nb::module_& parent) {
          int64_t bytes, uintptr_t handle) {
         StoreOfRun(run, device, binding)->StoreOnCuda(CallOf(run, device, stream, call), ring, data, bytes, handle);
       },
-      Release());
-  m.def(
-      "fetch_by_binding_on_cuda",
-      [](int64_t binding, int64_t run, int device, uintptr_t stream, int64_t call, uintptr_t handle, uintptr_t data,
-         int64_t bytes) { FetchFromItsStore(CallOf(run, device, stream, call), binding, handle, data, bytes); },
       Release());
   m.def("call_pieces_on_cuda", &CallPiecesByAddress, Release());
   m.def("call_rows_on_cuda", &CallRowsByAddress, Release());

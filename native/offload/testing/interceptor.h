@@ -1,10 +1,9 @@
-// The interceptor of tests: operations fail, slow down, or use predicted handles as a test asks.
+// The interceptor of tests: operations fail or slow down as a test asks.
 #pragma once
 
 #include <chrono>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -26,12 +25,6 @@ class TestInterceptor : public Interceptor {
     const std::lock_guard<std::mutex> lock(mutex_);
     seconds_ = seconds;
   }
-  // 0: as learned, 1: always read the handle, 2: always predict it.
-  void SetPrediction(int mode) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    mode_ = mode;
-  }
-
   void Before(Operation operation) override {
     static constexpr const char* kKinds[] = {"store", "fetch", "write", "read"};
     const char* const kind = kKinds[static_cast<int>(operation)];
@@ -40,10 +33,6 @@ class TestInterceptor : public Interceptor {
   }
   void Written(Chunk* chunk) override {
     if (Take("corrupt")) chunk->checksum ^= 1;
-  }
-  std::optional<bool> Predict() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return mode_ == 0 ? std::nullopt : std::optional<bool>(mode_ == 2);
   }
 
  private:
@@ -64,7 +53,6 @@ class TestInterceptor : public Interceptor {
   std::mutex mutex_;
   std::map<std::string, int> left_;
   double seconds_ = 0;
-  int mode_ = 0;
 };
 
 }  // namespace dejax::offload

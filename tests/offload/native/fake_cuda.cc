@@ -239,29 +239,5 @@ int cuMemcpyBatchAsync_v2(unsigned long long* to, unsigned long long* from, size
 int cuMemsetD32Async(unsigned long long to, unsigned value, size_t count, void* stream) {
   return Queue(stream, [=] { for (size_t i = 0; i < count; ++i) reinterpret_cast<unsigned*>(to)[i] = value; });
 }
-int cuModuleLoadData(void** out, const void*) { return *out = &module, 0; }
-int cuModuleUnload(void*) { return 0; }
-int cuModuleGetFunction(void** out, void*, const char*) { return *out = &function, 0; }
-// The only kernel: dejax_offload_check.
-int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void* stream, void** args,
-                   void**) {
-  uint64_t a[7];
-  for (int i = 0; i < 7; ++i) a[i] = *static_cast<uint64_t*>(args[i]);
-  return Queue(stream, [=] {
-    uint64_t found;
-    std::memcpy(&found, reinterpret_cast<void*>(a[0]), 8);
-    auto* failed = reinterpret_cast<uint64_t*>(a[5]);
-    if (found == a[1] && *failed != a[6]) return;
-    std::memset(reinterpret_cast<void*>(a[2]), 255, a[3]);
-    if (found == a[1]) return;
-    *failed = a[6];
-    auto* flag = reinterpret_cast<uint64_t*>(a[4]);
-    if (failed[2] != __atomic_load_n(&flag[3], __ATOMIC_ACQUIRE)) return;
-    ++failed[2];
-    flag[2] = a[6];
-    flag[1] = found;
-    __atomic_store_n(&flag[0], a[1], __ATOMIC_RELEASE);
-  });
-}
 int cuGetErrorName(int result, const char** name) { return *name = result == 999 ? "FAKE_DEADLOCK" : "FAKE", 0; }
 }

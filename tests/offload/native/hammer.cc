@@ -69,7 +69,7 @@ void OneRun(Store& store, const Setting& setting, std::mt19937& rng, Stream stre
     for (int i = count - 1; i >= 0; --i) {
       const int64_t bytes = static_cast<int64_t>(4 * tensors[i].size());
       if (setting.cuda) {
-        store.FetchOnCuda({run, 0, stream, i % 3}, address(&handles[i]), address(outs[i].data()), bytes);
+        store.FetchOnCuda({run, 0, stream, i % 3}, ReadHandle(address(&handles[i]), stream), address(outs[i].data()), bytes);
       } else {
         store.FetchOnCpu({run, i % 3, {}}, handles[i], outs[i].data(), bytes);
       }

@@ -31,8 +31,7 @@ def program(rng, store, stream, run, order):
     outs = [np.empty(size // 4, np.uint32) for size in sizes]
     values = rng.integers(1, 2**31, size=len(sizes), dtype=np.uint32)
     native = store._native
-    # Tensors that are fetched in reverse order may share a site, whose handles are predicted; others must not.
-    sites = [1000 + i if order == "random" else i % 3 for i in range(len(sizes))]
+    sites = [i % 3 for i in range(len(sizes))]
 
     def put(i):
         cuda.cuMemsetD32Async(address(scratch), int(values[i]), len(outs[i]), stream)
@@ -42,7 +41,7 @@ def program(rng, store, stream, run, order):
         cuda.cuMemsetD32Async(address(scratch), 0xDEAD, len(outs[i]), stream)
 
     def get(i):
-        testing.fetch_on_cuda(native, run, 0, stream, sites[i], address(handles[i]), address(scratch), outs[i].nbytes)
+        testing.fetch_on_cuda(run, 0, stream, sites[i], address(handles[i]), address(scratch), outs[i].nbytes)
         cuda.cuMemcpyDtoDAsync_v2(address(outs[i]), address(scratch), outs[i].nbytes, stream)
         cuda.cuMemsetD32Async(address(scratch), 0xBEEF, len(outs[i]), stream)
 
@@ -84,21 +83,17 @@ def main(seed: int, path: str | None) -> None:
         with ActivationStore(
             path, device_bytes=ring, host_bytes=(1 << 18) if path else (1 << 24), chunk_bytes=1 << 14, io_threads=2
         ) as store:
-            prediction = testing.Interceptor(store._native)
-            for mode in (0, 1):
-                prediction.set_prediction(mode)
-                for order in ("reverse", "nested", "random", *(() if path else ("twice",))):
-                    results = []
-                    for _ in range(6):
-                        run += 1
-                        results.append(program(rng, store, stream, run, order))
-                        if rng.random() < 0.3:
-                            assert cuda.cuStreamSynchronize(stream) == 0
-                    assert cuda.cuStreamSynchronize(stream) == 0
-                    store.check()
-                    for outs, values in results:
-                        for out, value in zip(outs, values, strict=True):
-                            assert (out == value).all(), (ring, mode, order, out[:4], value)
+            for order in ("reverse", "nested", "random", *(() if path else ("twice",))):
+                results = []
+                for _ in range(12):
+                    run += 1
+                    results.append(program(rng, store, stream, run, order))
+                    if rng.random() < 0.3:
+                        assert cuda.cuStreamSynchronize(stream) == 0
+                assert cuda.cuStreamSynchronize(stream) == 0
+                for outs, values in results:
+                    for out, value in zip(outs, values, strict=True):
+                        assert (out == value).all(), (ring, order, out[:4], value)
             store.drain()
             stats = store.stats()
             assert stats.live_count == 0 and stats.disk_bytes == 0, stats
@@ -107,6 +102,7 @@ def main(seed: int, path: str | None) -> None:
         disk_in_time(stream, path, run)
         run += 10
         two_threads(rng, stream, path, run)
+        shared_in_a_loop(stream, path, run + 10000)
     else:
         a_run_keeps_its_store(stream, run + 1)
     print("right", run, "programs")
@@ -132,7 +128,7 @@ def disk_in_time(stream, path, run):
                     store._native, number, 0, stream, 1, 0, address(scratch), size, address(handles[i])
                 )
             for i in reversed(range(count)):
-                testing.fetch_on_cuda(store._native, number, 0, stream, 1, address(handles[i]), address(scratch), size)
+                testing.fetch_on_cuda(number, 0, stream, 1, address(handles[i]), address(scratch), size)
                 cuda.cuMemcpyDtoDAsync_v2(address(out[i]), address(scratch), size, stream)
             assert cuda.cuStreamSynchronize(stream) == 0
             assert (out == np.arange(1, count + 1)[:, None]).all()
@@ -145,6 +141,31 @@ def disk_in_time(stream, path, run):
             if number >= run + 4 and in_order and in_time:  # by the fourth run the store knows the program
                 return
         raise AssertionError(done)
+
+
+def shared_in_a_loop(stream, path, run):
+    """A tensor that was stored before a loop is fetched in each turn, in the first run too, however little memory there is.
+
+    It lies in the ring, and its memory on the host was taken for others, when it is fetched first.
+    """
+    size, turns = 4096, 12
+    scratch, outs = np.empty(size // 4, np.uint32), np.zeros((2, turns, size // 4), np.uint32)
+    handles = np.zeros((turns + 1, 2), np.uint32)
+    keep.append((scratch, outs, handles))
+    options = {"device_bytes": 32 * size, "host_bytes": 4 * size, "chunk_bytes": size, "io_threads": 2}
+    with ActivationStore(path, **options) as store:
+        for run in range(run, run + 4):
+            for i in range(turns + 1):
+                cuda.cuMemsetD32Async(address(scratch), i + 1, size // 4, stream)
+                testing.store_on_cuda(
+                    store._native, run, 0, stream, min(i, 1), 0, address(scratch), size, address(handles[i])
+                )
+            for turn in reversed(range(turns)):
+                for out, i in ((outs[0, turn], turn + 1), (outs[1, turn], 0)):
+                    testing.fetch_on_cuda(run, 0, stream, min(i, 1), address(handles[i]), address(scratch), size)
+                    cuda.cuMemcpyDtoDAsync_v2(address(out), address(scratch), size, stream)
+            assert cuda.cuStreamSynchronize(stream) == 0
+            assert (outs[0] == np.arange(2, turns + 2)[:, None]).all() and (outs[1] == 1).all()
 
 
 def a_run_keeps_its_store(stream, run):
@@ -162,7 +183,7 @@ def a_run_keeps_its_store(stream, run):
         )
 
     def get(run, i):
-        testing.fetch_by_binding_on_cuda(binding, run, 0, stream, 1, address(handles[i]), address(scratch), size)
+        testing.fetch_on_cuda(run, 0, stream, 1, address(handles[i]), address(scratch), size)
         cuda.cuMemcpyDtoDAsync_v2(address(outs[i]), address(scratch), size, stream)
 
     with ActivationStore(device_bytes=2 * size) as one, ActivationStore(device_bytes=2 * size) as two:
@@ -223,7 +244,6 @@ def two_threads(rng, stream, path, run):
                 thread.join()
             if errors:
                 raise errors[0]
-            store.check()
             assert store.stats().live_count == 0
 
 

@@ -65,10 +65,6 @@ def test_the_mutex_is_free_while_the_device_is_waited_for(driver, disk, tmp_path
     run("waits_program.py", driver, 1, *([str(tmp_path)] if disk else []))
 
 
-def test_mispredicted_handles(driver):
-    run("mismatch_program.py", driver, 1)
-
-
 def run(program, driver, seed, *arguments):
     environment = {
         **os.environ,

@@ -34,7 +34,7 @@ def steps(native, stream, errors):
                         native, run, 0, stream, 10 * run, ring, address(scratch), size, address(handles[i])
                     )
                 for i in reversed(range(count)):
-                    testing.fetch_on_cuda(native, run, 0, stream, 10 * run, address(handles[i]), address(scratch), size)
+                    testing.fetch_on_cuda(run, 0, stream, 10 * run, address(handles[i]), address(scratch), size)
                     if i % 16 == 0:
                         assert cuda.cuStreamSynchronize(stream) == 0
                         assert (scratch == run * 100 + i).all()
