@@ -15,9 +15,10 @@ def blocks(*pages: Path) -> list[str]:
 
 
 BLOCKS, LARGE = blocks(PAGES[0], PAGES[2]), blocks(PAGES[3])
+MARKS = {number: pytest.mark.devices(4) for number, block in enumerate(BLOCKS) if "(4,)" in block}
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
+@pytest.mark.parametrize("number", [pytest.param(i, marks=MARKS.get(i, ())) for i in range(len(BLOCKS))])
 def test_blocks_run_by_themselves(number, capsys):
     exec(compile(BLOCKS[number], f"docs of offload, Python block {number}", "exec"), {})
     if number == 0:

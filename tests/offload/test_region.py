@@ -21,11 +21,11 @@ kept = functools.partial(region, min_bytes=1)
 
 
 def gradients_agree(fn, args, wraps, stored=None):
-    """The gradients of `fn` with each wrapping, and without, have the same bits."""
+    """The gradients of `fn` with each wrapping are those without."""
     want = jax.jit(jax.grad(fn))(*args)
     with ActivationStore(host_bytes=1 << 24) as store:
         for run in wraps:
-            assert_same_bits(jax.tree.leaves(run(*args)), jax.tree.leaves(want))
+            assert_same(jax.tree.leaves(run(*args)), jax.tree.leaves(want))
         stats = store.stats()
     assert stats.stored_count == stats.fetched_count > 0
     assert stored is None or stats.stored_count == stored
@@ -229,13 +229,17 @@ def test_a_tensor_that_several_layers_use_is_stored_once():
     one = functools.partial(loss, project=offload(project, min_bytes=1))
     want = jax.jit(jax.grad(loss))(ws, x)
     # XLA of jax 0.10 fuses across barriers on the CPU, and then rounds otherwise.
-    close = assert_same_bits if _compat.JAX_VERSION >= (0, 11) else functools.partial(assert_close, rtol=2e-6)
+    close = assert_same if _compat.JAX_VERSION >= (0, 11) else assert_close
     for fn, stored in ((one, LAYERS), (kept(loss), 1 + LAYERS)):  # a region stores each tanh, too, for the square
         with ActivationStore(host_bytes=1 << 24) as store:
             close(jax.jit(jax.grad(fn))(ws, x), want)
             assert store.stats().stored_count == store.stats().fetched_count == stored
 
 
-def assert_close(got, want, rtol):
+def assert_close(got, want, rtol=2e-6):
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
+
+
+# Two programs are compiled apart. On a GPU, fusions, and so roundings, differ between them.
+assert_same = assert_close if jax.default_backend() == "gpu" else assert_same_bits

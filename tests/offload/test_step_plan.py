@@ -232,7 +232,8 @@ def test_a_plan(monkeypatch):
     peak, seconds = tight.measure(state, batch(1))
     assert abs(peak / tight.chosen.device_bytes - 1) < 0.35 and seconds > 0
     assert "measured" in tight.table() and "off by" in tight.table()
-    assert "waiting, copying, ms | launching, ms |" in tight.table() and tight.copies == FREE
+    assert "waiting, copying, ms | launching, ms |" in tight.table()
+    assert (tight.copies == FREE) == (jax.default_backend() == "cpu")  # there "streams" copy nothing
     assert tight.chosen.launch_seconds > 0
     with pytest.raises(ValueError, match=r"nothing fits device_bytes=1000 .* the least on the device takes \d+"):
         plan(device_bytes=1000)

@@ -1,4 +1,4 @@
-"""Tiers, caps, files and faults of `ActivationStore`, with the CPU handlers."""
+"""Tiers, caps, files and faults of `ActivationStore`."""
 
 import os
 import signal
@@ -26,7 +26,9 @@ from tests.offload.layers import (
 )
 from tests.offload.processes import popen
 
-SMALL = {"host_bytes": 3 * TENSOR, "chunk_bytes": 4096, "io_threads": 2}
+# No ring: on a GPU it would hold all of these tensors, and the tiers below it none.
+NO_RING = {"device_bytes": 0}
+SMALL = {**NO_RING, "host_bytes": 3 * TENSOR, "chunk_bytes": 4096, "io_threads": 2}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def test_disk_tier(engine, paths, tmp_path, want):
 
 
 def test_tensors_that_fit_into_memory_are_not_written(tmp_path, want):
-    with ActivationStore(tmp_path, host_bytes=100 * TENSOR) as store:
+    with ActivationStore(tmp_path, host_bytes=100 * TENSOR, **NO_RING) as store:
         run()  # in the first run the store does not know how much will come
         store.drain()
         written = store.stats().written_bytes
@@ -84,13 +86,13 @@ def test_a_slow_disk_makes_forward_wait_and_memory_stays_bounded(tmp_path, want)
 
 
 def test_host_memory_too_small_without_a_disk(want):
-    with ActivationStore(host_bytes=2 * TENSOR) as store:
+    with ActivationStore(host_bytes=2 * TENSOR, **NO_RING) as store:
         with pytest.raises(Exception, match="host tier is full: host_bytes=16384.*raise host_bytes"):
             run()
         assert store.stats().live_count == 0  # the failed step left nothing
-    with ActivationStore(host_bytes=TENSOR // 2), pytest.raises(Exception, match="larger than host_bytes"):
+    with ActivationStore(host_bytes=TENSOR // 2, **NO_RING), pytest.raises(Exception, match="larger than host_bytes"):
         run()
-    with ActivationStore(host_bytes=LAYERS * TENSOR):
+    with ActivationStore(host_bytes=LAYERS * TENSOR, **NO_RING):
         for _ in range(3):
             assert_same_bits(run(), want)
 
@@ -202,7 +204,7 @@ def test_injected_faults(kind, engine, tmp_path, want):
 def test_interrupted_step_then_retry(want):
     """Forward ran without backward: its tensors are dropped at the latest when room is needed."""
     ws, x = operands()
-    with ActivationStore(host_bytes=8 * TENSOR) as store:
+    with ActivationStore(host_bytes=8 * TENSOR, **NO_RING) as store:
         for _ in range(3):
             jax.block_until_ready(forward(ws, x))
         assert store.stats().live_bytes <= 8 * TENSOR
@@ -215,7 +217,7 @@ def test_forward_alone_in_a_full_store_waits_once(want):
     """The store waits for the first such run's backward pass only, by its own count; it drops later ones at once."""
     ws, x = operands()
     jax.block_until_ready(forward(ws, x))
-    with ActivationStore(host_bytes=LAYERS * TENSOR) as store:
+    with ActivationStore(host_bytes=LAYERS * TENSOR, **NO_RING) as store:
         stalls = [0.0]
         for _ in range(6):
             jax.block_until_ready(forward(ws, x))
