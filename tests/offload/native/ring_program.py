@@ -144,9 +144,9 @@ def disk_in_time(stream, path, run):
 
 
 def shared_in_a_loop(stream, path, run):
-    """A tensor that was stored before a loop is fetched in each turn, in the first run too, however little memory there is.
+    """A tensor that was stored before a loop is fetched in each turn, also in a first run that is short of memory.
 
-    It lies in the ring, and its memory on the host was taken for others, when it is fetched first.
+    When it is fetched first it lies in the ring, and its memory on the host holds another tensor.
     """
     size, turns = 4096, 12
     scratch, outs = np.empty(size // 4, np.uint32), np.zeros((2, turns, size // 4), np.uint32)
@@ -154,15 +154,15 @@ def shared_in_a_loop(stream, path, run):
     keep.append((scratch, outs, handles))
     options = {"device_bytes": 32 * size, "host_bytes": 4 * size, "chunk_bytes": size, "io_threads": 2}
     with ActivationStore(path, **options) as store:
-        for run in range(run, run + 4):
+        for number in range(run, run + 4):
             for i in range(turns + 1):
                 cuda.cuMemsetD32Async(address(scratch), i + 1, size // 4, stream)
                 testing.store_on_cuda(
-                    store._native, run, 0, stream, min(i, 1), 0, address(scratch), size, address(handles[i])
+                    store._native, number, 0, stream, min(i, 1), 0, address(scratch), size, address(handles[i])
                 )
             for turn in reversed(range(turns)):
                 for out, i in ((outs[0, turn], turn + 1), (outs[1, turn], 0)):
-                    testing.fetch_on_cuda(run, 0, stream, min(i, 1), address(handles[i]), address(scratch), size)
+                    testing.fetch_on_cuda(number, 0, stream, min(i, 1), address(handles[i]), address(scratch), size)
                     cuda.cuMemcpyDtoDAsync_v2(address(out), address(scratch), size, stream)
             assert cuda.cuStreamSynchronize(stream) == 0
             assert (outs[0] == np.arange(2, turns + 2)[:, None]).all() and (outs[1] == 1).all()
