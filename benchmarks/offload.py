@@ -66,7 +66,7 @@ def plan(case: str, others: str, **how: Any) -> dict[str, Any]:
 CASES: dict[str, Callable[[str], Any]] = {
     "bandwidths": lambda disk: bandwidths(),
     "optimizer": lambda disk: optimizer_state(8.0 if QUICK else 2.0),
-    "layers24": lambda disk: stack("layers24", "host: host:8 value:6 jax", disk),
+    "layers24": lambda disk: stack("layers24", "host: host:8 jax", disk),
     "layers12": lambda disk: stack("layers12", "host: host:2 host:1 jax", disk),
     "shards": lambda disk: stack("shards", "host:2 mesh:2 shard_map:2", disk),
     "deep": lambda disk: stack("deep", "host:1", disk),
