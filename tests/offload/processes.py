@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+
 JOINS = """
 import sys
 import jax
@@ -57,9 +59,12 @@ def assert_two_are_fine(code: str, folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
-def popen(code: str, *arguments: str, interpreter_options: Sequence[str] = (), **kwargs):
-    """Starts a program."""
+def popen(code: str, *arguments: str, interpreter_options: Sequence[str] = (), as_here: bool = False, **kwargs):
+    """Starts a program, on the CPU, or with the devices and the precision of products that this process has."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    if as_here and jax.default_backend() == "gpu":
+        precision = jax.config.jax_default_matmul_precision
+        environment |= {"JAX_PLATFORMS": "cuda,cpu", "JAX_DEFAULT_MATMUL_PRECISION": precision}
     return subprocess.Popen(
         [sys.executable, *interpreter_options, "-c", code, *arguments],
         env=environment, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -271,7 +271,7 @@ def test_a_new_process_goes_on_from_a_checkpoint_on_the_same_mesh_or_another(mes
     params, state, _ = train(tx, params_of("data and tensor"), 2)
     save("saved.npz", params, state)
     save("want.npz", *train(tx, params, 2, 2, state)[:2])
-    done = python(RESTORE, str(tmp_path), mesh)
+    done = python(RESTORE, str(tmp_path), mesh, as_here=True)
     assert done.returncode == 0, done.stderr
     want, got = np.load(tmp_path / "want.npz"), np.load(tmp_path / "end.npz")
     assert set(want) == set(got)

@@ -264,7 +264,7 @@ def test_disk_tier(tmp_path):
     args = placed(mesh_of((4,), ("data",)), ("data",), ("data",), ("data",))
     step = step_of(offload(layer, min_bytes=1), args)
     want = step_of(layer, args)(*args)
-    with ActivationStore(tmp_path, host_bytes=16 * 4096, engine="direct", chunk_bytes=4096) as store:
+    with ActivationStore(tmp_path, device_bytes=0, host_bytes=16 * 4096, engine="direct", chunk_bytes=4096) as store:
         for _ in range(3):
             assert_same_bits(step(*args), want)
         assert store.stats().written_bytes > 0

@@ -227,7 +227,7 @@ os._exit(9)
 @pytest.mark.parametrize("name", ["data and tensor", "fsdp"])
 def test_a_process_that_ends_in_a_step_and_a_new_one_on_the_same_mesh_or_another(name, tmp_path):
     """Files go with their process: a checkpoint has whole arrays, which any mesh divides again."""
-    ended = python(ENDED, str(tmp_path))
+    ended = python(ENDED, str(tmp_path), as_here=True)
     assert ended.returncode == 9, ended.stderr
     saved = np.load(tmp_path / "saved.npz")
     assert len(list(tmp_path.iterdir())) == 2  # and what the process left
