@@ -262,6 +262,18 @@ def multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
     return _instruction("fma.rn.f32 $0, $1, $2, $3;", x, y, z)
 
 
+def narrowed(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """float32 numbers in a float dtype of 16 bits, and what they are then in float32.
+
+    For a GPU, XLA takes a conversion and its inverse for none (`xla_allow_excess_precision`), outside of kernels and in
+    interpreted ones. It keeps `reduce_precision`, which Triton does not know.
+    """
+    if _interpreted.get():
+        x = lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+    narrow = x.astype(dtype)
+    return narrow, narrow.astype(jnp.float32)
+
+
 def exp2(x: jax.Array) -> jax.Array:
     """2 to the power of a float32 tile, within 2 units in the last place; denormal results are 0."""
     return lax.exp2(x) if _interpreted.get() else _instruction("ex2.approx.ftz.f32 $0, $1;", x)

@@ -7,6 +7,7 @@ import socket
 import tarfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from dejax.datasets import DataUnavailableError, load, rdf
 from dejax.datasets import _files as files
 
+needs_rdflib = pytest.mark.skipif(find_spec("rdflib") is None, reason="no rdflib")
 TRIPLES = b"<http://x.org/a> <http://x.org/knows> <http://x.org/b> .\n"
 MEMBERS = {
     "mutag/mutag_stripped.nt.gz": gzip.compress(TRIPLES, mtime=0),
@@ -81,6 +83,7 @@ def kept(cache: Path) -> list[str]:
     return sorted(str(path.relative_to(home)) for path in home.rglob("*")) if home.exists() else []
 
 
+@needs_rdflib
 def test_one_download_then_the_cache(server, tmp_path, capsys):
     data = load("mutag", url=server.url(), cache=tmp_path, progress=True)
     assert (data.num_edges, data.num_nodes, data.class_names) == (1, 2, ("0", "1"))
@@ -92,6 +95,7 @@ def test_one_download_then_the_cache(server, tmp_path, capsys):
     assert server.requests == 1 and again.num_edges == 1
 
 
+@needs_rdflib
 def test_the_first_digests_are_recorded_and_checked_later(server, tmp_path):
     load("mutag", url=server.url(), cache=tmp_path)
     home = tmp_path / "datasets" / "mutag"
@@ -158,6 +162,7 @@ def test_an_archive_without_a_file(server, tmp_path):
     assert kept(tmp_path) == []
 
 
+@needs_rdflib
 def test_members_stay_inside_the_folder(server, tmp_path):
     server.body = tgz({"../../" + name: content for name, content in MEMBERS.items()} | {"../evil": b"x"})
     assert load("mutag", url=server.url(), cache=tmp_path / "cache").num_edges == 1

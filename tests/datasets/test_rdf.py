@@ -10,6 +10,8 @@ import pytest
 from dejax.datasets import EntityDataset, load, load_rdf, read_rdf
 from dejax.datasets.rdf import LEAKING
 
+pytest.importorskip("rdflib")
+
 AIFB = Path(os.environ.get("DEJAX_DATA", Path(__file__).parents[3] / "shared" / "data")) / "aifb"
 needs_aifb = pytest.mark.skipif(
     not (AIFB / "aifb_stripped.nt.gz").is_file(),

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, feature_mask
 from dejax.pallas._tiles import where
 
@@ -213,7 +214,7 @@ def rounded(x: Array, shape: tuple[int, ...]) -> Array:
     """A tile of float32 rows, of `shape` padded to powers of two, as `RowScaled` with one exponent a row keep them."""
     x = without_padding(x, shape)
     exponent, inverse = raised_exponents(x, tuple(range(x.ndim - len(shape), x.ndim)), finite=True)
-    return (x * inverse).astype(jnp.float16).astype(jnp.float32) * power(exponent)
+    return _triton.narrowed(x * inverse, jnp.float16)[1] * power(exponent)
 
 
 # float16 numbers below 2^(1 + RAISED) are finite, and so are sums of their products in float32.
@@ -237,8 +238,8 @@ LOW_RAISED = 11
 
 def two_parts(x: Array) -> tuple[Array, Array]:
     """Two float16 tiles, `x` to 22 bits as their sum where the second counts 2^-11; `x` below 2^15 in magnitude."""
-    high = x.astype(jnp.float16)
-    low = lax.sub(x, high.astype(jnp.float32)) * np.float32(2.0**LOW_RAISED)
+    high, kept = _triton.narrowed(x, jnp.float16)
+    low = lax.sub(x, kept) * np.float32(2.0**LOW_RAISED)
     low = lax.select(lax.eq(low, low), low, lax.full_like(low, 0))  # infinity less infinity
     return high, low.astype(jnp.float16)
 
@@ -248,8 +249,8 @@ def two_floats(x: Array, dtype: Any = jnp.float16) -> tuple[Array, Array]:
 
     Or two of another dtype of 16 bits, to twice its bits.
     """
-    high = x.astype(dtype)
-    low = lax.sub(x, high.astype(jnp.float32))
+    high, kept = _triton.narrowed(x, dtype)
+    low = lax.sub(x, kept)
     low = lax.select(lax.eq(low, low), low, lax.full_like(low, 0))  # infinity less infinity
     return high, low.astype(dtype)
 

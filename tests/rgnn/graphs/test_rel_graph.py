@@ -370,7 +370,8 @@ def test_near_tiles_of_a_graph_without_edges() -> None:
     assert group.near_tiles == () and group.near_splits is None
 
 
-def test_tables_in_one_array() -> None:
+def test_tables_in_one_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")  # where a graph has no loop tables before it is asked
     rng = np.random.default_rng(0)
     senders, receivers = rng.integers(0, 60, (2, 3000))
     types, nodes = rng.integers(0, 3, 3000), rng.integers(0, 2, 60)
@@ -440,6 +441,7 @@ def test_chunk_sizes(entries: int, rows: int, expected: int) -> None:
 
 def test_large_tables_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dejax.rgnn.graphs.packed._SMALL", 100)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     rng = np.random.default_rng(0)
     senders, receivers = rng.integers(0, 60, (2, 3000))
     graph = RelGraph.from_edges(senders, receivers, rng.integers(0, 3, 3000), num_nodes=60, long_segment_chunk=16)

@@ -52,7 +52,7 @@ def predicted(program: Any, g: RelGraph, shapes: list[tuple[int, ...]]) -> tuple
     """Microseconds of forward and backward with gradients, by the cost model of an H200."""
     out = io.StringIO()
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    program.explain(g, *arrays, options=Options(backend="pallas", interpret=False), summary=True, file=out)
+    program.explain(g, *arrays, options=Options("pallas", "tf32", interpret=False), summary=True, file=out)
     times = [float(t) for t in re.findall(r"^total .* ([\d.]+) us$", out.getvalue(), re.MULTILINE)]
     assert len(times) == 3  # the first is forward without gradients
     return times[1], times[2]

@@ -821,7 +821,7 @@ def hgt_training(
     arrays = {k: a.astype("float32") for k, a in make_arrays(model, GRAPHS["typed"], size, "float32").items()}
     layer = getattr(library, model)
     task, _, _ = layer._prepare(
-        graph_of("typed"), Options(disable=disable, backend="pallas"), (arrays.pop("x"), arrays), {}
+        graph_of("typed"), Options(disable=disable, backend="pallas", precision="tf32"), (arrays.pop("x"), arrays), {}
     )
     task = replace(task, counts=counts)
     halves = execute.training_cut(task, execute.differentiable_positions(task))
