@@ -124,6 +124,7 @@ LAYERS = (
         "dejax._byte_order",
         "dejax._compat",
         "dejax._int32",
+        "dejax._pytrees",
         "dejax._jaxprs",
         "dejax._native",
         "dejax._npy",

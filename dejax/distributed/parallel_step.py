@@ -13,11 +13,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dejax import _compat
 from dejax._int32 import entering_jit
+from dejax._pytrees import pytree
 from dejax.distributed._placing import all_on_mesh, check_axis, spec_of
 from dejax.host_gather import RowGradient
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
     """What a step computes of a part of the batch, and the mean over all parts.
@@ -37,7 +38,7 @@ class Part:
     counts: Any = None
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
     """What a step reports, equal on all devices.

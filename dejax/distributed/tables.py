@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
 from dejax import _compat
+from dejax._pytrees import pytree
 from dejax.distributed._exchange import Route, route
 from dejax.distributed._placing import check_axis, on_mesh
 from dejax.distributed._shards import ShardSpec, make_shards, numpy_rows
@@ -25,7 +26,7 @@ from dejax.minibatch._embeddings import EmbeddingRows
 _SPARE_DEVIATIONS = 5  # of a capacity above the mean, as in dejax.minibatch.find_capacities
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ShardedTable:
     """A table [rows, *row] whose rows are divided over the devices of a mesh, in equal blocks of ascending rows.

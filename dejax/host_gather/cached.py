@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids, distinct_ids, in_range
 from dejax.host_gather._operands import ReadableTable, TableOperands
 from dejax.host_gather._spec import TableSpec
@@ -18,7 +19,7 @@ from dejax.host_gather.gather import gather
 from dejax.host_gather.table import HostTable, check_index
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CachedTable(ReadableTable):
     """A `HostTable` and a copy of some of its rows in device memory. All functions that take tables take both.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax._pytrees import pytree
 from dejax.host_gather._operands import ReadableTable
 from dejax.host_gather._recording import recording
 from dejax.host_gather._tracing import current_trace, inside
@@ -18,7 +19,7 @@ from dejax.host_gather.cached import CachedTable
 from dejax.host_gather.table import HostTable
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RowGradient:
     """The gradient of a table as rows: the sum over `i` of `values[i]` at row `ids[i]`. Ids may repeat.

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from dejax import _compat
 from dejax._int32 import entering_jit
+from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids
 from dejax.host_gather._operands import ReadableTable, TableOperands, operands_of
 from dejax.host_gather._recording import is_recorded
@@ -27,7 +28,7 @@ Carry = TypeVar("Carry")
 _sites = itertools.count(1)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PendingRows:
     """A gather in flight. Give it to `gather_done`, once, in the same jitted function.

@@ -13,12 +13,13 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax._pytrees import of_this_process, pytree
 from dejax.host_gather._ids import distinct_ids, in_range
 from dejax.host_gather._leaf import TableLeaf, flattened_by_user
 from dejax.host_gather._operands import ReadableTable, TableOperands
 from dejax.host_gather._spec import TableSpec, device_or_default, table_spec
 from dejax.host_gather.gather import gather
-from dejax.host_gather.table import HostTable, check_index
+from dejax.host_gather.table import NATIVE_CALLS, HostTable, check_index
 
 _BLOCK_BYTES = 64 << 20  # of rows that are converted at once
 
@@ -34,6 +35,7 @@ class _DeviceRows(ReadableTable):
         return gather(self, ids)
 
 
+@of_this_process(NATIVE_CALLS)
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DeviceTable(_DeviceRows):
@@ -124,7 +126,7 @@ class DeviceTable(_DeviceRows):
         return TableOperands.of_leaf(self.spec, self.words)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SplitTable(_DeviceRows):
     """A table of which each row lies either in device memory or in host memory: together they hold more than either.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax._pytrees import pytree
 from dejax.host_gather._draws import below, draw_subset, draw_weighted, draw_weighted_subset
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.host_gather._numbering import number_nodes, unique_seeds
@@ -21,7 +22,7 @@ from dejax.host_gather.topology import EdgeWeights, Rows, Topology
 __all__ = ["EdgeWeights", "LocalGraph", "Neighbors", "Topology", "sample_graph", "sample_neighbors"]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Neighbors:
     """Sampled neighbours.
@@ -143,7 +144,7 @@ def _draw(
     return draw_weighted_subset(key, functools.partial(_take, weights.logs), start, degree, fan_out, max_degree)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LocalGraph:
     """Sampled edges over a dense numbering of the nodes that they touch.

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from dejax._pytrees import of_this_process
 from dejax.host_gather import _sharing, _storage
 from dejax.host_gather._leaf import GoneLeaf, TableLeaf, flattened_by_user
 from dejax.host_gather._lifetime import (
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 __all__ = ["HostTable", "TableClosedError", "shardings"]
 
 
+NATIVE_CALLS = "the calls that read it hold addresses of this process. Export a function of the gathered rows"
+"""Why tables are not serialized."""
+
+
+@of_this_process(NATIVE_CALLS)
 @jax.tree_util.register_pytree_with_keys_class
 class HostTable(ReadableTable):
     """A table [rows, *row] in host memory, of which jitted functions read single rows without copying the table.

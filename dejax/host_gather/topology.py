@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax._pytrees import pytree
 from dejax.host_gather._ids import check_known_ids
 from dejax.host_gather._weights import alias_tables
 from dejax.host_gather.cached import CachedTable
@@ -19,7 +20,7 @@ from dejax.host_gather.table import HostTable
 Rows = HostTable | CachedTable | Array
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class EdgeWeights:
     """Weights of a topology's edges, in the forms that draws need. A pytree.
@@ -33,7 +34,7 @@ class EdgeWeights:
     logs: Rows
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Topology:
     """A graph's incoming edges in CSC order: grouped by receiver, and by relation within a receiver.

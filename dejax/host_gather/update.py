@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from dejax import _native
 from dejax._byte_order import native_order
+from dejax._pytrees import named_pytree
 from dejax.host_gather import _kernels, _sharing, _storage, _types
 from dejax.host_gather._ids import checked_ids
 from dejax.host_gather._lifetime import reporting_closed
@@ -100,6 +101,7 @@ def scatter_add(table: Table, ids: ArrayLike, rows: ArrayLike, *, num_sms: int =
     return table
 
 
+@named_pytree
 class OptimizerState(NamedTuple):
     """State of a row-sparse optimizer: a step counter on the device, and float32 tables of the table's shape.
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dejax._pytrees import pytree
 from dejax.minibatch._layout import Layout
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class JoinedFeatures(Mapping[str, Array]):
     """The features of a sample's nodes in one array. A pytree, and a mapping from node type to rows.

@@ -13,6 +13,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax import _compat
+from dejax._pytrees import pytree
 from dejax.datasets._parallel import for_blocks
 from dejax.host_gather import (
     CachedTable,
@@ -61,7 +62,7 @@ RESULTS = ("float32", "bfloat16", "float16")
 """Names of the dtypes to which rows can be converted."""
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class NodeFeatures:
     """The features of one node type: a table, and scales of rows in a narrow format. A pytree.

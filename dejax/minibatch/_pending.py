@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax._pytrees import pytree
 from dejax.host_gather import PendingRows, gather_done
 from dejax.host_gather.pipeline import gather_done_joined
 from dejax.minibatch._joined import JoinedFeatures, places
@@ -17,7 +17,7 @@ from dejax.minibatch._layout import Layout
 from dejax.minibatch.blocks import join_nodes
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PendingFeatures:
     """A gather that `FeatureStore.gather_start` began; `gather_done` takes the rows, once, in the same program.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dejax._promotion import broadcasting
+from dejax._pytrees import pytree
 from dejax.minibatch._joined import JoinedFeatures
 from dejax.minibatch._layout import Layout
 from dejax.minibatch.sampling import SampledBlocks, split_nodes
@@ -21,7 +22,7 @@ from dejax.rgnn.graphs.slots import Slots, SlotSpec
 __all__ = ["Block", "make_blocks"]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Block:
     """The graph of one layer. A pytree.

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax._pytrees import pytree
 from dejax.host_gather import (
     CachedTable,
     HostTable,
@@ -28,7 +29,7 @@ from dejax.minibatch._node_features import DividedTable, NodeFeatures, Table, fe
 from dejax.minibatch._pending import PendingFeatures
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FeatureStore:
     """Features and trainable embeddings of a heterogeneous graph, by node type.

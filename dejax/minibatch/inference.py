@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax._pytrees import pytree
 from dejax.datasets._progress import Progress
 from dejax.host_gather import HostTable
 from dejax.minibatch.features import FeatureStore
@@ -24,7 +25,7 @@ from dejax.rgnn import RelGraph
 Relation = tuple[str, str, str]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class InferenceEdges:
     """The edges of a relation into the nodes of a batch. A pytree.
@@ -52,7 +53,7 @@ class InferenceEdges:
     mask: Any
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class InferenceBatch:
     """What a layer needs to compute some nodes of one type. A pytree.

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax._pytrees import pytree
 from dejax.datasets._progress import Progress
 from dejax.minibatch.decoders import DECODERS, Decoder
 
@@ -118,7 +119,7 @@ def link_ranks(
     return LinkRanks(**ranks)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Arrays:
     """Embeddings on the device."""

@@ -12,6 +12,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax._promotion import broadcasting
+from dejax._pytrees import pytree
 from dejax.host_gather._draws import below
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.host_gather.topology import Rows
@@ -23,7 +24,7 @@ from dejax.minibatch.topology import HeteroTopology
 Negatives = Literal["uniform", "degree", "in_batch"]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LinkBatch:
     """Edges to predict, with wrong destinations (negatives). A pytree.

@@ -18,6 +18,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax._int32 import entering_jit
+from dejax._pytrees import pytree
 from dejax.host_gather import HostTable, gather_done, shardings
 from dejax.minibatch._joined import JoinedFeatures
 from dejax.minibatch._layout import Layout
@@ -36,7 +37,7 @@ Update = Callable[..., tuple[Any, Any]]
 """(state, batch, *rest) -> (state, out)."""
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MiniBatch:
     """The batch of one step: a sample and the features of its nodes. A pytree.
@@ -274,7 +275,7 @@ def seed_batches(nodes: ArrayLike, size: int, *, seed: int | None = None, epoch:
 # -------------------------------------------------------------------------------------------- parts of a step
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Drawn:
     """A batch without its features."""

@@ -14,6 +14,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax._promotion import broadcasting
+from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.minibatch._checks import EdgeType
 from dejax.minibatch._drawing import Hop, Randomness, SampleOptions, draw_hop, draw_keys, excluded, take
@@ -28,7 +29,7 @@ _DEFAULT = SampleOptions()
 Seeds = Mapping[str, ArrayLike] | tuple[str, ArrayLike]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SampledBlocks:
     """A sampled neighbourhood, from which `dejax.minibatch.blocks` makes a graph for each layer. A pytree.

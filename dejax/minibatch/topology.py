@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax._pytrees import pytree
 from dejax.datasets import HeteroDataset
 from dejax.host_gather import HostTable
 from dejax.host_gather.sampling import EdgeWeights
@@ -26,7 +27,7 @@ __all__ = ["EdgeLists", "EdgeType", "HeteroTopology", "Relation"]
 _PIECE = 1 << 26  # edges that go to the device at once
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class EdgeLists:
     """The edges of several relations, one relation after the other, sorted by receiver. A pytree.
@@ -70,7 +71,7 @@ class Relation:
     max_degree: int
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class HeteroTopology:
     """The edges of a heterogeneous graph, grouped by relation and receiver (CSC), as `sample_blocks` reads them.

@@ -21,12 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax import _native
+from dejax._pytrees import of_this_process
 from dejax.offload import _disk_shards, _files
 
 _PAGE = 4096
 _open: weakref.WeakSet[StateStore] = weakref.WeakSet()
 
 
+@of_this_process("its ticket names an open store of this process. Export a function of the arrays")
 @jax.tree_util.register_pytree_with_keys_class
 class DiskArray:
     """An array of a training state that lies in the files of a `StateStore`.

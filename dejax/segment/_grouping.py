@@ -13,6 +13,7 @@ from jax import Array
 
 from dejax._byte_order import native_order
 from dejax._int32 import clipped_to_int32
+from dejax._pytrees import pytree
 from dejax.pallas.segments.reduce import Segments
 from dejax.pallas.segments.schedule import chunk_of
 from dejax.pallas.segments.search import segment_offsets
@@ -117,7 +118,7 @@ def group(ids: Array, num_segments: int, is_sorted: bool, kernels: bool, interpr
 _STATIC: dict[str, Any] = {"static": True}
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """Segment ids, sorted once; made by `plan`. A pytree: an ordinary argument of a jitted function.
@@ -159,7 +160,7 @@ class Plan:
         return Grouping(self.ids, self.order, self.offsets, self.first, self.last)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True, eq=False)
 class EdgePlan:
     """Edges sorted by receiver for the forward pass and by sender for the backward pass; made by `edge_plan`.

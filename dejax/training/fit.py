@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from dejax._optional import optional
+from dejax._pytrees import pytree
 from dejax.datasets import EntityDataset
 from dejax.rgnn import Options, RelGraph
 from dejax.training.data import SPLITS, needs_reverse, split_nodes
@@ -25,7 +26,7 @@ with optional("flax", of="dejax.training"):
     from flax import nnx
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The inputs of a step. They are arguments of the jitted functions, so that no array becomes a constant.
@@ -43,7 +44,7 @@ class Batch:
     labels: dict[str, Array]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True)
 class TrainState:
     """The state that changes from step to step. A run resumes from it.

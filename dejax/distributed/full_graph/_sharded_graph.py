@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dejax._pytrees import pytree
 from dejax.distributed.full_graph._local_graphs import (
     Sizes,
     largest,
@@ -29,7 +30,7 @@ from dejax.rgnn.graphs.spec import Edges, GraphSpec
 _STATIC: dict[str, Any] = {"static": True}
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ShardedGraph:
     """A graph over the devices of a mesh axis: each owns some nodes and has the edges into them.

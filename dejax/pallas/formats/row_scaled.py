@@ -23,11 +23,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from dejax._pytrees import pytree
 from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, feature_mask
 from dejax.pallas._tiles import where
@@ -42,7 +42,7 @@ _LEAST_WIDTH = 16
 ROW_MULTIPLE = 8
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True, eq=False)
 class RowScaled:
     """An array of rows as float16 elements and powers of two.

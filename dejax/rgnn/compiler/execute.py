@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from dejax import _compat
 from dejax._promotion import broadcasting
+from dejax._pytrees import pytree
 from dejax.pallas import label
 from dejax.pallas.formats.column_powers import column_powers, of_array
 from dejax.pallas.formats.encode import to_row_scaled
@@ -40,7 +41,7 @@ from dejax.rgnn.passes.storage import linear_in, shared_encodings
 Arrays = tuple[jax.Array, ...]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedCopy:
     """A row-scaled float16 copy of an input, for instances that may read it rounded; others read the input itself."""

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dejax._pytrees import pytree
 from dejax.pallas import TableSlice
 from dejax.pallas.products.schedule import rows_per_split
 from dejax.rgnn.graphs.pieces_traced import tile_arrays
@@ -43,7 +44,7 @@ class Layout:
     tree: Any
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedTables:
     """Tables of several groupings.

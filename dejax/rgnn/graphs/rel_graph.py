@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from dejax._pytrees import pytree
 from dejax.rgnn.graphs import build, build_traced, checks
 from dejax.rgnn.graphs.loop_tables import on_device, with_loop_tables
 from dejax.rgnn.graphs.packed import PackedTables
@@ -30,7 +31,7 @@ from dejax.rgnn.graphs.tables import LONG_SEGMENT_CHUNK
 _STATIC: dict[str, Any] = {"static": True}
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RelGraph:
     """A relational graph: nodes, typed edges, and the groupings of edges by node, type and unique (node, type) pair.

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
 from jax import Array
 
+from dejax._pytrees import pytree
 from dejax.rgnn.graphs.pieces_traced import Rows, long_segment_arrays, tile_arrays
 from dejax.rgnn.graphs.sorting_traced import take
 from dejax.rgnn.graphs.tables import (
@@ -35,7 +35,7 @@ Key = TypeVar("Key", bound=Hashable)
 _NEAR_SPLIT = 2048
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
     """Entries (edges, pairs or nodes) grouped by a row of a coarser space (nodes, pairs or types), as in CSR.

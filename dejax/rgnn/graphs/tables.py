@@ -11,11 +11,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax._pytrees import pytree
 from dejax.pallas.products.schedule import rows_per_split
 from dejax.rgnn.graphs.checks import is_traced
 from dejax.rgnn.graphs.pieces_traced import Rows, long_segment_arrays, tile_arrays
@@ -31,7 +31,7 @@ LONG_SEGMENT_CHUNK = 128
 _STATIC: dict[str, Any] = {"static": True}
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True, eq=False)
 class TileTable:
     """Tiles of up to `block` positions of one type each, as a grouped GEMM takes them.
@@ -51,7 +51,7 @@ class TileTable:
     block: int = field(metadata=_STATIC)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True, eq=False)
 class LongSegmentTable:
     """The long segments: rows with more than `chunk` entries, cut in chunks of at most `chunk` entries.
@@ -90,7 +90,7 @@ class LongSegmentTable:
         return found if self.chunk_segment is None else (*found, self.chunk_segment)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitTable:
     """Each type's entries in splits, each summed by one program (`dejax.pallas.products.weight_gradient.split_table`).
@@ -114,7 +114,7 @@ class SplitTable:
         return self.start, self.end, self.first, self.number
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True, eq=False)
 class LoopOrder:
     """The rows of a grouping in the order in which kernels take them: by the length of their segments.

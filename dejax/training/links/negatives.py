@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax._pytrees import pytree
 from dejax.training.links.data import LinkGraph
 from dejax.training.links.settings import LinkSettings
 
@@ -20,7 +21,7 @@ SHARING = 64
 """This many consecutive edges of a batch share their negatives."""
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True)
 class Pool:
     """What negatives are drawn from.

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from dejax._optional import optional
+from dejax._pytrees import pytree
 from dejax.host_gather import adam
 from dejax.minibatch import (
     FeatureStore,
@@ -37,7 +38,7 @@ with optional("flax", of="dejax.training.links"):
 Graphs = list[tuple[RelGraph, int | None]]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True)
 class LinkState:
     """The state that changes from step to step. A run resumes from it.
@@ -63,7 +64,7 @@ class LinkState:
     lost: Array
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """The inputs of a step that do not change; arguments of the jitted functions."""

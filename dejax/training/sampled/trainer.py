@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from dejax._optional import optional
+from dejax._pytrees import pytree
 from dejax.datasets import HeteroDataset
 from dejax.distributed import Part
 from dejax.host_gather import HostTable, RowGradient, adam
@@ -39,7 +40,7 @@ with optional("flax", of="dejax.training.sampled"):
     from flax import nnx
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True)
 class SampledState:
     """The state that changes from step to step. A run resumes from it.
@@ -67,7 +68,7 @@ class SampledState:
     lost: Array
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """The inputs of a step that do not change. They are arguments of the jitted functions, not constants.
