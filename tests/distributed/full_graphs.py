@@ -18,8 +18,8 @@ XLA = Options(backend="xla", precision="f32")
 Tree = Any
 
 
-def mesh_of(parts: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:parts]), ("parts",))
+def mesh_of(parts: int, backend: str | None = None) -> Mesh:
+    return Mesh(np.array(jax.devices(backend)[:parts]), ("parts",))
 
 
 def owners(num_nodes: int, parts: int, how: str = "random") -> np.ndarray:

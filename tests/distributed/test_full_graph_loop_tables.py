@@ -302,8 +302,8 @@ def test_parts_on_disk_have_the_same_tables(tmp_path: Path) -> None:
 
 
 def test_a_mesh_of_cpus_has_no_loop_tables_unless_asked() -> None:
-    split = split_of("long segments at borders")
+    graph, owner = CASES["long segments at borders"]
+    split = ShardedGraph.from_graph(graph, owner, mesh_of(PARTS, "cpu"))
     assert split.local.packed is None and not split.local.loop_tables
-    graph, _ = CASES["long segments at borders"]
-    one = ShardedGraph.from_graph(graph, np.zeros(N, int), mesh_of(1), loop_tables=True)
+    one = ShardedGraph.from_graph(graph, np.zeros(N, int), mesh_of(1, "cpu"), loop_tables=True)
     assert one.local.packed is not None and one.local.loop_tables

@@ -133,7 +133,8 @@ def permuted_bytes(text: str) -> list[int]:
     """Bytes that each `collective-permute` of a compiled program moves over links."""
     found = []
     for line in text.splitlines():
-        match = re.search(r"= (f32|f64|bf16|s32)\[([\d,]*)\]\S* collective-permute(?:-start)?\(", line)
+        # For a GPU a tuple: the operand, the result, and words of the asynchronous call.
+        match = re.search(r"= \(?(f32|f64|bf16|s32)\[([\d,]*)\].* collective-permute(?:-start)?\(", line)
         if match:
             size = {"f32": 4, "f64": 8, "bf16": 2, "s32": 4}[match[1]]
             pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", line)[1].count("{")  # type: ignore[index]
