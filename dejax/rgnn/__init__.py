@@ -10,7 +10,6 @@ import importlib
 from typing import Any
 
 from dejax.rgnn import library, zoo
-from dejax.rgnn.compiler.failures import KernelFallbackWarning
 from dejax.rgnn.compiler.frontend import ProgramError
 from dejax.rgnn.compiler.functional import (
     abs_ as abs,
@@ -59,6 +58,7 @@ from dejax.rgnn.compiler.functional import (
 from dejax.rgnn.compiler.program import Program, program
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.options import Options
+from dejax.rgnn.passes.faults import KernelFallbackWarning
 
 _LAZY = ("interop", "jraph_layers", "linen", "nnx")  # these import flax or jraph
 

@@ -626,6 +626,40 @@ def scored(d: Drawing) -> Value:
     return d.define(f"g.sum_to_dst({share} * {x.name})", "node", x.shape)
 
 
+@production(2)
+def scores(d: Drawing) -> Value:
+    """A score of edges, often made of rows of both ends, or its softmax; other steps read it again."""
+    x = _row(d)
+    how = d.one_of(("product", "both ends", "difference", "rows"))
+    if how == "product":
+        w, a = d.argument("etype", (x.shape[0], 5), x.shape[0] ** -0.5), d.argument("etype", (5,))
+        made = f"rgnn.dot({x.name} @ {w.name}, {a.name})"
+    elif how == "rows":
+        made = f"rgnn.dot({x.name}, {d.partner(x, (x.shape,)).name})"
+    else:
+        both = [f"g.{end}({d.argument('node', (), 0.7).name})" for end in ("src", "dst")]
+        made = f"{both[0]} {'+' if how == 'both ends' else '-'} {both[1]}"
+    score = d.define(d.pattern(UNARY).format(f"({made})"), "edge", ())
+    if d.one_of((True, True, False)):
+        return d.define(f"rgnn.edge_softmax({score.name}, {d.one_of(('dst', 'src', 'relation'))!r})", "edge", ())
+    return score
+
+
+@production(3)
+def hops(d: Drawing) -> Value:
+    """Several sums weighted by one value of edges: attention diffusion, PageRank with attention."""
+    share = d.pick(lambda v: v.space == "edge" and v.shape == ()) or scores(d)
+    h = first = d.pick(lambda v: v.space == "node" and len(v.shape) == 1) or d.argument("node", (5,))
+    kept, back = d.maybe(), d.one_of((False, False, True))
+    for number in range(d.one_of((2, 2, 3))):
+        end, to = ("dst", "src") if back and number % 2 else ("src", "dst")
+        made = f"g.sum_to_{to}({share.name} * g.{end}({h.name}))"
+        made = f"0.9 * {made} + 0.1 * {first.name}" if kept else made
+        made = d.pattern(UNARY).format(f"({made})") if d.one_of((False, False, True)) else made
+        h = d.define(made, "node", first.shape)
+    return h
+
+
 @production()
 def degree(d: Drawing) -> Value:
     x = d.edge()
@@ -914,7 +948,8 @@ def recipes(draw: st.DrawFn, max_steps: int = 12, narrow: str = "", scaled: bool
       scaled: arguments may have offsets, and columns of scales that differ.
     """
     drawing = Drawing(draw, narrow, draw(st.sampled_from((0.0, 1.0, 3.0))) if scaled else 0.0, scaled)
-    drawing.argument("node", draw(st.sampled_from(((3,), (2, 3), (2, 2), (), (2, 1), (1, 3)))))
+    # A row of 5 is wide beside a scalar for the compiler, which then stores inner products of edges.
+    drawing.argument("node", draw(st.sampled_from(((5,), (3,), (2, 3), (2, 2), (), (2, 1), (1, 3)))))
     table = [step for step, weight in PRODUCTIONS.items() for _ in range(weight)]
     steps = draw(st.integers(2, max_steps))  # the length of a drawn list would almost always be short
     for step in draw(st.lists(st.sampled_from(table), min_size=steps, max_size=steps)):

@@ -15,6 +15,7 @@ Values are the level-1 values. A value that no instance writes never reaches mem
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -313,6 +314,44 @@ def as_part(program: Program, operand: Operand) -> Operand:
     return replace(operand, value=op.args[0], part=(op.attr("start"), op.attr("stop") - op.attr("start")))
 
 
+def in_order(
+    program: Program, instances: Sequence[tuple[Iterable[int], Iterable[int]]], outputs: Iterable[int] | None = None
+) -> list[int] | None:
+    """An order in which instances can run, with the single operators that no instance writes.
+
+    Args:
+      program: the level-1 program.
+      instances: what each reads and what it writes.
+      outputs: the values that are wanted; by default all that the instances write.
+
+    Returns:
+      Values (operators that no instance writes) and ~n (instance n), each after all that it reads. None where there is
+      no such order, because two instances write one value, or wait for each other.
+    """
+    writer: dict[int, int] = {}
+    for number, (_, writes) in enumerate(instances):
+        for v in writes:
+            if writer.setdefault(v, ~number) != ~number:
+                return None
+    found: list[int] = []
+    state: dict[int, bool] = {}  # True: in `found`; False: waits for what it reads
+    stack = [writer.get(v, v) for v in (writer if outputs is None else outputs)][::-1]
+    while stack:
+        node = stack[-1]
+        if node in state:
+            stack.pop()
+            if not state[node]:
+                state[node] = True
+                found.append(node)
+            continue
+        state[node] = False
+        before = [writer.get(v, v) for v in (program.ops[node].args if node >= 0 else instances[~node][0])]
+        if any(state.get(b) is False for b in before):
+            return None
+        stack += [b for b in reversed(before) if b not in state]
+    return found
+
+
 def left_to_xla(program: Program, instance: Instance, why: str) -> Fallback:
     """The operators that XLA computes instead of an instance."""
     reads, found, stack = set(instance.reads), set(), list(instance.writes)
@@ -378,6 +417,9 @@ def _verify_traversal(program: Program, t: Traversal, where: str) -> None:
         if any(a not in loaded for a in op.args):
             raise IRError(f"{where}: body operator %{i} reads a value that is neither loaded nor computed")
         loaded.add(i)
+    for v in (*(v for a in t.accumulators for v in a.reads), *t.entry_outputs):
+        if v not in loaded:
+            raise IRError(f"{where}: %{v} is reduced or written, and must be loaded or computed before")
     for a in t.accumulators:
         score, shape = program.ops[a.value].shape, program.ops[a.out].shape
         if a.kind == "weighted" and not can_weigh(score, a.score_inserts, shape):

@@ -25,6 +25,7 @@ from dejax.rgnn.passes.dce import dce
 from dejax.rgnn.passes.decompact import decompact
 from dejax.rgnn.passes.factor_weights import factor_weights
 from dejax.rgnn.passes.fallback import fallback
+from dejax.rgnn.passes.faults import left_out
 from dejax.rgnn.passes.fold import fold
 from dejax.rgnn.passes.fuse_gemm import fuse_gemm
 from dejax.rgnn.passes.fuse_row_products import fuse_row_products
@@ -159,10 +160,14 @@ def known_passes(names: Iterable[str], stacklevel: int = 1) -> tuple[str, ...]:
 def run_passes(
     program: Program, passes: tuple[tuple[str, Pass], ...], counts: Counts, disable: frozenset[str], watch: Watch
 ) -> Program:
+    """The program after passes, those with an error left out with a warning."""
     for name, run in passes:
         if name not in disable:
-            made = run(program, counts)
-            program = made if made is program else verify(made)
+            try:
+                made = run(program, counts)
+                program = made if made is program else verify(made)
+            except Exception as error:  # every pass may be left out
+                left_out(program, f"the pass {name!r}", "it is left out", error)
             watch(name, program)
     return program
 
@@ -223,12 +228,39 @@ def lower_to_kernels(
     """Level 1 to level 2: GEMM instances and products of all rows, then traversals, then the fallback; then weight
     gradients are merged.
 
+    A plan that has an error is taken apart, with a warning: first XLA computes what traversals would, then everything.
     With `row_scaled`, kernels store wide rows for each other as row-scaled float16. So they do with the outputs whose
     positions are in `packed`.
     With `alone`, the program is an optimised one of which there are no gradients, and its last passes run first.
     """
     if alone:
         program = run_passes(program, FORWARD_ALONE, counts, disable, watch)
+    for left in _TAKEN_APART[:-1]:
+        try:
+            return _planned(program, counts, disable.union(left), deterministic, row_scaled, packed, alone)
+        except Exception as error:
+            left_out(program, "the plan of the kernels", "XLA computes more of it", error)
+    return _planned(program, counts, disable.union(_TAKEN_APART[-1]), deterministic, row_scaled, packed, alone)
+
+
+# What a plan does without, from the whole plan to none.
+_TAKEN_APART: tuple[tuple[str, ...], ...] = (
+    (),
+    ("traversal", "merge_weight_gradients", "storage"),
+    ("traversal", "merge_weight_gradients", "storage", "gemm", "row_products"),
+)
+
+
+def _planned(
+    program: Program,
+    counts: Counts,
+    disable: frozenset[str],
+    deterministic: bool,
+    row_scaled: bool,
+    packed: tuple[int, ...],
+    alone: bool,
+) -> Kernels:
+    """The instances for a program on which all passes of level 1 have run; see `lower_to_kernels`."""
     kernels = Kernels(program)
     if "gemm" not in disable:
         kernels = fuse_gemm(kernels, counts, accumulate=not deterministic)

@@ -30,11 +30,11 @@ def fuse_pair_sums(fusion: Fusion) -> None:
         # The one that loads more for each entry comes first: its rows are sorted by length, its long segments split.
         first, second = sorted((traversal, reader), key=lambda each: _loaded_width(fusion, each), reverse=True)
         sums = replace(second, epilogue=[])
-        if all(o.access in ("dense", "gathered") for o in fusion.operands(sums, set())[1]):
-            fusion.traversals.remove(traversal)
-            fusion.traversals[fusion.traversals.index(reader)] = replace(
-                first, epilogue=reader.epilogue, alongside=sums
-            )
+        if all(o.access in ("dense", "gathered") for o in fusion.operands(sums)[1]):
+            apart, fused = fusion.traversals, replace(first, epilogue=reader.epilogue, alongside=sums)
+            fusion.traversals = [fused if o is reader else o for o in apart if o is not traversal]
+            if not fusion.acyclic():
+                fusion.traversals = apart
 
 
 def _reads_all(fusion: Fusion, reader: TraversalPlan, traversal: TraversalPlan) -> bool:

@@ -13,17 +13,21 @@ from dejax.rgnn.passes._traversal_plans import NARROWER, Fusion
 
 
 def products_to_share(fusion: Fusion) -> dict[int, list[int]]:
-    """For reductions of rows, the inner products and scalars of edges that their traversals store for all others."""
+    """For reductions of rows, the inner products and scalars of edges that their traversals store for all others.
+
+    One reduction at most stores a value.
+    """
     ops = fusion.program.ops
     sums = [i for i, op in enumerate(ops) if op.name == "reduce" and op.attr("via") != "all"]
     sums = [i for i in sums if i not in fusion.written and ops[ops[i].args[0]].space == Space.EDGE]
     cones = {i: fusion.cone([ops[i].args[0]], set()) for i in sums}
     found: dict[int, list[int]] = {}
+    stored: set[int] = set()
     for value, op in enumerate(ops):
         if op.space != Space.EDGE or not fusion.in_registers(value) or not fusion.narrows(value):
             continue
         readers = [i for i in sums if value in cones[i][0]]
-        if not _several_sums_of_scalars(fusion, value, readers):
+        if value in stored or not _several_sums_of_scalars(fusion, value, readers):
             continue
         product, rows = fusion.cone([value], set())
         for i in sums:
@@ -32,7 +36,10 @@ def products_to_share(fusion: Fusion) -> dict[int, list[int]]:
             if ops[i].width >= NARROWER * op.width and all(
                 v in leaves or fusion.read_once_per_row(v, via) for v in rows
             ):
-                found[i] = [value, *_scalars_for_others(fusion, body, product, op.width)]
+                scalars = _scalars_for_others(fusion, body, product, op.width)
+                new = [v for v in dict.fromkeys((value, *scalars)) if v not in stored]
+                found.setdefault(i, []).extend(new)
+                stored.update(new)
                 break
     return found
 

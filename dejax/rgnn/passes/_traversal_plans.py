@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dejax.rgnn.ir.inter import Space
-from dejax.rgnn.ir.intra import Accumulator, Gemm, Kernels, Operand, access_operand, as_part
+from dejax.rgnn.ir.intra import Accumulator, Gemm, Kernels, Operand, access_operand, as_part, in_order
 from dejax.rgnn.ir.templates import BY_ROW, TILE_OPS, VECTOR_SPECS, access_by, refusal
 from dejax.rgnn.passes._rewrite import Counts, from_memory, moves_unit_axes, powers_of_two
 
@@ -120,10 +120,10 @@ class Fusion:
             visit(root)
         return sorted(body), list(leaves)
 
-    def operands(self, traversal: TraversalPlan, elsewhere: set[int]) -> tuple[list[int], list[Operand]]:
-        """What a traversal computes for each entry, and what it loads for that; other traversals write `elsewhere`."""
+    def operands(self, traversal: TraversalPlan) -> tuple[list[int], list[Operand]]:
+        """What a traversal computes for each entry, and what it loads for that."""
         program = self.program
-        body, leaves = self.cone(traversal.computed, elsewhere)
+        body, leaves = self.cone(traversal.computed, self.stored_elsewhere(traversal))
         operands = [as_part(program, access_operand(program, v, traversal.via)) for v in leaves]
         for op in (program.ops[i] for i in body):
             if op.name == "linear":  # vectors by type are operands of their own
@@ -131,6 +131,25 @@ class Fusion:
                 read = Operand(weight, weight, *access_by(op.attr("via"), traversal.via))
                 operands = [o for o in operands if o.name != weight] + [read]
         return body, operands
+
+    def epilogue_operands(self, traversal: TraversalPlan) -> list[Operand]:
+        """What the epilogue of a traversal loads for each reduced row."""
+        program, operands = self.program, list[Operand]()
+        inside = traversal.sums | set(traversal.epilogue)
+        for op in (program.ops[i] for i in traversal.epilogue):
+            if op.name == "linear":
+                operands.append(Operand(op.args[1], op.args[1], "row_indexed", op.attr("via")))
+                continue
+            for value in (a for a in op.args if a not in inside and program.ops[a].name != "const"):
+                operand = access_operand(program, value)
+                row = operand.access != "shared"
+                operands.append(as_part(program, Operand(value, value, "row", traversal.via)) if row else operand)
+        return operands
+
+    def reads(self, traversal: TraversalPlan) -> list[int]:
+        """The arrays that a traversal loads."""
+        found = [o.value for o in (*self.operands(traversal)[1], *self.epilogue_operands(traversal))]
+        return found if traversal.alongside is None else found + self.reads(traversal.alongside)
 
     def narrows(self, value: int) -> bool:
         """Whether an operator sums rows to much narrower ones: an inner product."""
@@ -145,8 +164,8 @@ class Fusion:
     # --- which traversal needs what ----------------------------------------------------------------------------------
 
     def stored_elsewhere(self, traversal: TraversalPlan) -> set[int]:
-        """Values of entries that other traversals store."""
-        return {v for other in self.traversals if other is not traversal for v in other.stored}
+        """Values that other traversals compute and store: of entries, and of reduced rows."""
+        return {v for other in self.traversals if other is not traversal for v in (*other.stored, *other.epilogue)}
 
     def computes(self, traversal: TraversalPlan, value: int) -> bool:
         return value in self.cone(traversal.computed, self.stored_elsewhere(traversal))[0]
@@ -187,38 +206,10 @@ class Fusion:
         return False
 
     def acyclic(self) -> bool:
-        """Whether the traversals can run one after another in some order."""
-        owner = {v: traversal for traversal in self.traversals for v in traversal.results}
-        done: dict[int, bool] = {}  # by id of a traversal, or ~value; False while it is being visited
-
-        def reach(node: TraversalPlan | int) -> bool:
-            key = id(node) if isinstance(node, TraversalPlan) else ~node
-            if key in done:
-                return done[key]
-            done[key] = False
-            before = self.dependencies(node, owner) if isinstance(node, TraversalPlan) else self.program.ops[node].args
-            done[key] = all(reach(owner.get(v, v)) for v in before)
-            return done[key]
-
-        return all(reach(traversal) for traversal in self.traversals)
-
-    def dependencies(self, traversal: TraversalPlan, owner: dict[int, TraversalPlan]) -> list[int]:
-        """Values that a traversal needs from outside; what it computes in registers leads on to its arguments."""
-        ops, own = self.program.ops, traversal.results
-        stack = traversal.roots
-        stack += [v for i in (*traversal.epilogue, *traversal.stored) for v in ops[i].args]
-        found: dict[int, None] = {}
-        seen: set[int] = set()
-        while stack:
-            v = stack.pop()
-            if v in seen:
-                continue
-            seen.add(v)
-            if v in traversal.stored or (v not in owner and self.in_registers(v)):
-                stack += ops[v].args
-            elif v not in own:
-                found[v] = None
-        return list(found)
+        """Whether the instances can run one after another in some order, and no two write one value."""
+        planned = [(self.reads(traversal), traversal.results) for traversal in self.traversals]
+        made = [(instance.reads, instance.writes) for instance in self.kernels.instances]
+        return in_order(self.program, [*planned, *made]) is not None
 
     def depends_on(self, values: tuple[int, ...], results: set[int]) -> bool:
         """Whether any of the values is computed from any of the results."""

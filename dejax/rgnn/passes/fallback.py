@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dejax.rgnn.ir.inter import Program, Space
-from dejax.rgnn.ir.intra import Fallback, Instance, Kernels, verify_kernels
+from dejax.rgnn.ir.inter import IRError, Program, Space
+from dejax.rgnn.ir.intra import Fallback, Instance, Kernels, in_order, verify_kernels
 from dejax.rgnn.ir.templates import refusal
 
 _TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
@@ -39,30 +39,11 @@ def fallback(kernels: Kernels, *, merge: bool = True) -> Kernels:
 def _schedule(kernels: Kernels) -> list[Instance | int]:
     """Instances and single operators, each after all that it reads."""
     program = kernels.program
-    producer = {v: instance for instance in kernels.instances for v in instance.writes}
-    schedule: list[Instance | int] = []
-    done: set[int] = {i for i, op in enumerate(program.ops) if op.name == "input"}
-    emitted: set[int] = set()
-
-    def demand(value: int) -> None:
-        if value in done:
-            return
-        instance = producer.get(value)
-        if instance is None:
-            for a in program.ops[value].args:
-                demand(a)
-            schedule.append(value)
-            done.add(value)
-        elif id(instance) not in emitted:
-            emitted.add(id(instance))
-            for v in instance.reads:
-                demand(v)
-            schedule.append(instance)
-            done.update(instance.writes)
-
-    for output in program.outputs:
-        demand(output)
-    return schedule
+    order = in_order(program, [(i.reads, i.writes) for i in kernels.instances], program.outputs)
+    if order is None:
+        raise IRError(f"{program.name}: two instances write one value, or wait for each other")
+    steps = (step for step in order if step < 0 or program.ops[step].name != "input")
+    return [step if step >= 0 else kernels.instances[~step] for step in steps]
 
 
 def _reasons(program: Program, values: list[int]) -> str:

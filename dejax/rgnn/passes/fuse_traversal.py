@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dejax.rgnn.ir.inter import ROWWISE, VIAS, Op, Space
-from dejax.rgnn.ir.intra import Accumulator, Kernels, Operand, Term, Traversal, access_operand, as_part
+from dejax.rgnn.ir.intra import Accumulator, Kernels, Term, Traversal
 from dejax.rgnn.ir.templates import can_weigh, refusal
 from dejax.rgnn.passes._fuse_pair_sums import fuse_pair_sums
 from dejax.rgnn.passes._node_maps import add_node_maps, skip_unreached_rows
@@ -254,9 +254,8 @@ def _stays_on_row(fusion: Fusion, value: int) -> bool:
 
 def _traversal(fusion: Fusion, traversal: TraversalPlan) -> Traversal:
     program = fusion.program
-    elsewhere = {v for other in fusion.traversals if other is not traversal for v in (*other.stored, *other.epilogue)}
-    body, operands = fusion.operands(traversal, elsewhere)
-    operands = [*skip_unreached_rows(fusion, traversal, operands), *_epilogue_operands(fusion, traversal)]
+    body, operands = fusion.operands(traversal)
+    operands = [*skip_unreached_rows(fusion, traversal, operands), *fusion.epilogue_operands(traversal)]
     # The sums alongside go to the epilogue, and are not written themselves.
     alongside = (
         None if traversal.alongside is None else replace(_traversal(fusion, traversal.alongside), row_outputs=())
@@ -273,24 +272,6 @@ def _traversal(fusion: Fusion, traversal: TraversalPlan) -> Traversal:
         row_outputs=tuple(v for v in produced if v in program.outputs or _read_outside(fusion, v, traversal)),
         fused_sums=alongside,
     )
-
-
-def _epilogue_operands(fusion: Fusion, traversal: TraversalPlan) -> list[Operand]:
-    ops, operands = fusion.program.ops, list[Operand]()
-    inside = traversal.sums | set(traversal.epilogue)
-    for op in (ops[i] for i in traversal.epilogue):
-        if op.name == "linear":
-            operands.append(Operand(op.args[1], op.args[1], "row_indexed", op.attr("via")))
-            continue
-        outside = [a for a in op.args if a not in inside and ops[a].name != "const"]
-        operands += [_row_operand(fusion, a, traversal.via) for a in outside]
-    return operands
-
-
-def _row_operand(fusion: Fusion, value: int, via: str | None) -> Operand:
-    """How an epilogue reads a value of the row."""
-    operand = access_operand(fusion.program, value)
-    return operand if operand.access == "shared" else as_part(fusion.program, Operand(value, value, "row", via))
 
 
 def _read_outside(fusion: Fusion, value: int, traversal: TraversalPlan) -> bool:

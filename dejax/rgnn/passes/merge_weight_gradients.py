@@ -16,7 +16,7 @@ def merge_weight_gradients(kernels: Kernels) -> Kernels:
     """Merges pairs of a program's weight gradients; the instances stay in an order in which they can run."""
     instances = list(kernels.instances)
     for narrow in kernels.instances:
-        if not isinstance(narrow, WeightGradient):
+        if not isinstance(narrow, WeightGradient) or narrow not in instances:  # it has taken a narrower one already
             continue
         wider = [
             o for o in instances if isinstance(o, WeightGradient) and o is not narrow and _fits(kernels, o, narrow)

@@ -34,13 +34,18 @@ class _Reuse(Rewrite):
 
     def _operations(self, value: int, via: str, before: int) -> int:
         """How many operations make the value of a row that edges read before; more than `_MOST` where none does."""
-        op = self.program.ops[value]
-        if op.name == "const" or self.read.get((value, via), before) < before:
-            return 0
-        by_element = op.name in UNARY | BINARY and {self.program.ops[a].shape for a in op.args} <= {op.shape, ()}
-        if op.space != Space.NODE or not by_element:
-            return _MOST + 1
-        return 1 + sum(self._operations(a, via, before) for a in set(op.args))
+        found, waiting = 0, [value]
+        while waiting and found <= _MOST:  # a value of two readers counts twice, so that the count may double with each
+            at = waiting.pop()
+            op = self.program.ops[at]
+            if op.name == "const" or self.read.get((at, via), before) < before:
+                continue
+            by_element = op.name in UNARY | BINARY and {self.program.ops[a].shape for a in op.args} <= {op.shape, ()}
+            if op.space != Space.NODE or not by_element:
+                return _MOST + 1
+            found += 1
+            waiting += set(op.args)
+        return found
 
     def _on_edges(self, builder: Builder, value: int, via: str) -> int:
         op = self.program.ops[value]
