@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -177,7 +176,7 @@ def infer_layers(
     a node once for each neighbourhood that contains it.
 
     Args:
-        layers: (params, batch) -> [batch, width]. Each function is compiled for some sizes of batches.
+        layers: (params, batch) -> [batch, width]. Each call compiles a function anew, for some sizes of batches.
         params: parameters of each layer.
         edges: (source type, name, destination type) -> (offsets int[receivers + 1], senders int[edges]): the senders of
             receiver v are `senders[offsets[v]:offsets[v + 1]]`. Arrays or memory maps. Or a HeteroTopology.
@@ -227,9 +226,11 @@ def infer_layers(
         wanted.insert(0, [kind for kind in num_nodes if kind in read or kind in wanted[0]])
     current: FeatureStore = inputs
     outputs: dict[str, Any] = {}
+    # Layers of one function share programs. Later calls trace functions again: what they close over may have changed.
+    steps = {id(layer): _step_of(layer, dtype) for layer in layers}
     for number, (layer, values) in enumerate(zip(layers, params, strict=True)):
         last = number == len(layers) - 1
-        step = _step_of(layer, dtype)
+        step = steps[id(layer)]
         total = sum(num_nodes[kind] for kind in wanted[number])
         outputs = {}
         with Progress(f"layer {number + 1} of {len(layers)}", total, unit="nodes", enabled=progress) as bar:
@@ -245,9 +246,8 @@ def infer_layers(
     return outputs
 
 
-@functools.lru_cache(maxsize=64)
 def _step_of(layer: Layer, dtype: Any) -> Any:
-    """The compiled step of a layer: layers of one function, and later calls, share programs."""
+    """The step of a layer, to be compiled."""
 
     def step(values: Any, store: FeatureStore, kind: _Name, nodes: Array, ids: dict[str, Array], edges: Any) -> Array:
         own = store.gather({kind.name: nodes}, dtype=dtype)[kind.name] if kind.name in store else None

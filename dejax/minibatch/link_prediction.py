@@ -179,19 +179,20 @@ def _ranks_of(
     most = max((filters.count(batch) for batch in batches), default=0)
     room = 1 << max(0, most - 1).bit_length()
     out = np.empty(len(rows))
+    # Not kept for later calls: what the functions of a decoder close over may have changed.
+    counted = jax.jit(functools.partial(_batch_counts, decoder, side))
     for number, batch in enumerate(batches):
         padded = np.concatenate([batch, np.repeat(batch[:1], size - len(batch), axis=0)])
         row, entity = filters.pairs(batch)
         fill = room - len(row)
         places = np.stack([np.append(row, np.full(fill, size)), np.append(entity, np.zeros(fill, np.int64))])
-        counts = _batch_counts(decoder, side, arrays, padded.astype(np.int32), places.astype(np.int32))
+        counts = counted(arrays, padded.astype(np.int32), places.astype(np.int32))
         better, equal = np.asarray(counts, np.float64)[:, : len(batch)]
         out[number * size : number * size + len(batch)] = 1 + better + equal / 2
         bar.update(len(batch))
     return out
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _batch_counts(decoder: Decoder, side: str, arrays: _Arrays, rows: Array, filtered: Array) -> Array:
     """int32[2, n]: how many entities have a better score, and an equal one.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +53,6 @@ class Traced:
         avals: of its arguments, constants first.
         is_activation: for each argument, whether it may leave the device.
         choice: the residuals that leave it.
-        lasting: later calls use it too, so that compiling pays also outside of `jit`.
     """
 
     def __init__(
@@ -63,24 +62,18 @@ class Traced:
         avals: Sequence[Any],
         is_activation: Sequence[bool],
         choice: Choice,
-        *,
-        lasting: bool,
     ) -> None:
         self.name = name
         self.avals = list(avals)
-        self.lasting = lasting
         self._jaxpr = jaxpr
         self._is_activation = list(is_activation)
         self._choice = choice
         self._lock = threading.RLock()
-        self._boundaries: dict[tuple[int, int], Boundary] = {}
-        self._counts: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 
     def __call__(self, binding: int, operands: Sequence[Any]) -> list[Any]:
         """Evaluates the function, constants first, with a derivative that uses the store of a binding."""
-        boundary = self._boundary(binding, self._occurrence())
         try:
-            return boundary(*operands)
+            return Boundary(self, binding, _occurrence((self.name, *map(str, self.avals))))(*operands)
         except TypeError as error:  # under vmap JAX refuses forward mode before our operator does
             if "forward-mode" not in str(error) or "custom_vjp" not in str(error):
                 raise
@@ -110,22 +103,23 @@ class Traced:
         described.append([(source.info.shape, source.info.dtype.name, source.stored) for source in self.plan.sources])
         return hashlib.blake2b(repr(described).encode(), digest_size=16).digest()
 
-    def _boundary(self, binding: int, occurrence: int) -> Boundary:
-        with self._lock:
-            key = binding, occurrence
-            if key not in self._boundaries:
-                if len(self._boundaries) > 4096:
-                    self._boundaries.clear()
-                self._boundaries[key] = Boundary(self, binding, occurrence)
-            return self._boundaries[key]
 
-    def _occurrence(self) -> int:
-        """How often the program that is being traced has called this function before; 0 outside of programs."""
-        trace = _compat.staging_trace()
-        if trace is None:
-            return 0
-        with self._lock:
-            return next(self._counts.setdefault(trace, itertools.count()))
+_counts: weakref.WeakKeyDictionary[Any, collections.Counter[Any]] = weakref.WeakKeyDictionary()
+_counts_lock = threading.Lock()
+
+
+def _occurrence(described: tuple[str, ...]) -> int:
+    """How often the program that is being traced has called a function of this description before.
+
+    Outside of programs it is 0.
+    """
+    trace = _compat.staging_trace()
+    if trace is None:
+        return 0
+    with _counts_lock:
+        counts = _counts.setdefault(trace, collections.Counter())
+        counts[described] += 1
+        return counts[described] - 1
 
 
 class Boundary:
@@ -134,17 +128,16 @@ class Boundary:
     Args:
         traced: the function.
         binding: of the store, as programs carry it.
-        occurrence: number of the call among the program's calls of this function.
+        occurrence: number of the call among the program's calls of functions with this name and these arguments.
     """
 
     def __init__(self, traced: Traced, binding: int, occurrence: int) -> None:
         self.traced = traced
         self.binding = binding
         self.occurrence = occurrence
-        call = jax.custom_vjp(self._evaluate)
-        call.defvjp(self._forward, self._backward)
+        call = jax.custom_vjp(traced.evaluate)
+        call.defvjp(self.forward, self.backward)
         self._call = call
-        self._compiled = {part: jax.jit(part) for part in (traced.evaluate, self.forward, self.backward)}
 
     def __call__(self, *operands: Any) -> list[Any]:
         return self._call(*map(refuse_forward_mode, operands))
@@ -156,21 +149,6 @@ class Boundary:
             _site(self.traced.digest, self.occurrence, number) if source.stored else 0
             for number, source in enumerate(self.traced.plan.sources)
         ]
-
-    # Outside of `jit` JAX calls these with arrays, and they run compiled.
-    def _evaluate(self, *operands: Any) -> list[Any]:
-        return self._run(self.traced.evaluate, *operands)
-
-    def _forward(self, *operands: Any) -> tuple[list[Any], list[Any]]:
-        return self._run(self.forward, *operands)
-
-    def _backward(self, handed: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-        return self._run(self.backward, handed, cotangents)
-
-    def _run(self, part: Callable[..., Any], *arguments: Any) -> Any:
-        if not self.traced.lasting or any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments)):
-            return part(*arguments)
-        return self._compiled[part](*arguments)
 
     def forward(self, *operands: Any) -> tuple[list[Any], list[Any]]:
         """(operands) -> (outputs, the sources: handles of those that are stored, tensors of the others)."""

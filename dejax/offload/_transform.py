@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
-import threading
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -15,7 +13,6 @@ import numpy as np
 
 from dejax import _compat
 from dejax.offload._boundary import Choice, Traced
-from dejax.offload._identity import identity_of
 from dejax.offload._residuals import Residual
 from dejax.offload._store import ActivationStore, binding_of
 
@@ -24,7 +21,6 @@ Policy = Callable[[Residual], bool]
 Inputs = Literal["auto", "all", "none"] | int | Sequence[int]
 
 MIN_BYTES = 1 << 20
-_MOST_TRACED = 128  # functions whose traces are kept
 
 
 def offload(
@@ -47,8 +43,8 @@ def offload(
     Works under `jit`, `scan`, `vmap`, `shard_map`, gradient accumulation, inside and around `jax.checkpoint`.
     `offload(jax.checkpoint(fn))` stores only the inputs of `fn` and recomputes the rest.
 
-    Outside of `jit` a function is traced and compiled once for arguments of some shapes if it can be compared: if it
-    closes over numbers, strings and functions, and not over arrays or objects with state. Others are traced each time.
+    Outside of `jit` each call traces `fn` again, as `jax.checkpoint` does, and runs it operator by operator. Put the
+    whole step into `jax.jit`: then the step is traced and compiled once.
 
     Args:
         fn: a function of pytrees of arrays, to a pytree of arrays.
@@ -184,55 +180,11 @@ class _Call:
 
         return flat
 
-    def identity(self) -> Hashable | None:
-        """A key that is equal for calls with the same trace for arrays of equal shapes; None: not comparable."""
-        options = self.options
-        known = identity_of((self.fn, self.fixed, options.policy, _inputs_identity(options.inputs)))
-        if known is None:
-            return None
-        return known, self.treedef, self.num_args, options.min_bytes, options.kept_argnums, options.on_demand
-
-
-@dataclass
-class _Kept:
-    """A comparable function, and its traces by jaxpr."""
-
-    jitted: Any
-    traced: weakref.WeakKeyDictionary[Any, Traced] = field(default_factory=weakref.WeakKeyDictionary)
-
-
-_kept: collections.OrderedDict[Hashable, _Kept] = collections.OrderedDict()
-_kept_lock = threading.Lock()
-
 
 def _trace(call: _Call) -> tuple[Any, Traced, list[Any]]:
     """The tree of the outputs, the traced function, and the arrays that it closes over: its first arguments."""
-    identity = call.identity()
-    if identity is None:
-        # Tracing turns the arrays that the function closes over, such as a model's parameters, into arguments.
-        closed, shapes = jax.make_jaxpr(call.flat(), return_shape=True)(*call.leaves)
-        return jax.tree.structure(shapes), _traced(call, closed, shapes, lasting=False), list(closed.consts)
-    with _kept_lock:
-        kept = _kept.get(identity)
-        if kept is None:
-            kept = _kept[identity] = _Kept(jax.jit(call.flat()))
-            if len(_kept) > _MOST_TRACED:
-                _kept.popitem(last=False)
-        _kept.move_to_end(identity)
-    # `jit` caches traces by shapes and by the JAX settings that a trace depends on.
-    staged = kept.jitted.trace(*call.leaves)
-    closed = staged.jaxpr
-    with _kept_lock:
-        traced = kept.traced.get(closed)
-    if traced is None:
-        traced = _traced(call, closed, staged.out_info, lasting=not closed.consts)
-        if traced.lasting:
-            with _kept_lock:
-                traced = kept.traced.setdefault(closed, traced)
-    return jax.tree.structure(staged.out_info), traced, list(closed.consts)
-
-
-def _traced(call: _Call, closed: Any, shapes: Any, *, lasting: bool) -> Traced:
+    # Tracing turns the arrays that the function closes over, such as a model's parameters, into arguments.
+    closed, shapes = jax.make_jaxpr(call.flat(), return_shape=True)(*call.leaves)
     _check_no_references(call, [*closed.consts, *call.leaves])
     _check_effects(call, closed)
     options = call.options
@@ -243,11 +195,8 @@ def _traced(call: _Call, closed: Any, shapes: Any, *, lasting: bool) -> Traced:
     name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
     choice = Choice(options.policy, options.min_bytes, options.on_demand)
     flags = [False] * len(closed.consts) + flags
-    return Traced(name, _compat.without_consts(closed), avals, flags, choice, lasting=lasting)
-
-
-def _inputs_identity(inputs: Inputs) -> Any:
-    return inputs if isinstance(inputs, (str, int)) else tuple(inputs)
+    traced = Traced(name, _compat.without_consts(closed), avals, flags, choice)
+    return jax.tree.structure(shapes), traced, list(closed.consts)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -7,7 +7,15 @@ import pytest
 
 from dejax import segment
 from dejax.host_gather import HostTable
-from dejax.minibatch import FeatureStore, HeteroTopology, InferenceBatch, InferenceEdges, infer_layers
+from dejax.minibatch import (
+    Decoder,
+    FeatureStore,
+    HeteroTopology,
+    InferenceBatch,
+    InferenceEdges,
+    infer_layers,
+    link_ranks,
+)
 
 NODES = {"a": 50, "b": 13, "alone": 6, "none": 0}
 RELATIONS = {("b", "to", "a"): 160, ("a", "in", "a"): 300, ("a", "of", "b"): 70, ("none", "x", "b"): 0}
@@ -115,6 +123,30 @@ def test_a_bound_of_neighbours() -> None:
         own = senders[offsets[v] : offsets[v + 1]]
         taken = own if len(own) <= 3 else own[[0, len(own) // 3, 2 * len(own) // 3]]
         assert found[v].tolist() == [taken.sum(), len(taken)]
+
+
+def test_a_function_that_changed_is_compiled_anew() -> None:
+    """A layer or decoder that is equal to that of the call before may close over other weights."""
+
+    class Model:
+        scale = jnp.float32(2)
+
+        def layer(self, params, batch):
+            return self.scale * batch.sources["a"][:10]
+
+        def query(self, rows, relation):
+            return self.scale * rows
+
+    model, numbers = Model(), FeatureStore.from_arrays({"a": np.ones((20, 1), np.float32)})
+    edges = {("a", "x", "a"): (np.arange(21), np.arange(20))}
+    decoder = Decoder("own", model.query, model.query, relation_width=lambda width: 0)
+    entities = jnp.array([[1.0], [2.0], [3.0]])
+    for scale, rank in (2.0, 1), (-3.0, 3), (0.0, 2):
+        model.scale = jnp.float32(scale)
+        found = infer_layers([model.layer], [None], edges, {"a": 20}, numbers, batch_size=10)["a"].numpy()
+        np.testing.assert_array_equal(found, np.full((20, 1), scale))
+        ranks = link_ranks(decoder, entities, None, entities, [[0, 0, 2]], sides=["tail"])
+        assert ranks.tail.tolist() == [rank]
 
 
 def test_bad_input(tmp_path) -> None:

@@ -20,9 +20,9 @@ WIDTH = 32
 kept = functools.partial(region, min_bytes=1)
 
 
-def gradients_agree(fn, args, wraps, stored=None):
-    """The gradients of `fn` with each wrapping are those without."""
-    want = jax.jit(jax.grad(fn))(*args)
+def gradients_agree(fn, args, wraps, stored=None, run=None):
+    """The gradients of `fn` with each wrapping are those without, or those of `run`."""
+    want = (run or jax.jit(jax.grad(fn)))(*args)
     with ActivationStore(host_bytes=1 << 24) as store:
         for run in wraps:
             assert_same(jax.tree.leaves(run(*args)), jax.tree.leaves(want))
@@ -37,11 +37,13 @@ def gradients_agree(fn, args, wraps, stored=None):
 def test_what_the_layers_keep_is_stored(scan, jitted):
     loss = loss_of(layer, scan)
     fn = jax.jit(loss) if jitted else loss
-    stats = gradients_agree(fn, operands(), [jax.jit(jax.grad(kept(fn))), jax.grad(kept(fn))])
-    assert stats.stored_bytes >= 2 * LAYERS * 5 * TENSOR
+    stats = gradients_agree(fn, operands(), [jax.jit(jax.grad(kept(fn)))])
+    # Outside of jit operators run one by one, which rounds otherwise.
+    gradients_agree(fn, operands(), [jax.grad(kept(fn))], run=jax.grad(kept(fn, store="device")))
+    assert stats.stored_bytes >= LAYERS * 5 * TENSOR
     # The bodies of the scan are offloaded one by one: no stack of all layers' tensors ever exists on the device.
     if scan:
-        assert stats.stored_count > 2 * LAYERS * 5
+        assert stats.stored_count > LAYERS * 5
 
 
 def test_tensors_come_back_one_by_one():
