@@ -26,9 +26,12 @@ SPLITS = ("train", "valid", "test")
 _FORMAT = 1  # of the folders of `save`
 _META = "dataset.json"
 _CHUNK = 1 << 24  # elements at once, for memory maps
+ALWAYS = -(2**31)  # the time of what was always known
 _EDGES = ("edges", "valid_edges", "test_edges")
 _BY_EDGE = ("edge_times", "edge_features", "edge_weights")
-_DESCRIPTIVE = ("name", "num_nodes", "node_names", "description", "left_out")  # nothing that a model reads
+DESCRIPTIVE = ("name", "num_nodes", "node_names", "description", "left_out")  # nothing that a model reads
+NODE_TASK = ("labels", "num_classes", "splits")
+LINK_TASK = ("valid_edges", "test_edges", "target_relations")
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +192,7 @@ class HeteroDataset:
         """
         for found in dataclasses.fields(self):
             values = getattr(self, found.name)
-            if found.name not in (*used, *_DESCRIPTIVE) and values:
+            if found.name not in (*used, *DESCRIPTIVE) and values:
                 raise ValueError(
                     f"{what} must get a data set without {found.name}, which it does not read, got some of "
                     f"{next(iter(values))!r} in {self.name!r}; to ignore them: "
@@ -436,7 +439,7 @@ def _symmetric(ends: Ends, kept: np.ndarray, count: int) -> Ends:
 
 def _always(like: np.ndarray) -> np.ndarray:
     """The earliest times of a dtype; of wide integers the earliest that fits int32, as most times do."""
-    return np.full_like(like, -np.inf if like.dtype.kind == "f" else max(np.iinfo(like.dtype).min, -(2**31)))
+    return np.full_like(like, -np.inf if like.dtype.kind == "f" else max(np.iinfo(like.dtype).min, ALWAYS))
 
 
 def split_edges(ends: Ends, shares: Mapping[str, float], rng: np.random.Generator) -> dict[str, Ends]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dejax.datasets._columns import Columns, as_numbers, missing_in, moment_of, objects_of
+from dejax.datasets._hetero import ALWAYS
 
 MISSING_TIMES = ("error", "drop", "always known")
 _MOMENTS, _NUMBERS = "times", "numbers"
@@ -111,7 +112,7 @@ def beginning(times: Mapping[str, TimeColumn]) -> int | float:
     if any(values.dtype.kind == "f" for values in given):
         return -np.inf
     narrow = all(-(2**31) <= values.min(initial=0) and values.max(initial=0) < 2**31 for values in given)
-    return -(2**31) if narrow else -(2**63)
+    return ALWAYS if narrow else -(2**63)
 
 
 def known_from(

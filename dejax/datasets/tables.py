@@ -114,7 +114,7 @@ def from_tables(
     if dangling not in ("error", "drop"):
         raise ValueError(f"dangling must be 'error' or 'drop', got {dangling!r}")
     columns = {table: columns_of(table, given) for table, given in tables.items()}
-    keys, references = dict(primary_keys or {}), [tuple(reference) for reference in foreign_keys or ()]
+    keys, references = dict(primary_keys or {}), list(foreign_keys or ())
     time_columns = dict(time_columns or {})
     _check_names(columns, keys, references, time_columns, label)
     times = read_times(columns, time_columns, missing_times)
@@ -171,7 +171,7 @@ def _renumbered(ends: Ends, kept: np.ndarray, kept_others: np.ndarray) -> Ends:
 def _check_names(
     columns: Mapping[str, Columns],
     keys: Mapping[str, str],
-    references: Sequence[tuple[str, ...]],
+    references: Sequence[ForeignKey],
     times: Mapping[str, str],
     label: Label | None,
 ) -> None:

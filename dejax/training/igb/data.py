@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from dejax.datasets import IGBShape, fill_rows, load_igb, random_rows_on_device
+from dejax.datasets._hetero import NODE_TASK
 from dejax.host_gather import DeviceTable, HostTable, SplitTable
 from dejax.minibatch import FeatureStore, HeteroTopology, hot_rows, random_topology
 from dejax.minibatch._formats import table_dtype
@@ -134,6 +135,7 @@ def folder_data(
         cache: a folder for the sorted lists; a later run opens them instead of sorting again.
     """
     data = load_igb(folder, size=size, num_classes=num_classes, check=check)
+    data.check_used("training on IGB", ("edges", "features", *NODE_TASK))
     prepared = data.with_reverse(symmetric=[SYMMETRIC])
     if cache is not None and os.path.exists(os.path.join(cache, "topology.json")):
         topology = HeteroTopology.load(cache)

@@ -9,6 +9,7 @@ import numpy as np
 
 from dejax import datasets
 from dejax.datasets import HeteroDataset
+from dejax.datasets._hetero import LINK_TASK, NODE_TASK
 from dejax.minibatch import HeteroTopology
 
 SYNTHETIC = "synthetic-triples"
@@ -96,8 +97,10 @@ class LinkGraph:
         """Joins the types and relations of a data set.
 
         Raises:
-            ValueError: the data set has no relations to predict, or no edges of them to train on.
+            ValueError: the data set has no relations to predict, or no edges of them to train on, or times, weights or
+                features of edges, which would be ignored.
         """
+        data.check_used("link prediction", ("edges", "features", *LINK_TASK, *NODE_TASK))
         if not data.target_relations or not sum(len(data.edges[r][0]) for r in data.target_relations):
             raise ValueError(f"dataset {data.name!r} has no edges to predict; give one with target_relations")
         kinds = list(data.num_nodes)

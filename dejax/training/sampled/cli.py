@@ -65,8 +65,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--inference",
         choices=("layers", "sampled"),
-        default="layers",
-        help="accuracies at the end: layer by layer from all neighbours (default), or on samples",
+        help="accuracies at the end: layer by layer from all neighbours, or on samples (default where edges have times "
+        "or weights)",
     )
     memory = p.add_argument_group("memory")
     memory.add_argument(
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     from dejax.training import plot
     from dejax.training.checkpoint import Checkpoints
     from dejax.training.sampled import report
-    from dejax.training.sampled.data import load
+    from dejax.training.sampled.data import load, only_sampled
     from dejax.training.sampled.trainer import SampledTrainer
 
     settings = _settings(args)
@@ -112,6 +112,9 @@ def main(argv: Sequence[str]) -> int:
     data = load(name, args.data, typed_nodes=settings.typed_nodes)
     if name is None:
         settings = settings.replace(dataset=data.name)
+    if args.inference == "layers" and only_sampled(data):
+        raise ValueError("--inference must be sampled where edges have times or weights, got layers; leave it out")
+    args.inference = args.inference or ("sampled" if only_sampled(data) else "layers")
     out = Path(args.out or f"out/{settings.dataset}-{settings.layer}-sampled")
     print(_shortened(data.summary()), end="\n\n", flush=True)
     options = {"backend": args.backend, "print_table": lambda text: print(_shortened(text))}

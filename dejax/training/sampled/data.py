@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from dejax import datasets
 from dejax.datasets import EntityDataset, HeteroDataset
+from dejax.datasets._hetero import ALWAYS, LINK_TASK, NODE_TASK
 from dejax.minibatch import FeatureStore, HeteroTopology, hot_rows
 from dejax.training.sampled.settings import SampledSettings
 
@@ -20,9 +22,10 @@ NAMES = ("stdlib", *RDF, "ogbn-mag", *IGB, SYNTHETIC)
 """The names that `load` knows. Any folder of `HeteroDataset.save` may be given in place of a name."""
 _META = "dataset.json"
 Relation = tuple[str, str, str]
-Ends = tuple[np.ndarray, np.ndarray]
 NODE = "node"
 _SELF = "self"  # the name of self loops
+_TASKS = (*NODE_TASK, *LINK_TASK)
+_READ = ("node_times", "edge_times", "edge_weights")
 
 
 def load(name: str | None, folder: str | None = None, *, typed_nodes: bool = False) -> HeteroDataset:
@@ -91,13 +94,14 @@ class Prepared:
 
     Attributes:
         data: with reverse relations and, for rgat, self loops.
-        topology: its edges, as they are sampled: by relation, or all in one relation.
+        topology: its edges, as they are sampled: by relation, or all in one relation; with their times and weights.
         edge_type: int32[edges], the relation of each edge where all are in one relation; else None.
         edge_types: the relations, self loops included.
         features: tables of the types that have features, and embeddings of the others.
         targets: the types whose nodes are classified.
         num_classes: number of classes.
         splits: split -> type -> int32 ids.
+        times: int[nodes] by target type, the times of nodes as seeds; None for data whose edges have no times.
         widths: the width of the features of each type that has some.
     """
 
@@ -109,6 +113,7 @@ class Prepared:
     targets: tuple[str, ...]
     num_classes: int
     splits: dict[str, dict[str, np.ndarray]]
+    times: dict[str, np.ndarray] | None
     widths: dict[str, int]
 
     def by_relation(self) -> HeteroTopology:
@@ -127,8 +132,14 @@ def prepare(data: HeteroDataset, settings: SampledSettings) -> Prepared:
     """Makes the topology and the feature store.
 
     Raises:
-        ValueError: no training nodes, or types whose numbers of classes differ.
+        ValueError: no training nodes, types whose numbers of classes differ, edges with times but training nodes
+            without, or a field of the data set that the run would ignore: edge features, and with `full_batch` times
+            and weights of edges.
+        TypeError: times that are no integers.
     """
+    if settings.full_batch:
+        data.check_used("training on the whole graph (full_batch)", ("edges", "features", "node_times", *_TASKS))
+    data.check_used("training on mini-batches", ("edges", "features", *_TASKS, *_READ))
     splits = {
         split: {kind: np.asarray(ids, np.int32) for kind, ids in data.splits.get(split, {}).items() if len(ids)}
         for split in SPLITS
@@ -144,27 +155,50 @@ def prepare(data: HeteroDataset, settings: SampledSettings) -> Prepared:
         )
     if settings.reverse:
         data = with_reverse(data)
+    times = _seed_times(data, targets) if data.edge_times else None
     edges = dict(data.edges)
     # RGAT has no root weight: a node sees its own value through a loop.
     loops = [(kind, _SELF, kind) for kind in data.num_nodes] if settings.layer == "rgat" else []
     edge_type = None
     edge_types = (*edges, *loops)
     if settings.joint and not settings.full_batch:  # loops are added to the blocks
-        edges, edge_type = _in_one_relation(data)
+        sampled, edge_type = _in_one_relation(data)
     else:
         for kind, name, _ in loops:
             loop = np.arange(data.num_nodes[kind], dtype=np.int32)
             edges[kind, name, kind] = (loop, loop)
-    topology = HeteroTopology.from_edges(
-        edges, data.num_nodes, on_host=settings.place != "device", keep_edge_ids=edge_type is not None
+        sampled = dataclasses.replace(data, edges=edges, check=False)
+    topology = HeteroTopology.from_dataset(
+        sampled, on_host=settings.place != "device", keep_edge_ids=edge_type is not None
     )
     features = _features(data, settings, topology, splits["train"])
     widths = {kind: data.features[kind].shape[1] for kind in features.types}
-    return Prepared(data, topology, edge_type, edge_types, features, targets, classes.pop(), splits, widths)
+    return Prepared(data, topology, edge_type, edge_types, features, targets, classes.pop(), splits, times, widths)
 
 
-def _in_one_relation(data: HeteroDataset) -> tuple[dict[Relation, Ends], np.ndarray]:
-    """All edges as one relation, and the relation of each."""
+def only_sampled(data: HeteroDataset) -> bool:
+    """Whether results come from samples alone: all edges of a node would be of any time, and of equal weight."""
+    return bool(data.edge_times or data.edge_weights)
+
+
+def _seed_times(data: HeteroDataset, targets: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """The times of the nodes of the target types."""
+    found = {}
+    for kind in targets:
+        if kind not in data.node_times:
+            raise ValueError(
+                f"dataset {data.name!r} must have node_times of {kind!r}, whose nodes are classified: its edges have "
+                "times, and a node sees those up to its own time; to ignore the times: "
+                "dataclasses.replace(data, edge_times={}, check=False)"
+            )
+        found[kind] = np.asarray(data.node_times[kind])
+        if found[kind].dtype.kind not in "iu":
+            raise TypeError(f"node_times of {kind!r} must be integers, got {found[kind].dtype}; round them to a unit")
+    return found
+
+
+def _in_one_relation(data: HeteroDataset) -> tuple[HeteroDataset, np.ndarray]:
+    """The data set with all edges in one relation, and the relation of each."""
     if len(data.num_nodes) != 1:
         raise ValueError(
             f"joint fan-outs must be for a graph with one node type, got {', '.join(data.num_nodes)}; leave out --joint"
@@ -174,14 +208,32 @@ def _in_one_relation(data: HeteroDataset) -> tuple[dict[Relation, Ends], np.ndar
         np.concatenate([np.zeros(0, np.int32), *(np.asarray(pair[side]) for pair in data.edges.values())])
         for side in (0, 1)
     )
-    sizes = [len(pair[0]) for pair in data.edges.values()]
-    return {(kind, "edge", kind): (ends[0], ends[1])}, np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    sizes = {relation: len(pair[0]) for relation, pair in data.edges.items()}
+    relation = (kind, "edge", kind)
+
+    def joined(of_edges: dict[Relation, np.ndarray], otherwise: int) -> dict[Relation, np.ndarray]:
+        """The values of all edges; those of relations without values get a common one."""
+        parts = [of_edges.get(some, np.full(size, otherwise)) for some, size in sizes.items()]
+        return {relation: np.concatenate(parts)} if of_edges else {}
+
+    times, weights = joined(data.edge_times, ALWAYS), joined(data.edge_weights, 1)
+    fields = {"edges": {relation: ends}, "edge_times": times, "edge_weights": weights, "target_relations": ()}
+    joint = dataclasses.replace(data, **fields, valid_edges={}, test_edges={}, check=False)
+    return joint, np.repeat(np.arange(len(sizes), dtype=np.int32), list(sizes.values()))
 
 
 def with_reverse(data: HeteroDataset) -> HeteroDataset:
-    """With reverse relations; `cites` of IGB becomes symmetric with self loops, as MLPerf prepares it."""
+    """With reverse relations, unless it has them; `cites` of IGB becomes symmetric with self loops, as in MLPerf."""
+    if all(_reversed(relation) & data.edges.keys() for relation in data.edges):
+        return data
     symmetric = ["cites"] if data.name.startswith(("igb", SYNTHETIC)) else []
     return data.with_reverse(symmetric=symmetric)
+
+
+def _reversed(relation: Relation) -> set[Relation]:
+    """What the reverse of a relation may be called."""
+    source, name, destination = relation
+    return {(destination, f"rev_{name}", source), (destination, name.removeprefix("rev_"), source)} - {relation}
 
 
 def embeddings_of(prepared: Prepared, settings: SampledSettings, seed: int) -> FeatureStore:

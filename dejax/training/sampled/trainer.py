@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax._int32 import entering_jit
 from dejax._optional import optional
 from dejax._pytrees import pytree
 from dejax.datasets import HeteroDataset
@@ -30,7 +31,7 @@ from dejax.minibatch import (
 )
 from dejax.rgnn import Options, RelGraph
 from dejax.training.mini_batch import CAPACITY_BATCHES, BatchTrainer
-from dejax.training.sampled.data import Prepared, embeddings_of, prepare
+from dejax.training.sampled.data import Prepared, embeddings_of, only_sampled, prepare
 from dejax.training.sampled.model import SampledClassifier
 from dejax.training.sampled.settings import SampledSettings
 
@@ -79,6 +80,7 @@ class Inputs:
         labels: int32 [nodes] by type.
         edge_type: int32 [edges], where all relations are sampled together; else None.
         graph: the whole graph, if steps see it; else None.
+        times: int [nodes] by type, of nodes as seeds, where edges have times; else None.
     """
 
     topology: HeteroTopology
@@ -86,6 +88,7 @@ class Inputs:
     labels: dict[str, Array]
     edge_type: Array | None
     graph: RelGraph | None
+    times: dict[str, Array] | None
 
 
 class SampledTrainer(BatchTrainer):
@@ -128,7 +131,8 @@ class SampledTrainer(BatchTrainer):
             edges = {edge_type: _ends(topology, edge_type) for edge_type in topology.edge_types}
             whole = RelGraph.from_relations(edges, topology.num_nodes)
         kinds = None if self.prepared.edge_type is None else jnp.asarray(self.prepared.edge_type)
-        self.inputs = Inputs(topology, self.prepared.features, labels, kinds, whole)
+        times = jax.tree.map(jnp.asarray, entering_jit("node_times", self.prepared.times, ids_or_times=True))
+        self.inputs = Inputs(topology, self.prepared.features, labels, kinds, whole, times)
         sizes = {kind: len(ids) for kind, ids in self.splits["train"].items()}
         self.steps_per_epoch = 1 if settings.full_batch else -(-sum(sizes.values()) // settings.batch_size)
         parts = settings.parts
@@ -137,7 +141,8 @@ class SampledTrainer(BatchTrainer):
         self.capacities = None
         if not settings.full_batch:
             batches = self._capacity_batches()
-            self.capacities = self._find_capacities(topology, batches, print_table, sigmas=settings.sigmas)
+            options = {"sigmas": settings.sigmas, "seed_times": partial(_times_of, self.prepared.times)}
+            self.capacities = self._find_capacities(topology, batches, print_table, **options)
         self._split_model()
         self.num_embedding_values = settings.hidden * sum(
             count for kind, count in topology.num_nodes.items() if kind not in self.prepared.features
@@ -161,9 +166,12 @@ class SampledTrainer(BatchTrainer):
 
     def _capacity_batches(self) -> list[dict[str, np.ndarray]]:
         rng = np.random.default_rng(0)
-        train = self.splits["train"]
+        seeds = self.splits["train"]
+        if self.prepared.times is not None:  # later nodes see more
+            splits = self.splits.values()
+            seeds = {kind: np.concatenate([ids[kind] for ids in splits if kind in ids]) for kind in seeds}
         return [
-            {kind: rng.choice(ids, min(self._part[kind], len(ids)), replace=False) for kind, ids in train.items()}
+            {kind: rng.choice(ids, min(self._part[kind], len(ids)), replace=False) for kind, ids in seeds.items()}
             for _ in range(CAPACITY_BATCHES)
         ]
 
@@ -282,6 +290,7 @@ class SampledTrainer(BatchTrainer):
             seeds,
             list(self.settings.fan_outs),
             capacities=self.capacities,
+            seed_times=_times_of(inputs.times, seeds),
             options=self._sample_options,
         )
         lost = sample.lost.sum(dtype=jnp.int32) + sample.lost_edges.astype(jnp.int32)
@@ -356,7 +365,17 @@ class SampledTrainer(BatchTrainer):
         return found
 
     def outputs(self, state: SampledState, folder: Any = None, progress: bool | None = None) -> dict[str, Any]:
-        """The logits of all nodes of the target types, layer by layer from all their neighbours (`infer_layers`)."""
+        """The logits of all nodes of the target types, layer by layer from all their neighbours (`infer_layers`).
+
+        Raises:
+            ValueError: the edges have times or weights.
+        """
+        if only_sampled(self.prepared.data):
+            raise ValueError(
+                "inference by layers must be of data without times and weights of edges, got "
+                f"{self.prepared.data.name!r}: a node would have all of its edges, later ones too; use "
+                "sampled_accuracy, or on the command line --inference sampled"
+            )
         return infer_layers(
             self._layers,
             [state.params] * self.settings.layers,
@@ -382,6 +401,11 @@ class SampledTrainer(BatchTrainer):
 
 
 _SCALARS = ("step", "key", "loss", "correct", "count", "lost")
+
+
+def _times_of(times: dict[str, Any] | None, seeds: dict[str, Any]) -> dict[str, Any] | None:
+    """The times of seeds; padding has that of node 0."""
+    return None if times is None else {kind: times[kind][ids * (ids >= 0)] for kind, ids in seeds.items()}
 
 
 def _on_batch(trainer: SampledTrainer, number: int, params: Any, batch: InferenceBatch) -> Array:

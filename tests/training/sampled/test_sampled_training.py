@@ -1,5 +1,6 @@
 """`dejax-train --sampled`: a run that learns, exact resume, layers, places of tables."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax.datasets import HeteroDataset
+from dejax.datasets import HeteroDataset, Label, from_tables
+from dejax.datasets._hetero import DESCRIPTIVE, LINK_TASK, NODE_TASK
+from dejax.minibatch.topology import as_numpy
 from dejax.training import cli
+from dejax.training.links.data import LinkGraph
 from dejax.training.sampled import SampledTrainer, model, resolve
-from dejax.training.sampled.data import one_type
+from dejax.training.sampled.data import one_type, prepare
 
 WRITES = ("author", "writes", "paper")
 
@@ -199,3 +203,108 @@ def test_one_type_keeps_relations():
     data = one_type(entity)
     assert sum(data.num_edges.values()) == entity.num_edges and len(data.edges) == entity.num_edge_types
     assert data.num_nodes == {"node": entity.num_nodes}
+
+
+# --------------------------------------------------------------------------------------------------- times
+
+
+def leaky_tables(orders: int = 60) -> HeteroDataset:
+    """Orders whose label stands in an event's row that comes a day after the order, so that no order may see it."""
+    y = np.random.default_rng(3).integers(0, 2, orders)
+    day = np.arange(orders)
+    tables = {
+        "orders": {"id": day, "day": day, "paid": y, "size": np.ones(orders)},
+        "events": {"order": day, "day": day + 1, "kind": [("open", "paid")[k] for k in y]},
+        "lines": {"order": np.repeat(day, 2), "n": np.arange(2 * orders) % 5},
+    }
+    references = [("events", "order", "orders"), ("lines", "order", "orders")]
+    label = Label("orders", "paid", 30, 40)
+    times = {"orders": "day", "events": "day"}
+    return from_tables(tables, {"orders": "id"}, references, times, label=label)
+
+
+def test_a_label_of_later_rows_does_not_leak(tmp_path, capsys):
+    """Without times the test accuracy of this data is 100 %, with them that of guessing."""
+    data = leaky_tables()
+    trainer = SampledTrainer(resolve("tables", "sage", **{**TINY, "fan_outs": (4,), "batch_size": 16}), data)
+    seeds = {"orders": jnp.asarray(data.splits["test"]["orders"][:15], jnp.int32)}
+    seen = jax.jit(lambda inputs: trainer._neighbourhood(jax.random.key(0), inputs, seeds)[1])(trainer.inputs)
+    assert seen["lines"].tolist() == list(range(80, 110)) and (seen["events"] < 0).all()
+    with pytest.raises(ValueError, match="inference by layers must be of data without times"):
+        trainer.accuracy(None)
+    data.save(tmp_path)
+    assert cli.main(["--sampled", "--data", str(tmp_path), "--inference", "layers"]) == 2
+    assert "--inference must be sampled where edges have times" in capsys.readouterr().err
+
+
+READ_BY_SAMPLES = {
+    "edges": lambda p: p.topology.num_edges[WRITES] == 180,
+    "features": lambda p: "author" in p.features,
+    "labels": lambda p: p.num_classes == 3,
+    "num_classes": lambda p: p.num_classes == 3,
+    "splits": lambda p: len(p.splits["train"]["paper"]) == 30,
+    "node_times": lambda p: p.times["paper"].tolist() == list(range(60)),
+    "edge_times": lambda p: p.topology.lists[p.topology.relations[0].lists].times is not None,
+    "edge_weights": lambda p: p.topology.lists[p.topology.relations[0].lists].weights is not None,
+}
+FILLED = {
+    "node_times": {"paper": np.arange(60)},
+    "edge_times": {WRITES: np.arange(180)},
+    "edge_weights": {WRITES: np.arange(180.0)},
+    "edge_features": {WRITES: np.ones((180, 2))},
+    "target_relations": (WRITES,),
+    "valid_edges": {WRITES: ([0], [0])},
+    "test_edges": {WRITES: ([0], [0])},
+}
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(HeteroDataset)])
+def test_each_field_of_a_data_set_is_read_or_refused(field):
+    """A field that is new is refused until somebody reads it, and this test says where."""
+    if field in DESCRIPTIVE:
+        return
+    data = community_graph()
+    data = dataclasses.replace(data, **{name: FILLED[name] for name in {"node_times": ("edge_times",)}.get(field, ())})
+    data = dataclasses.replace(data, **{field: FILLED.get(field, getattr(data, field))})
+    if field == "edge_times":
+        with pytest.raises(ValueError, match="must have node_times of 'paper'"):
+            prepare(data, resolve("communities", **TINY))
+        data = dataclasses.replace(data, node_times=FILLED["node_times"])
+    settings = resolve("communities", **TINY)
+    if field in LINK_TASK:
+        prepare(data, settings)  # another task's
+        LinkGraph.of(dataclasses.replace(data, target_relations=(WRITES,)))
+        return
+    if field in READ_BY_SAMPLES:
+        assert READ_BY_SAMPLES[field](prepare(data, settings))
+    else:
+        with pytest.raises(ValueError, match=f"mini-batches must get a data set without {field}"):
+            prepare(data, settings)
+    if field in ("edge_times", "edge_weights", "edge_features"):
+        with pytest.raises(ValueError, match=rf"whole graph \(full_batch\) must get a data set without {field}"):
+            prepare(data, resolve("communities", full_batch=True, **TINY))
+    if field not in ("edges", "features", *NODE_TASK):
+        own = dataclasses.replace(community_graph(), target_relations=(WRITES,), **{field: FILLED[field]})
+        with pytest.raises(ValueError, match=f"link prediction must get a data set without {field}"):
+            LinkGraph.of(own)
+
+
+def test_relations_that_are_sampled_together_keep_times_and_weights():
+    data = one_type_of(community_graph())
+    first, second = data.edges
+    data = dataclasses.replace(
+        data,
+        node_times={"node": np.arange(94)},
+        edge_times={first: np.arange(180)},
+        edge_weights={second: np.full(60, 0.5)},
+    )
+    found = prepare(data, resolve("communities", **{**TINY, "joint": True, "reverse": False}))
+    (lists,) = found.topology.lists
+    given = np.concatenate([np.arange(180), np.full(60, -(2**31))])
+    assert as_numpy(lists.times).tolist() == given[as_numpy(lists.edge_ids)].tolist()
+    assert lists.weights is not None
+
+
+def test_reverses_that_are_there_are_not_added_again():
+    data = community_graph().with_reverse()
+    assert prepare(data, resolve("communities", **TINY)).data.relations == data.relations
