@@ -78,7 +78,8 @@ def from_tables(
         primary_keys: table -> its column of unique keys. Tables without one are referred to by no other.
         foreign_keys: (table, column, table that it refers to). Missing values are no edges.
         time_columns: table -> its column with the time at which a row came to be. Times are counted in whole seconds
-            since 1970; numbers stay as they are, so all columns need one unit.
+            since 1970, so rows within one second are of one time; numbers stay as they are, so all columns need one
+            unit.
         label: what to predict.
         max_categories: as in the table above.
         text_width: as in the table above.

@@ -54,6 +54,17 @@ def test_numbers(tmp_path) -> None:
         load_triples("x", tmp_path, numbers=True)
 
 
+@pytest.mark.parametrize(
+    ("names", "count"), [("1000000 2000000 3000000", 3), ("7 8 9", 3), ("1 2 3", 4), ("0 2 4", 5), ("0 3 6", 3)]
+)
+def test_numbers_that_are_not_nearly_dense_are_names(tmp_path, names, count) -> None:
+    a, b, c = names.split()
+    data = load_triples("x", write(tmp_path, {"train": f"{a} 900 {b}\n", "valid": "", "test": f"{b} 900 {c}\n"}))
+    assert data.num_nodes == {"entity": count} and len(data.relations) == 1
+    if int(c) < 10:
+        assert load_triples("x", tmp_path, numbers=True).num_nodes == {"entity": int(c) + 1}
+
+
 def test_dictionaries(tmp_path) -> None:
     write(tmp_path, FILES)
     names = ["/m/c d", "unused", "/m/new", "/m/b", "/m/a"]

@@ -261,3 +261,16 @@ def test_errors() -> None:
         sgd(0.1).update(RowGradient(jnp.zeros(1, jnp.int32), jnp.zeros((1, 6))), sgd(0.1).init(table), table)
     with pytest.raises(ValueError, match="divide 64"):
         distributed.divided(optax.sgd(0.1), make_mesh(3))
+
+
+def test_ids_and_times_of_64_bits_do_not_wrap():
+    def gradients(state, key, batch, data):
+        return Part(jnp.zeros(()), jnp.zeros(()), counts={"late": jnp.sum(batch > 3), "ids": jnp.sum(batch == 0)})
+
+    batch = np.array([2**32, 2**31, -(2**32), 2])
+    for mesh in (None, make_mesh(1)):
+        step = data_parallel(gradients, lambda state, mean: state, mesh)
+        counts = step(jnp.zeros(()), jax.random.key(0), batch)[1].counts
+        assert (int(counts["late"]), int(counts["ids"])) == (2, 0)
+        with pytest.raises(ValueError, match="data_parallel: integers must fit int32"):
+            step(jnp.zeros(()), jax.random.key(0), batch, batch)

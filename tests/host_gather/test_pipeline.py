@@ -70,3 +70,9 @@ def test_bad_arguments() -> None:
         prefetched_scan(lambda c, rows, x: (c, None), 0, ROWS, IDS)
     with pytest.raises(ValueError, match="leading axis"):
         prefetched_scan(lambda c, rows, x: (c, None), 0, table, np.int32(1))
+
+
+def test_integers_that_jit_would_cut_are_refused():
+    table = HostTable.from_numpy(np.ones((3, 1), np.float32))
+    with pytest.raises(ValueError, match="prefetched_scan: integers must fit int32 .*, got 4294967296 to 4294967296"):
+        prefetched_scan(lambda c, rows, x: (c, x), 0, table, np.zeros((1, 1), np.int32), np.array([2**32]))

@@ -226,3 +226,21 @@ def test_a_batch_as_a_graph() -> None:
 def test_a_batch_that_makes_no_graph(changes, order, message) -> None:
     with pytest.raises(ValueError, match=message):
         batch_of(**changes).graph(**{**ORDER, **order})
+
+
+def test_a_topology_with_times_is_refused_and_edges_of_weight_0_are_left_out() -> None:
+    to = ("a", "to", "a")
+    lists = {to: ([0, 1, 1], [1, 1, 0])}
+    inputs = FeatureStore.from_arrays({"a": np.array([[1.0], [10.0]], np.float32)})
+
+    def layer(params, batch):
+        (edges,) = batch.edges.values()
+        rows = batch.sources["a"][edges.senders] * edges.mask[:, None]
+        return jnp.zeros_like(batch.own).at[edges.receivers].add(rows, mode="drop")
+
+    timed = HeteroTopology.from_edges(lists, {"a": 2}, times={to: [1, 2, 3]})
+    with pytest.raises(ValueError, match="`edges` must have no times"):
+        infer_layers([layer], [None], timed, {"a": 2}, inputs)
+    weighted = HeteroTopology.from_edges(lists, {"a": 2}, weights={to: [0.5, 0.0, 2.0]})
+    found = infer_layers([layer], [None], weighted, {"a": 2}, inputs)["a"]
+    np.testing.assert_array_equal(found.numpy(), [[10.0], [1.0]])

@@ -204,7 +204,7 @@ def _in_one_relation(data: HeteroDataset) -> tuple[HeteroDataset, np.ndarray]:
             f"joint fan-outs must be for a graph with one node type, got {', '.join(data.num_nodes)}; leave out --joint"
         )
     kind = next(iter(data.num_nodes))
-    ends = tuple(
+    senders, receivers = (
         np.concatenate([np.zeros(0, np.int32), *(np.asarray(pair[side]) for pair in data.edges.values())])
         for side in (0, 1)
     )
@@ -217,8 +217,14 @@ def _in_one_relation(data: HeteroDataset) -> tuple[HeteroDataset, np.ndarray]:
         return {relation: np.concatenate(parts)} if of_edges else {}
 
     times, weights = joined(data.edge_times, ALWAYS), joined(data.edge_weights, 1)
-    fields = {"edges": {relation: ends}, "edge_times": times, "edge_weights": weights, "target_relations": ()}
-    joint = dataclasses.replace(data, **fields, valid_edges={}, test_edges={}, check=False)
+    joint = dataclasses.replace(
+        data,
+        edges={relation: (senders, receivers)},
+        edge_times=times,
+        edge_weights=weights,
+        **{name: type(getattr(data, name))() for name in LINK_TASK},  # they name relations
+        check=False,
+    )
     return joint, np.repeat(np.arange(len(sizes), dtype=np.int32), list(sizes.values()))
 
 
