@@ -305,8 +305,6 @@ if other == "other":  # stores opened and functions traced earlier make no diffe
 jax.config.update("jax_compilation_cache_dir", folder)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-events = []
-jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rpartition("/")[2]))
 own = ActivationStore(host_bytes=1 << 20)
 with ActivationStore() as store:
     def loss(ws, x):
@@ -316,7 +314,6 @@ with ActivationStore() as store:
     text = run.lower(*operands()).as_text()
     got = jax.block_until_ready(run(*operands()))
     assert store.stats().stored_count > 0 and own.stats().stored_count > 0
-print("hits", events.count("cache_hits"), "misses", events.count("cache_misses"))
 print("sum", float(abs(got).sum()))
 import hashlib
 print("text", hashlib.sha256(text.encode()).hexdigest())
@@ -332,9 +329,11 @@ def output_of(code, *arguments):
 @pytest.mark.full
 def test_programs_are_the_same_in_every_process(tmp_path):
     first = output_of(PROGRAM, "alone", tmp_path, 0)
+    entries = sorted(path.name for path in tmp_path.iterdir())
     second = output_of(PROGRAM, "other", tmp_path, 0)
-    assert re.search(r"misses [1-9]", first)
-    assert re.search(r"hits [1-9]\d* misses 0", second), second
+    # Not by hits: on some CPUs XLA refuses to load what it compiled there, and compiles it again.
+    assert any(name.startswith("jit_loss-") for name in entries)
+    assert sorted(path.name for path in tmp_path.iterdir()) == entries, second
     assert re.search("sum.*\ntext.*", first)[0] == re.search("sum.*\ntext.*", second)[0]
 
 

@@ -13,7 +13,15 @@ from dejax import _compat
 from dejax.offload import ActivationStore, offload, region
 from dejax.offload import linen as offload_linen
 from dejax.offload import nnx as offload_nnx
-from tests.offload.layers import LAYERS, TENSOR, assert_same_bits, layer, loss_of, operands
+from tests.offload.layers import (
+    LAYERS,
+    TENSOR,
+    assert_close,
+    assert_same,
+    layer,
+    loss_of,
+    operands,
+)
 
 pytestmark = pytest.mark.sample(3)
 WIDTH = 32
@@ -236,12 +244,3 @@ def test_a_tensor_that_several_layers_use_is_stored_once():
         with ActivationStore(host_bytes=1 << 24) as store:
             close(jax.jit(jax.grad(fn))(ws, x), want)
             assert store.stats().stored_count == store.stats().fetched_count == stored
-
-
-def assert_close(got, want, rtol=2e-6):
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
-
-
-# Two programs are compiled apart. On a GPU, fusions, and so roundings, differ between them.
-assert_same = assert_close if jax.default_backend() == "gpu" else assert_same_bits
