@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dejax.reporting._hlo import Module
+from dejax.reporting._hlo import Instruction, Module
 from dejax.reporting._kernels import Kernel
 from dejax.reporting._liveness import ACTIVATIONS, RESULTS, Timeline
 from dejax.reporting._owners import INPUTS, OPTIMIZER, PARAMETERS, Leaf
@@ -156,16 +156,28 @@ def _inputs(seen: Seen) -> Iterator[Remedy]:
 def _only_gathered(module: Module, shape: str) -> bool:
     entry = module.computations.get(module.entry, [])
     names = {i.name for i in entry if i.opcode == "parameter" and i.shapes and i.shapes[0].text == shape}
-    readers = [i for i in entry if names & set(i.operands) and i.opcode not in ("tuple", "bitcast")]
-    return bool(readers) and all(
-        max((s.nbytes for s in i.shapes), default=0) < _bytes_of(entry, names) / 2
-        and ("gather" in i.name or "gather" in i.op_name or "dynamic" in i.name)
-        for i in readers
-    )
+    return _only_rows_are_read(module, entry, names)
 
 
-def _bytes_of(entry: Sequence[object], names: set[str]) -> int:
-    return max((i.nbytes for i in entry if i.name in names), default=0)  # type: ignore[attr-defined]
+def _only_rows_are_read(module: Module, computation: Sequence[Instruction], names: set[str]) -> bool:
+    """Whether a computation reads some rows of the arrays `names`, and nothing else of them."""
+    readers = [i for i in computation if names & set(i.operands) and i.opcode not in ("tuple", "bitcast")]
+    return bool(readers) and all(_reads_rows(module, i, computation, names) for i in readers)
+
+
+def _reads_rows(module: Module, reader: Instruction, computation: Sequence[Instruction], names: set[str]) -> bool:
+    if reader.opcode == "fusion" and reader.calls:  # on a GPU its name is that of what follows the gather
+        inside = module.computations.get(reader.calls[0], [])
+        given = {i.name for i in inside if i.opcode == "parameter" and reader.operands[i.index] in names}
+        if _only_rows_are_read(module, inside, given):
+            return True
+    small = max((s.nbytes for s in reader.shapes), default=0) < _bytes_of(computation, names) / 2
+    words = f"{reader.opcode} {reader.name}"
+    return small and ("gather" in words or "gather" in reader.op_name or "dynamic" in words)
+
+
+def _bytes_of(computation: Sequence[Instruction], names: set[str]) -> int:
+    return max((i.nbytes for i in computation if i.name in names), default=0)
 
 
 def _gathers(seen: Seen) -> Iterator[Remedy]:

@@ -404,6 +404,28 @@ def test_a_table_that_is_only_gathered_should_be_in_host_memory() -> None:
     assert "HostTable.from_numpy(features)" in remedy.do and remedy.page == "docs/host_gather.md"
 
 
+def test_a_gather_inside_of_a_fusion_is_seen() -> None:
+    """For a GPU XLA names a fusion by its last instruction."""
+    text = """HloModule jit_step, entry_computation_layout={(f32[131072,16]{1,0}, s32[8,1]{1,0})->f32[8]{0}}
+
+%fused (p0: f32[131072,16], p1: s32[8,1]) -> f32[8] {
+  %p0 = f32[131072,16]{1,0} parameter(0)
+  %p1 = s32[8,1]{1,0} parameter(1)
+  %rows = f32[8,16]{1,0} GATHER
+  ROOT %sum = f32[8]{0} reduce(%rows, %rows), dimensions={1}, to_apply=%add
+}
+
+ENTRY %main (features: f32[131072,16], ids: s32[8,1]) -> f32[8] {
+  %features = f32[131072,16]{1,0} parameter(0)
+  %ids = s32[8,1]{1,0} parameter(1)
+  ROOT %input_reduce_fusion = f32[8]{0} fusion(%features, %ids), kind=kInput, calls=%fused
+}
+"""
+    for reader, expected in (("gather(%p0, %p1)", True), ("slice(%p0)", False)):
+        module = _hlo.parse(text.replace("GATHER", reader))
+        assert _remedies._only_gathered(module, "f32[131072,16]") == expected
+
+
 def test_large_constants_are_seen() -> None:
     large = jnp.asarray(np.random.default_rng(0).normal(size=(1 << 19,)).astype(np.float32))
     report = dejax.report(jax.jit(lambda x: x * large), jnp.ones((1 << 19,)), calls=0)

@@ -28,7 +28,7 @@ def shapes(name: str, size: Size) -> tuple[jax.ShapeDtypeStruct, dict[str, jax.S
     return found.pop("x"), found
 
 
-PALLAS = Options(backend="pallas", interpret=True)
+PALLAS = Options(backend="pallas", precision="tf32", interpret=True)
 
 
 def explained(options: Options = PALLAS, svg: str | None = None, *, summary: bool = False) -> str:
