@@ -191,6 +191,19 @@ def varying_alike(tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
+def varying_result(shape: tuple[int, ...], dtype: Any, *operands: Any) -> Any:
+    """The type of a call's result, which varies over the axes of the mesh over which any operand of these types does.
+
+    JAX takes a result without such axes for the same on all devices, and does not sum what is computed from it.
+    """
+    if not jax_config._check_vma.value:
+        return jax.core.ShapedArray(shape, dtype)
+    axes = frozenset().union(*(x.manual_axis_type.varying for x in operands))
+    none = jax.sharding.PartitionSpec(*[None] * len(shape))
+    sharding = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), none)
+    return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=ManualAxisType(varying=axes))
+
+
 def unchecked(function: Any, *arrays: Any) -> list[Any]:
     """The results of a function of arrays, in which a `jax.shard_map` does not check over which axes arrays vary.
 
@@ -215,14 +228,6 @@ def _unchecked(*arrays: Any, jaxpr: Any) -> Any:
     return jax.extend.core.jaxpr_as_fun(jaxpr)(*arrays)
 
 
-def aval_like(operand: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """The type of a result, which varies over the same axes of the mesh as an operand of the given type."""
-    if not jax_config._check_vma.value:
-        return jax.core.ShapedArray(shape, dtype)
-    sharding = operand.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
-    return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=operand.manual_axis_type)
-
-
 def lower_unchecked(function: Any, multiple_results: bool = True) -> Any:
     """A lowering by a function that is traced then, in which is not checked over which axes arrays vary."""
     lower = jax.interpreters.mlir.lower_fun(function, multiple_results=multiple_results)
@@ -240,7 +245,9 @@ def _batch_unchecked(arrays: Any, axes: Any, *, jaxpr: Any) -> tuple[Any, Any]:
     return unchecked(function, *arrays), [0] * len(jaxpr.out_avals)
 
 
-unchecked_p.def_abstract_eval(lambda x, *_, jaxpr: [aval_like(x, out.shape, out.dtype) for out in jaxpr.out_avals])
+unchecked_p.def_abstract_eval(
+    lambda *operands, jaxpr: [varying_result(out.shape, out.dtype, *operands) for out in jaxpr.out_avals]
+)
 jax.interpreters.mlir.register_lowering(unchecked_p, lower_unchecked(_unchecked))
 jax.interpreters.batching.primitive_batchers[unchecked_p] = _batch_unchecked
 

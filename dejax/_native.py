@@ -18,6 +18,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax import _compat
+
 if TYPE_CHECKING:
     from dejax import _dejax_native
 
@@ -140,7 +142,7 @@ def row_gather(
     if fill.ndim:
         raise ValueError(f"row_gather: `fill_value` must be a scalar, got shape {fill.shape}")
 
-    out = jax.ShapeDtypeStruct(ids.shape + table.shape[1:], table.dtype)
+    out = _compat.varying_result(ids.shape + table.shape[1:], table.dtype, *map(jax.typeof, (table, ids)))
     native = functools.partial(
         # "expand_dims" gives an unbatched argument a batch axis of size 1, which the handler reads with stride 0.
         jax.ffi.ffi_call("dejax_row_gather", out, vmap_method="expand_dims"),

@@ -10,11 +10,11 @@ import dataclasses
 import threading
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.extend import core
 
+from dejax import _compat
 from dejax.host_gather._operands import ReadableTable, operands_of
 from dejax.host_gather._recording import is_recorded
 from dejax.host_gather._spec import TableSpec
@@ -103,8 +103,7 @@ def open_read(eqn: Any) -> OpenRead | None:
 
 @_open_read_p.def_abstract_eval
 def _rows_of(leaf: Any, cache: Any, slots: Any, ids: Any, *, read: OpenRead) -> Any:
-    del leaf, cache, slots
-    return jax.core.ShapedArray(ids.shape + read.now.spec.row, read.now.out_dtype)
+    return _compat.varying_result(ids.shape + read.now.spec.row, read.now.out_dtype, leaf, cache, slots, ids)
 
 
 def _no_scale() -> Array:

@@ -13,7 +13,7 @@ from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from dejax import _native
+from dejax import _compat, _native
 from dejax.host_gather import _cost, _kernels, _types
 from dejax.host_gather._ids import checked_ids, in_range, nearest
 from dejax.host_gather._lifetime import reporting_closed
@@ -386,8 +386,9 @@ def native_gather(
 ) -> Array:
     """The synchronous native call."""
     arguments = native_arguments(call, fan_out, ids, slots.size > 0)
-    out = jax.ShapeDtypeStruct(arguments.shape, call.out_dtype)
-    scratch = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    types = [jax.typeof(x) for x in (leaf, ids, scale, slots, cache)]
+    out = _compat.varying_result(arguments.shape, call.out_dtype, *types)
+    scratch = _compat.varying_result((2,), jnp.uint32, *types)
     # XLA folds slices into the calls that take or return them. In jax 0.11 it keeps the original call as well if its
     # rows have another use, as in a loop that saves them for its backward pass: the rows crossed the bus twice. It does
     # not fold across barriers.

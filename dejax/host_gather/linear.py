@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax import _compat
 from dejax.host_gather import _types
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.host_gather._operands import ReadableTable, operands_of
@@ -71,7 +72,7 @@ def typed_linear(
     in_kernel = spec.platform == "cuda" and not spec.is_split and not is_recorded(operands.spec)
     if in_kernel and min(ids.size, spec.rows, *w.shape):
         # Jitted also when called eagerly: jax would take the operands of an eager kernel for arrays on the device.
-        return _compiled(static, operands.leaf, *groups, w)
+        return _compiled(static, *_compat.varying_alike((operands.leaf, *groups, w)))
     return _by_xla(table, static, groups, w)
 
 

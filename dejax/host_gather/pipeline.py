@@ -310,7 +310,8 @@ def _start(
         rows = native_gather(call, 1, source.leaf, ids, scale, slots, cache)
         return PendingRows(rows, (), site, shape, call.out_dtype, True), through
     arguments = native_arguments(call, 1, ids, slots.size > 0, ticket=True)
-    word = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    types = [jax.typeof(x) for x in (source.leaf, arguments.ids, scale, slots, cache)]
+    word = _compat.varying_result((2,), jnp.uint32, *types)
     # XLA folds slices into the calls that take or return them, and in jax 0.11 keeps the original call as well if it
     # has side effects: every gather of a loop ran twice, and a done found the wrong one. It also forgets that results
     # are aliased: a loop that stacked what had passed through a start got zeros. It does not fold across barriers,
@@ -361,7 +362,7 @@ class _Done:
 
     def __call__(self, tickets: Sequence[Array], after: Sequence[Array]) -> Array:
         """The rows; the wait comes after the arrays `after`, which live until then."""
-        out = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        out = _compat.varying_result(self.shape, self.dtype, *map(jax.typeof, tickets))
         done = jax.ffi.ffi_call("dejax_table_gather_done", out, has_side_effect=True)
         last = jax.lax.optimization_barrier(tuple(after))  # as in _start
         pieces = np.asarray(self.pieces, np.int64).reshape(-1)

@@ -66,7 +66,7 @@ def _define(name: str, run: Any, aval: Any) -> Primitive:
         return jax.jit(functools.partial(run, **params))
 
     primitive.def_impl(lambda *args, **params: jitted(**params)(*args))
-    primitive.def_abstract_eval(lambda *args, **params: _compat.aval_like(args[0], *aval(*args, **params)))
+    primitive.def_abstract_eval(lambda *args, **params: _compat.varying_result(*aval(*args, **params), *args))
     mlir.register_lowering(primitive, _compat.lower_unchecked(run, multiple_results=False))
     return primitive
 

@@ -8,12 +8,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from dejax._native import row_gather
 from dejax.host_gather import (
     CachedTable,
     HostTable,
     RowGradient,
     adam,
     gather,
+    gather_done,
+    gather_start,
     prefetched_scan,
     scatter,
     typed_linear,
@@ -125,10 +128,17 @@ def test_a_table_shared_by_the_devices_of_a_mesh() -> None:
     assert shared.read_only and "shared" in repr(shared)
     spec = jax.sharding.PartitionSpec
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 8, (len(devices), 6), np.int32))
-    f = jax.jit(
-        jax.shard_map(lambda t, i: t[i], mesh=mesh, in_specs=(spec(), spec("x")), out_specs=spec("x"), check_vma=False)
-    )
+    f = jax.jit(jax.shard_map(lambda t, i: t[i], mesh=mesh, in_specs=(spec(), spec("x")), out_specs=spec("x")))
     np.testing.assert_array_equal(f(shared, ids), ROWS[np.asarray(ids)])
+
+    # The rows differ between the devices: gradients of what all of them have are sums over the devices.
+    def loss(w: jax.Array, t: HostTable, i: jax.Array) -> jax.Array:
+        both = t[i] * w, gather_done(gather_start(t, i)) * w, row_gather(jnp.asarray(ROWS), i) * w
+        return jax.lax.psum(sum(jnp.sum(rows) for rows in both), "x")
+
+    mapped = jax.shard_map(loss, mesh=mesh, in_specs=(spec(), spec(), spec("x")), out_specs=spec())
+    gradient = jax.jit(jax.grad(mapped))(jnp.ones(ROWS.shape[1:]), shared, ids)
+    np.testing.assert_allclose(gradient, 3 * ROWS[np.asarray(ids)].sum((0, 1)), rtol=1e-5)
     with pytest.raises(ValueError, match="shared by several devices"):
         scatter(shared, np.array([0]), ROWS[:1])
 
