@@ -120,7 +120,7 @@ def objects_of(values: list[Any]) -> np.ndarray:
     if known and all(issubclass(kind, datetime.timedelta | np.timedelta64) for kind in kinds):
         return np.array(["NaT" if _is_missing(value) else value for value in values], "timedelta64[us]")
     if known and all(issubclass(kind, datetime.date | np.datetime64) for kind in kinds):
-        return np.array([np.datetime64("NaT") if _is_missing(value) else moment_of(value) for value in values])
+        return np.array([np.datetime64("NaT", "us") if _is_missing(value) else moment_of(value) for value in values])
     array = np.empty(len(values), object)
     array[:] = [None if _is_missing(value) else value for value in values]
     return array

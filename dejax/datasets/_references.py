@@ -12,6 +12,7 @@ import numpy as np
 from dejax.datasets._columns import EXACT, Columns, ForeignKey, missing_in
 from dejax.datasets._known_from import time_of_text
 
+_MIXED = "numbers and text"  # as of codes that a reader has made numbers of, one by one
 _NANOSECONDS = {"W": 7 * 86_400 * 10**9, "D": 86_400 * 10**9, "h": 3600 * 10**9, "m": 60 * 10**9, "s": 10**9}
 _NANOSECONDS |= {"ms": 10**6, "us": 10**3, "ns": 1}
 
@@ -47,6 +48,13 @@ class _Keys:
         values = column.tolist()
         kinds = sorted({_kind_of(value) for value in values})
         return cls(name, rows, values, " and ".join(kinds))
+
+    def as_text(self) -> list[Any] | None:
+        """The keys as text, where they are text and integers; None otherwise."""
+        if self.kind not in ("numbers", "text", _MIXED):
+            return None
+        whole = all(isinstance(value, str) or value == int(value) for value in self.values)
+        return [value if isinstance(value, str) else str(int(value)) for value in self.values] if whole else None
 
     def as_kind(self, kind: str) -> list[Any] | None:
         """The keys as numbers or times, if each one of this text says exactly that; None otherwise."""
@@ -120,7 +128,12 @@ def _comparable(foreign: _Keys, primary: _Keys) -> tuple[list[Any], list[Any]]:
     converted = primary.as_kind(foreign.kind)
     if converted is not None and len(set(converted)) == len(converted):
         return foreign.values, converted
+    if _MIXED in (foreign.kind, primary.kind):
+        texts, converted = foreign.as_text(), primary.as_text()
+        if texts is not None and converted is not None and len(set(converted)) == len(converted):
+            return texts, converted
     raise ValueError(
-        f"the foreign key {foreign.name} must have keys of the type of {primary.name}, which has {primary.kind}, got "
-        f"{foreign.kind} that cannot all be converted exactly; convert one of the columns"
+        f"the foreign key {foreign.name} must have keys of the type of {primary.name}, which has {primary.kind} such "
+        f"as {primary.values[0]!r}, got {foreign.kind} such as {foreign.values[0]!r} that cannot all be converted "
+        "exactly; convert one of the columns"
     )
