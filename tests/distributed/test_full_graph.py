@@ -75,6 +75,13 @@ def test_layers_of_the_zoo(name: str) -> None:
         compare(program, edges.build(), arrays, kinds, parts=2)
 
 
+def test_extrema_over_the_edges_of_a_graph_without_edges() -> None:
+    graph = rgnn.RelGraph.from_edges([], [], [], num_nodes=5)
+    program = rgnn.program(lambda g, a: (g.max_to_graph(g.edge(a[0])), g.min_to_graph(g.edge(a[0])) + g.node(a[1])))
+    arrays = [np.zeros((0, 2), np.float32), np.ones((5, 2), np.float32)]
+    compare(program, graph, arrays, ["edge", "node"], parts=2)
+
+
 @pytest.mark.full
 @settings(max_examples=examples(6))
 @given(recipes(max_steps=8), edge_lists(max_nodes=9, max_edges=30))

@@ -115,8 +115,8 @@ def extremum_at(places: Any, x: jax.Array, sign: int) -> jax.Array:
 
 
 def extremum_of_all(x: jax.Array, sign: int) -> jax.Array:
-    """The maximum (`sign` of -1: minimum) of all rows, as one row."""
-    return x.max(0, keepdims=True) if sign > 0 else x.min(0, keepdims=True)
+    """The maximum (`sign` of -1: minimum) of all rows, as one row; `lowest` where there are no rows."""
+    return (x.max if sign > 0 else x.min)(0, keepdims=True, initial=lowest(x.dtype, sign))
 
 
 def zero_if_none(found: jax.Array, some: jax.Array, sign: int) -> jax.Array:
