@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from dejax.datasets import from_tables
 from dejax.minibatch import HeteroTopology, SampleOptions, edge_ids, find_capacities, link_batch, links, sample_blocks
 from tests.minibatch.graphs import CITES, COUNTS, LIKES, REV, WRITES, edge_lists, sampled_edges, topology_of
 
@@ -425,3 +426,36 @@ def test_receivers_beyond_half_of_int32(monkeypatch):
     edges = np.array([0, 2**30 + 3, 2**31 - 4], np.int32)
     found = links._receiver_of(jnp.zeros(1, jnp.int32), jnp.asarray(edges), 0, 2**31 - 1)
     np.testing.assert_array_equal(found, edges)
+
+
+def test_what_a_seed_sees_does_not_change_with_later_rows():
+    """Samples of tables at a cutoff: rows that come later are changed, and refer to others."""
+    rng, cutoff = np.random.default_rng(4), 10
+    rows, late = 12, np.arange(12) >= 7
+    tables = {
+        "users": {"id": range(4), "joined": [0, 3, 12, 15]},
+        "orders": {"id": range(rows), "user": rng.integers(0, 2, rows), "day": np.where(late, 14, np.arange(rows))},
+        "lines": {"order": rng.permutation(rows), "near": rng.integers(0, 4, rows)},
+    }
+    references = [("orders", "user", "users"), ("lines", "order", "orders"), ("lines", "near", "users")]
+    seen = []
+    for changed in (False, True):
+        if changed:
+            orders = tables["orders"]
+            orders["user"] = np.where(late, rng.integers(0, 4, rows), orders["user"])
+            orders["day"] = np.where(late, 11 + rng.integers(0, 9, rows), orders["day"])
+            late_lines = late[tables["lines"]["order"]] | (tables["lines"]["near"] >= 2)
+            tables["lines"]["order"] = np.where(late_lines, 7 + rng.integers(0, 5, rows), tables["lines"]["order"])
+        times = {"users": "joined", "orders": "day"}
+        data = from_tables(tables, {"users": "id", "orders": "id"}, references, times)
+        topology = HeteroTopology.from_dataset(data)
+        sample = jitted(topology, ("users", jnp.array([0, 1])), [-1, -1], seed_times=jnp.array([cutoff, 2]))
+        found = {
+            (kind, node, tree)
+            for kind, nodes in sample.node_ids.items()
+            for node, tree in zip(nodes.tolist(), sample.trees[kind].tolist(), strict=True)
+            if node >= 0
+        }
+        seen.append(found)
+    assert seen[0] == seen[1] and {kind for kind, _, tree in seen[0] if tree == 0} == {"users", "orders", "lines"}
+    assert not any(late[node] for kind, node, _ in seen[0] if kind == "orders")
