@@ -35,6 +35,15 @@ SEVERAL = (
 """The message where a program of several devices has the calls of one."""
 
 
+def kept_apart(arrays: Sequence[Any]) -> list[Any]:
+    """Operands that a call overwrites, no two of which are the same value.
+
+    XLA for a GPU refuses a call that overwrites one operand twice. It would make one value of two equal ones, such as
+    the zeros of both of Adam's moments in a program that also makes its first state. It merges no results of a barrier.
+    """
+    return list(jax.lax.optimization_barrier(list(arrays)))
+
+
 def new_site() -> int:
     """The number of a program's chain of calls."""
     return next(_sites)
@@ -140,7 +149,7 @@ class Chain:
         self._ticket = _compat.on_one_device(self._ticket, SEVERAL)
         numbers = sorted(self.arrays)
         mine = self._ffi(BEGIN, numbers, [jax.typeof(self.arrays[i]) for i in numbers])(
-            *(self.arrays[i] for i in numbers)
+            *kept_apart([self.arrays[i] for i in numbers])
         )
         self.arrays.update(zip(numbers, mine, strict=True))
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from dejax import _compat, _native
-from dejax.offload._chain import BEGIN, BETWEEN, COMMIT, FINISH, LOOP, OPEN, SEVERAL, new_site
+from dejax.offload._chain import BEGIN, BETWEEN, COMMIT, FINISH, LOOP, OPEN, SEVERAL, kept_apart, new_site
 from dejax.offload._state_store import is_on_disk
 
 _EMPTY = np.zeros(0, np.int64)
@@ -58,9 +58,8 @@ class HostArrays:
         """
         near = [self.arrays[k] for k in self._near]
         if changes and near:
-            near = list(
-                self._ffi(BEGIN, list(map(jax.typeof, near)), {k: k for k in range(len(near))}, self._near)(*near)
-            )
+            call = self._ffi(BEGIN, list(map(jax.typeof, near)), {k: k for k in range(len(near))}, self._near)
+            near = list(call(*kept_apart(near)))
             for k, array in zip(self._near, near, strict=True):
                 self.arrays[k] = array
         ticket = jnp.zeros((2,), jnp.uint32)

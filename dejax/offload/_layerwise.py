@@ -24,7 +24,8 @@ from dejax import _compat
 from dejax.offload._disk_shards import divided, require_one_mesh, shard_bytes
 from dejax.offload._layerwise_run import Run, count
 from dejax.offload._layerwise_settings import Kept, Place, Seen, Split, StackSettings, StackState
-from dejax.offload._moments import Tier, depends_on_inputs, shardings_of, tier_of
+from dejax.offload._mixing import depends_on_inputs
+from dejax.offload._moments import Tier, shardings_of, tier_of
 from dejax.offload._placements import Placements
 from dejax.offload._shard_rows import require_whole_rows
 from dejax.offload._state_store import StateStore, is_on_disk
@@ -238,8 +239,10 @@ def stack_step(
     to the device `ahead` layers before they are needed, and go back while the next layer computes. Where arrays lie
     changes the memory and the time of a step, but not its numbers.
 
-    `tx` updates each layer as a model of its own, and `outer` as another one. So it must not mix parameters. Limit the
-    norm of all gradients with `clip_norm`, in place of `optax.clip_by_global_norm`:
+    `tx` updates each layer as a model of its own, and `outer` as another one: it gets the arrays of one layer, without
+    their first axis. So the update of a layer must not depend on other layers or on `outer`. Norms of one array (LAMB,
+    Adafactor) and `optax.MultiSteps` do not; a norm of all gradients, `optax.apply_if_finite` and noise do, and are an
+    error. Limit the norm of all gradients with `clip_norm`, in place of `optax.clip_by_global_norm`:
 
     - By default the limit is exact. Gradients of the stack are kept until all are known (`gradients="device"`, or
       "host"), and a second loop updates the layers. In it nothing hides the time of the bus.
@@ -281,7 +284,7 @@ def stack_step(
         TypeError: `tx` is no Optax transformation.
         ValueError: a number or a place is out of range; as `init` runs, with `path` or `streams=True`: parameters on
             several devices have no mesh in common, or one that divides the first axis of `layers`; as it is traced:
-            `tx` mixes parameters, the batch cannot be divided, the stack has no layers or not equally many in each
+            `tx` mixes layers, the batch cannot be divided, the stack has no layers or not equally many in each
             array, or the state lies elsewhere. The step runs outside of `jit`, with state in host memory, or inside of
             `jax.shard_map`, with state that a mesh divides.
         FileNotFoundError, PermissionError: as `init` runs: `path` cannot be used.

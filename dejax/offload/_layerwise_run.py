@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend import core
 
 from dejax import _native
 from dejax.offload import _calls
 from dejax.offload._disk_shards import divided
 from dejax.offload._layerwise_settings import Seen, StackSettings, StackState
-from dejax.offload._moments import needs_of, tier_of
+from dejax.offload._mixing import why_not_by_layers
+from dejax.offload._moments import tier_of
 from dejax.offload._rows import HostRows, Walk
 from dejax.offload._shard_rows import ShardRows, rows_of, why_no_rows
 from dejax.offload._state_store import is_on_disk
@@ -358,25 +358,11 @@ class Run:
         return _SITE + sum(map(ord, described))
 
     def _check_update(self, trained: Any) -> None:
-        """Raises where the update of one parameter depends on the gradient of another one."""
+        """Raises where the update of one layer depends on other layers, or on what is outside of the stack."""
+        outer = jax.tree.map(_shape, self.outer_split.trained(jax.tree.leaves(self.state.outer)))
         layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trained, is_leaf=is_on_disk)
-        state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.state.layer_moments, is_leaf=is_on_disk
-        )
-        closed = jax.make_jaxpr(lambda g, s, p: self.config.tx.update(g, s, p)[0])(layer, state, layer)
-        gradients = closed.jaxpr.invars[: len(self.split.numbers)]
-        needs = {var: frozenset((i,)) for i, var in enumerate(gradients)}
-        for eqn in closed.jaxpr.eqns:
-            inner = eqn.params.get("jaxpr")
-            found = needs_of(eqn, inner, needs)
-            needs.update(zip(eqn.outvars, found, strict=True))
-        outputs = [needs.get(v, frozenset()) for v in closed.jaxpr.outvars if not isinstance(v, core.Literal)]
-        if any(len(need) > 1 for need in outputs):
-            raise ValueError(
-                "stack_step: `tx` must update each parameter from its own gradient, got one that mixes them (a norm of "
-                "all gradients); in place of optax.clip_by_global_norm give clip_norm=, or use plain autodiff with "
-                "offload.optimizer"
-            )
+        if why := why_not_by_layers(self.config.tx, outer, layer):
+            raise ValueError(f"stack_step: `tx` must update each layer by itself, got one that {why}")
 
 
 def count(params: Sequence[Any]) -> int:
@@ -406,6 +392,10 @@ def _squares(tree: Any) -> Array:
 
 def _add(params: Any, updates: Any) -> Any:
     return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+
+
+def _shape(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _row(x: Any, k: Any) -> Any:

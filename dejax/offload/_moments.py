@@ -1,37 +1,15 @@
-"""What a step layer by layer asks of an optimizer and its state: dependences, places, shardings."""
+"""Places and shardings of an optimizer's state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-from jax.extend import core
 
 from dejax.offload._state_store import is_on_disk
 
 _HOST = jax.memory.Space.Host
 Tier = Literal["device", "host", "disk"]
-
-
-def needs_of(eqn: Any, inner: Any, needs: dict[Any, frozenset[int]]) -> list[frozenset[int]]:
-    """What each result of an equation depends on; looks into jitted functions."""
-    given = [frozenset() if isinstance(v, core.Literal) else needs.get(v, frozenset()) for v in eqn.invars]
-    if eqn.primitive.name in ("jit", "pjit") and isinstance(inner, core.ClosedJaxpr):
-        inside = dict(zip(inner.jaxpr.invars, given, strict=True))
-        for one in inner.jaxpr.eqns:
-            inside.update(zip(one.outvars, needs_of(one, one.params.get("jaxpr"), inside), strict=True))
-        return [frozenset() if isinstance(v, core.Literal) else inside.get(v, frozenset()) for v in inner.jaxpr.outvars]
-    return [frozenset().union(*given)] * len(eqn.outvars)
-
-
-def depends_on_inputs(fn: Callable[..., Any], *shapes: Any) -> list[bool]:
-    """For each result of a function, whether it depends on an argument's values."""
-    closed = jax.make_jaxpr(fn)(*shapes)
-    needs = {var: frozenset((0,)) for var in closed.jaxpr.invars}
-    for eqn in closed.jaxpr.eqns:
-        needs.update(zip(eqn.outvars, needs_of(eqn, eqn.params.get("jaxpr"), needs), strict=True))
-    return [not isinstance(v, core.Literal) and bool(needs.get(v)) for v in closed.jaxpr.outvars]
 
 
 def shardings_of(moments: Any, params: Any) -> list[Any]:

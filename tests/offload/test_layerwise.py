@@ -264,8 +264,11 @@ def test_bad_input():
     with pytest.raises(ValueError, match="must run in jax.jit, got arrays outside of it; call step.jit"):
         step(step.init(*model()), batch(0))
     mixing = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
-    with pytest.raises(ValueError, match="must update each parameter from its own gradient"):
-        train(stack_step(embed, body, head, mixing))
+    one = (model()[0], model()[1]["w"])
+    for body_, start in ((body, model()), (lambda w, x: x + jnp.tanh(x @ w), one)):
+        step = stack_step(embed, body_, head, mixing, moments="device")
+        with pytest.raises(ValueError, match="must update each layer by itself, got one that mixes them"):
+            jax.eval_shape(step, step.init(*start), batch(0))
 
 
 CLIPPED = {

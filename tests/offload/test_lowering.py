@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from dejax.offload import offload, optimizer
+from dejax.offload import offload, optimizer, stack_step
 from tests.barriers import without_barrier
 
 W = jax.ShapeDtypeStruct((64, 64), jnp.float32)
@@ -82,3 +82,22 @@ def test_slices_are_kept_apart_from_pieces_of_state():
     tx = optimizer(previous, min_bytes=1, streams=True)
     text = lowered(lambda g, s: tx.update(g[1].astype(jnp.bfloat16).astype(jnp.float32), s), WS, state)
     assert re.search(r"optimization_barrier %\w+ : tensor<64x64xf32>", text)
+
+
+def test_a_first_state_and_its_update_in_one_program():
+    """Both moments are zeros. XLA for a GPU would make one array of them, and refuses to overwrite an operand twice."""
+    tx = optimizer(optax.adam(1e-2), min_bytes=1, streams=True)
+    step = stack_step(
+        lambda outer, x: x * outer, lambda w, x: x @ w, lambda outer, x, batch: x.mean(), optax.adam(1e-2),
+        min_bytes=1, streams=True,
+    )  # fmt: skip
+    for function, args in (
+        (lambda g: tx.update(g, tx.init(g), g), (W,)),
+        (lambda ws, x: step(step.init(jnp.ones(()), ws), x), (WS, W)),
+    ):
+        text = lowered(function, *args)
+        (begin,) = (line for line in text.splitlines() if "mode = 1 : i64" in line)
+        operands = re.findall(r"%\w+(?:#\d+)?", begin.split(" = ", 1)[1].split("{")[0])
+        made = {x.split("#")[0] for x in operands}
+        assert len(operands) == len(set(operands)) > 1 and len(made) == 1
+        assert f"{made.pop()}:{len(operands)} = stablehlo.optimization_barrier" in text

@@ -1,0 +1,240 @@
+"""Whether an Optax transformation may update the layers of a stack one by one.
+
+The update of the whole model is traced for a small tree: the parameters outside of the stack and two layers. For each
+run of elements of each value in the trace it is then known which of these three the run depends on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from dejax.offload._evaluation import ELEMENTWISE
+
+Labels = frozenset[int]
+Runs = tuple[tuple[int, Labels], ...]
+"""What a value depends on: runs of elements in row-major order, each as (number of elements, labels of inputs)."""
+_NOTHING: Labels = frozenset()
+_ROW_MAJOR = frozenset(("reshape", "squeeze", "expand_dims", "copy", "copy_p"))  # results have their operand's elements
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def why_not_by_layers(tx: Any, outer: Any, layer: Any) -> str | None:
+    """Why the updates of a model and those of its layers by themselves differ; None where they are equal.
+
+    Args:
+        tx: the transformation.
+        outer: shapes of the trained parameters outside of the stack.
+        layer: shapes of the trained parameters of one layer.
+
+    Raises:
+        ValueError: the transformation can be traced for no tree of several layers.
+    """
+    whole = {"outer": outer, "layers": [layer, layer]}
+    labels = jax.tree.leaves({"outer": _labelled(outer, 0), "layers": [_labelled(layer, 1), _labelled(layer, 2)]})
+    # Masks and labels by names of one layer fit the second tree alone; those by paths may differ in it.
+    pairs = jax.tree.map(lambda x: [x, x], layer)
+    failed: list[Exception] = []
+    for tree, group in ((whole, labels), (pairs, [1, 2] * len(jax.tree.leaves(layer)))):
+        try:
+            update, start = _traced(tx, tree, group)
+        except Exception as error:  # the user's code, given another tree than it may expect
+            failed.append(error)
+            continue
+        if _draws(update.jaxpr):
+            return (
+                "draws random numbers, which would be the same in every layer; add noise to gradients in `body` and "
+                "`head`"
+            )
+        if _mixes(update, start, group):
+            return (
+                "mixes them (a norm of all gradients, or whether all are finite); in place of "
+                "optax.clip_by_global_norm give clip_norm=, leave out optax.apply_if_finite because steps without "
+                "finite gradients are skipped, or use plain autodiff with offload.optimizer"
+            )
+    if len(failed) < 2:
+        return None
+    _traced(tx, layer, [1] * len(jax.tree.leaves(layer)))  # an error that the layer itself makes is the user's to read
+    raise ValueError(
+        "stack_step: `tx` must update trees of any structure, such as that of two layers, which shows whether it mixes "
+        f"layers, got {type(failed[-1]).__name__}: {failed[-1]}; write it with jax.tree.map"
+    ) from failed[-1]
+
+
+def dependences(jaxpr: core.Jaxpr, given: Sequence[Runs]) -> list[Runs]:
+    """What each result of a jaxpr depends on, by what its arguments depend on."""
+    known: dict[Any, Runs] = dict(zip(jaxpr.invars, given, strict=True))
+
+    def read(var: Any) -> Runs:
+        return _uniform(var, _NOTHING) if isinstance(var, core.Literal) or var not in known else known[var]
+
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, _results(eqn, [read(v) for v in eqn.invars]), strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def depends_on_inputs(fn: Callable[..., Any], *shapes: Any) -> list[bool]:
+    """For each result of a function, whether it depends on an argument's values."""
+    jaxpr = jax.make_jaxpr(fn)(*shapes).jaxpr
+    return [bool(_all(runs)) for runs in dependences(jaxpr, [_uniform(v, frozenset((0,))) for v in jaxpr.invars])]
+
+
+def _labelled(tree: Any, label: int) -> Any:
+    return jax.tree.map(lambda _: label, tree)
+
+
+def _traced(tx: Any, params: Any, labels: Sequence[int]) -> tuple[core.ClosedJaxpr, list[Runs]]:
+    """The update of gradients, state and parameters, and what its arguments depend on in the first step."""
+    init, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    update = jax.make_jaxpr(lambda g, s, p: tx.update(g, s, p))(params, state, params)
+    own = [((x.size, frozenset((label,))),) for x, label in zip(jax.tree.leaves(params), labels, strict=True)]
+    return update, [*own, *dependences(init.jaxpr, own), *own]
+
+
+def _mixes(update: core.ClosedJaxpr, given: list[Runs], labels: Sequence[int]) -> bool:
+    """Whether an update depends on another group of parameters, through the state of earlier steps, too."""
+    count, state = len(labels), len(given) - 2 * len(labels)
+    while True:
+        results = dependences(update.jaxpr, given)
+        later = [_joined(pair) for pair in zip(given[count : count + state], results[count:], strict=True)]
+        if later == given[count : count + state]:
+            break
+        given = [*given[:count], *later, *given[count + state :]]
+    # Those outside of the stack have one label: they are updated together, so they may depend on each other.
+    return any(_all(runs) - {label} for runs, label in zip(results[:count], labels, strict=True))
+
+
+def _draws(jaxpr: core.Jaxpr) -> bool:
+    names = {eqn.primitive.name for eqn in jaxpr.eqns}
+    if "threefry2x32" in names or any(name.startswith(("random_bits", "random_split", "rng_")) for name in names):
+        return True
+    params = [value for eqn in jaxpr.eqns for value in eqn.params.values()]
+    inner = [_open(x) for value in params for x in (value if isinstance(value, (tuple, list)) else (value,))]
+    return any(_draws(x) for x in inner if isinstance(x, core.Jaxpr))
+
+
+def _results(eqn: Any, given: list[Runs]) -> list[Runs]:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "cond":
+        branches = [dependences(_open(b), given[1:]) for b in params["branches"]]
+        return [_with(_joined(runs), _all(given[0])) for runs in zip(*branches, strict=True)]
+    if name == "while":
+        return _of_while(eqn, given)
+    if name == "scan":
+        return _of_scan(eqn, given)
+    inner = next((params[key] for key in _CALLS if key in params), None)
+    if inner is not None and len(_open(inner).invars) == len(given) and len(_open(inner).outvars) == len(eqn.outvars):
+        return dependences(_open(inner), given)
+    if len(eqn.outvars) == 1 and (runs := _of_elements(eqn, given)) is not None:
+        return [runs]
+    if name == "split" and eqn.params["axis"] == 0:
+        ends = [0]
+        for var in eqn.outvars:
+            ends.append(ends[-1] + var.aval.size)
+        return [_part(given[0], begin, end) for begin, end in itertools.pairwise(ends)]
+    labels = _NOTHING.union(*map(_all, given))
+    return [_uniform(var, labels) for var in eqn.outvars]
+
+
+def _of_elements(eqn: Any, given: list[Runs]) -> Runs | None:
+    """Of an equation whose result's elements are those of operands, or come from elements at the same place."""
+    name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0].aval
+    if name in _ROW_MAJOR:
+        return given[0]
+    if name in ELEMENTWISE:
+        wide = [runs for v, runs in zip(eqn.invars, given, strict=True) if v.aval.shape == out.shape]
+        scalars = _NOTHING.union(*(_all(runs) for v, runs in zip(eqn.invars, given, strict=True) if v.aval.shape == ()))
+        if all(v.aval.shape in (out.shape, ()) for v in eqn.invars):
+            return _with(_joined(wide), scalars)
+    if name == "concatenate" and params["dimension"] == 0:
+        return _merged([run for runs in given for run in runs])
+    if name == "slice" and params["strides"] is None and out.shape[1:] == eqn.invars[0].aval.shape[1:] and out.ndim:
+        row = out.size // max(1, out.shape[0])
+        return _part(given[0], params["start_indices"][0] * row, params["limit_indices"][0] * row)
+    return None
+
+
+def _of_while(eqn: Any, given: list[Runs]) -> list[Runs]:
+    consts, more = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    test, body = _open(eqn.params["cond_jaxpr"]), _open(eqn.params["body_jaxpr"])
+
+    def once(carry: list[Runs]) -> list[Runs]:
+        goes_on = _all(dependences(test, [*given[:consts], *carry])[0])
+        return [_with(runs, goes_on) for runs in dependences(body, [*given[consts : consts + more], *carry])]
+
+    return _until_stable(once, given[consts + more :])
+
+
+def _of_scan(eqn: Any, given: list[Runs]) -> list[Runs]:
+    body, consts, carried = _open(eqn.params["jaxpr"]), eqn.params["num_consts"], eqn.params["num_carry"]
+    stacked = body.invars[consts + carried :]
+    rows = [_uniform(v, _all(runs)) for v, runs in zip(stacked, given[consts + carried :], strict=True)]
+    carry = _until_stable(lambda c: dependences(body, [*given[:consts], *c, *rows])[:carried], given[consts:][:carried])
+    results = dependences(body, [*given[:consts], *carry, *rows])[carried:]
+    return [*carry, *(_uniform(v, _all(r)) for v, r in zip(eqn.outvars[carried:], results, strict=True))]
+
+
+def _until_stable(once: Any, carry: list[Runs]) -> list[Runs]:
+    while True:
+        later = [_joined(pair) for pair in zip(carry, once(carry), strict=True)]
+        if later == carry:
+            return carry
+        carry = later
+
+
+def _open(jaxpr: Any) -> core.Jaxpr:
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _uniform(var: Any, labels: Labels) -> Runs:
+    return ((getattr(var.aval, "size", 1), labels),)
+
+
+def _all(runs: Runs) -> Labels:
+    return _NOTHING.union(*(labels for _, labels in runs))
+
+
+def _with(runs: Runs, labels: Labels) -> Runs:
+    return tuple((size, own | labels) for size, own in runs)
+
+
+def _merged(runs: Sequence[tuple[int, Labels]]) -> Runs:
+    """Neighbours that depend on the same are one run."""
+    found: list[tuple[int, Labels]] = []
+    for size, labels in runs:
+        if found and found[-1][1] == labels:
+            found[-1] = (found[-1][0] + size, labels)
+        elif size or not found:
+            found.append((size, labels))
+    return tuple(found)
+
+
+def _part(runs: Runs, begin: int, end: int) -> Runs:
+    found, at = [], 0
+    for size, labels in runs:
+        low, high = max(begin, at), min(end, at + size)
+        if low < high:
+            found.append((high - low, labels))
+        at += size
+    return tuple(found) or ((0, _NOTHING),)
+
+
+def _joined(several: Sequence[Runs]) -> Runs:
+    """What elements depend on that come from the elements at the same place of several values."""
+    ends = sorted({end for runs in several for end in _ends(runs)})
+    parts = zip([0, *ends], ends, strict=False)
+    return _merged([(e - b, _NOTHING.union(*(_all(_part(r, b, e)) for r in several))) for b, e in parts]) or (
+        (0, _NOTHING),
+    )
+
+
+def _ends(runs: Runs) -> list[int]:
+    at, found = 0, []
+    for size, _ in runs:
+        at += size
+        found.append(at)
+    return found
