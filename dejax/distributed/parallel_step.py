@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from dejax import _compat
 from dejax._int32 import entering_jit
 from dejax._pytrees import pytree
+from dejax._sums import narrowed, wide, zeros
 from dejax.distributed._placing import all_on_mesh, check_axis, spec_of
 from dejax.host_gather import RowGradient
 
@@ -237,9 +238,9 @@ class _Step:
             part = of_part(first, batch)
             total = self._sum_over_devices(part.weight)
             factor = _factors(part.weight, total)
-            loss, gradients = jax.tree.map(
-                lambda x: self._sum_over_devices(_times(x, factor)), (part.loss, part.gradients)
-            )
+            means = (part.loss, part.gradients)
+            sums = jax.tree.map(lambda x: self._sum_over_devices(_times(x, factor)), wide(means))
+            loss, gradients = narrowed(sums, means)
             rows = _scaled(jax.tree.map(lambda x: x[None], part.rows), factor[None])
             return Part(loss, gradients, total, rows, jax.tree.map(self._sum_over_devices, part.counts))
         return self._running(
@@ -247,19 +248,20 @@ class _Step:
         )
 
     def _running(self, of_part: Callable[[Any, Any], Part], first: Any, cut: Any) -> Part:
-        """The mean of this device's parts by a running sum: one gradient is stored instead of one for each part."""
+        """The mean of all parts by a running sum: one gradient, in float32, is stored instead of one for each part."""
         shapes = jax.eval_shape(of_part, first, jax.tree.map(lambda x: x[0], cut))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes.loss, shapes.gradients))
+        means = (shapes.loss, shapes.gradients)
 
         def add(sums: Any, given: tuple[Array, Any]) -> tuple[Any, Any]:
             part = of_part(*given)
-            terms = jax.tree.map(lambda x: _times(x, part.weight), (part.loss, part.gradients))
+            terms = jax.tree.map(lambda x: _times(x, part.weight), wide((part.loss, part.gradients)))
             return jax.tree.map(jnp.add, sums, terms), (part.weight, part.rows, part.counts)
 
-        sums, (weights, rows, counts) = jax.lax.scan(add, zeros, (first + jnp.arange(self.own), cut))
+        sums, (weights, rows, counts) = jax.lax.scan(add, zeros(means), (first + jnp.arange(self.own), cut))
         total = self._sum_over_devices(weights.sum())
         inverse = jnp.where(total > 0, 1 / jnp.maximum(total, 1e-30), 0)
-        loss, gradients = jax.tree.map(lambda x: self._sum_over_devices(x * inverse.astype(x.dtype)), sums)
+        sums = jax.tree.map(lambda x: self._sum_over_devices(x * inverse.astype(x.dtype)), sums)
+        loss, gradients = narrowed(sums, means)
         counts = jax.tree.map(lambda x: self._sum_over_devices(x.sum(0)), counts)
         return Part(loss, gradients, total, _scaled(rows, _factors(weights, total)), counts)
 

@@ -81,14 +81,19 @@ class StackStep(StackSettings):
         near = shardings_of(jax.tree.unflatten(outside_tree, outside), outer)
         outside = [x if at is None else jax.device_put(x, at) for x, at in zip(outside, near, strict=True)]
         moments = self._moments(split.trained(jax.tree.leaves(layers)))
-        norm = None if self.clip_norm is None else _zeros([jnp.zeros(())], shardings_of([jnp.zeros(())], layers))[0]
+        scalars = [jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros((), jnp.int32)]
+        norm, skipped, scale, healthy = _zeros(scalars, shardings_of(scalars, layers))
+        scaled = self.loss_scale is not None
         state = StackState(
             outer,
             jax.tree.unflatten(layers_tree, flat),
             jax.tree.unflatten(outside_tree, outside),
             moments,
-            norm,
+            None if self.clip_norm is None else norm,
             self._kept(split, layers) if self.gradients == "host" else None,
+            skipped,
+            scale + self.loss_scale if scaled else None,
+            healthy if scaled else None,
         )
         self._note(state)
         return state
@@ -224,6 +229,7 @@ def stack_step(
     activations: Literal["device", "host"] = "device",
     microbatches: int = 1,
     clip_norm: float | None = None,
+    loss_scale: float | None = None,
     gradients: Kept | None = None,
     frozen: Callable[[str, Any], bool] | None = None,
     streams: bool | None = None,
@@ -249,6 +255,10 @@ def stack_step(
     - With `gradients="freed"` a layer is still updated as soon as its gradient is there. The norm is then taken to be
       that of the last step, or of the gradients so far if it is larger. A sudden large gradient is scaled too little.
 
+    A step whose gradients are not all finite is skipped, as by `optax.apply_if_finite`: parameters and the optimizer's
+    state stay as they are, and `state.skipped` counts it. With `gradients="freed"` the layers whose gradients come
+    first, the last ones of the stack, are already updated when a later gradient is not finite; the others are skipped.
+
     Args:
         embed: (outer, batch) -> x, the first layer's input: an array.
         body: (parameters of one layer, x) -> x.
@@ -259,8 +269,12 @@ def stack_step(
         moments: likewise, for the optimizer's state. None: "disk" with `path`, else "host".
         activations: where the layers' inputs lie between forward and backward. "host": in the store.
         microbatches: number of parts of a batch, along the first axis of its arrays. Each layer computes one part after
-            the other and adds their gradients. So parameters travel once for the whole batch.
+            the other and adds their gradients. So parameters travel once for the whole batch. Gradients of narrower
+            dtypes are added in float32 and rounded once: one layer's and those of `outer` then take 4 bytes each.
         clip_norm: the largest norm of all gradients; larger ones are scaled to it. `state.norm` has the last step's.
+        loss_scale: the first factor by which the loss is multiplied, so that gradients of float16 do not become 0. The
+            optimizer gets the gradients of the loss itself, divided in float32. Steps that are skipped halve the
+            factor; 2,000 others in a row double it. `state.scale` has it. None: no factor.
         gradients: "freed": a gradient lives until its layer is updated, in backward. "device", "host": gradients of the
             stack are kept there until backward ends. None: "device" with `clip_norm`, else "freed".
         frozen: (path, array) -> whether a parameter stays as it is. Paths begin with "outer" or "layers", as
@@ -305,6 +319,8 @@ def stack_step(
         raise ValueError(f"stack_step: `gradients` must be 'freed', 'device', 'host' or None, got {gradients!r}")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"stack_step: `clip_norm` must be positive or None, got {clip_norm}")
+    if loss_scale is not None and not 1 <= loss_scale < math.inf:
+        raise ValueError(f"stack_step: `loss_scale` must be at least 1 or None, got {loss_scale}")
     if microbatches < 1 or ahead < 1:
         raise ValueError(f"stack_step: `microbatches` and `ahead` must be at least 1, got {microbatches} and {ahead}")
     return StackStep(
@@ -317,6 +333,7 @@ def stack_step(
         activations=activations,
         microbatches=microbatches,
         clip_norm=None if clip_norm is None else float(clip_norm),
+        loss_scale=None if loss_scale is None else float(loss_scale),
         gradients=gradients or ("freed" if clip_norm is None else "device"),
         frozen=frozen,
         streams=streams,

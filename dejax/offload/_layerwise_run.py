@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from dejax import _native
+from dejax._sums import narrowed, wide, zeros
 from dejax.offload import _calls
 from dejax.offload._disk_shards import divided
 from dejax.offload._layerwise_settings import Seen, StackSettings, StackState
@@ -25,6 +26,8 @@ from dejax.offload._store import binding_of
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _SITE = 1 << 41
+SCALE_PERIOD = 2000
+"""Steps with finite gradients after which `loss_scale` doubles."""
 
 # (carry, the layer's arrays by number, the iteration's own) -> (carry, new arrays by number, result)
 Layer = Callable[[Any, dict[int, Any], Any], tuple[Any, dict[int, Any], Any]]
@@ -110,15 +113,17 @@ class Run:
         """Trained outer parameters -> the first layer's input; these and the last layer's output -> loss."""
         config, parts = self.config, self.config.microbatches
         leaves = jax.tree.leaves(self.state.outer)
+        trained = self.outer_split.trained(leaves)
         batches = jax.tree.map(self._divided, batch)
 
+        def whole(outer: Any) -> Any:  # in each part, so that the parts' gradients are added in the dtype of `outer`
+            return self.outer_split.join(narrowed(outer, trained), leaves)
+
         def embedded(outer: Any) -> Any:
-            whole = self.outer_split.join(outer, leaves)
-            return _each(lambda b: config.embed(whole, b), batches, parts)
+            return _each(lambda b: config.embed(whole(outer), b), batches, parts)
 
         def loss(outer: Any, x: Any) -> Array:
-            whole = self.outer_split.join(outer, leaves)
-            return jnp.mean(_each(lambda xb: config.head(whole, *xb), (x, batches), parts))
+            return jnp.mean(_each(lambda xb: config.head(whole(outer), *xb), (x, batches), parts))
 
         return embedded, loss
 
@@ -130,21 +135,25 @@ class Run:
         embedded, loss = self._ends(batch)
         self._open(changes=True)
         self._begin_early()
-        x, back_to_outer = jax.vjp(embedded, outer)
+        summed = outer if config.microbatches == 1 else wide(outer)
+        x, back_to_outer = jax.vjp(embedded, summed)
         x, saved = self._forward(x)
-        value, back = jax.vjp(loss, outer, x)
-        gradient, cotangent = back(jnp.ones_like(value))
+        value, back = jax.vjp(loss, summed, x)
+        of_head, cotangent = back(jnp.ones_like(value) * (1 if config.loss_scale is None else self.state.scale))
         if config.gradients == "freed":
-            cotangent, squares = self._backward(cotangent, saved, _squares(gradient))
+            known = self._finished(of_head, outer)
+            cotangent, squares, finite = self._backward(cotangent, saved, _squares(known), _is_finite(known))
         else:
-            cotangent, squares = self._gradients(cotangent, saved)
-        gradient = jax.tree.map(jnp.add, gradient, back_to_outer(cotangent)[0])
+            cotangent, squares, finite = self._gradients(cotangent, saved)
+        gradient = self._finished(jax.tree.map(jnp.add, of_head, back_to_outer(cotangent)[0]), outer)
         norm = jnp.zeros(()) if config.clip_norm is None else jnp.sqrt(squares + _squares(gradient))
+        finite &= _is_finite((gradient, norm))
         if config.gradients != "freed":
-            self._update(norm)
+            self._update(norm, finite)
         gradient = self._clipped(gradient, norm if config.gradients != "freed" else self._likely(norm))
         updates, outer_moments = config.tx.update(gradient, self.state.outer_moments, outer)
-        outer = self.outer_split.join(_add(outer, updates), leaves)
+        outer_moments = _if(finite, outer_moments, self.state.outer_moments)
+        outer = self.outer_split.join(_if(finite, _add(outer, updates), outer), leaves)
         if isinstance(self.rows, ShardRows):
             results = [*jax.tree.leaves((outer, outer_moments)), norm, value]
             arrays = self.rows.finish(self.ticket, list(zip(results, [*self.seen.outer, None, None], strict=False)))
@@ -152,20 +161,26 @@ class Run:
             arrays = [] if self.rows is None else self.rows.finish(self.ticket)
         for i, array in zip(self.moved, arrays, strict=True):
             self.leaves[i] = array
-        return self._new_state(outer, outer_moments, norm), value
+        return self._new_state(outer, outer_moments, norm, finite), value
 
-    def _new_state(self, outer: Any, outer_moments: Any, norm: Array) -> StackState:
+    def _new_state(self, outer: Any, outer_moments: Any, norm: Array, finite: Array) -> StackState:
         first = self.moment_numbers[-1] + 1 if self.moment_numbers else len(self.params)
         kept = None
         if self.config.gradients == "host":
             kept = jax.tree.unflatten(jax.tree.structure(self.state.gradients), self.leaves[first:])
+        scale, healthy = None, None
+        if self.config.loss_scale is not None:
+            scale, healthy = _next_scale(self.state.scale, self.state.healthy, finite)
         return StackState(
             outer,
             self.split.treedef.unflatten(self.leaves[: len(self.params)]),
             outer_moments,
             jax.tree.unflatten(self.moments_tree, self.leaves[len(self.params) : first]),
-            None if self.config.clip_norm is None else norm,
+            None if self.config.clip_norm is None else jnp.where(finite, norm, self.state.norm),
             kept,
+            self.state.skipped + ~finite,
+            scale,
+            healthy,
         )
 
     def _divided(self, x: Any) -> Any:
@@ -208,43 +223,60 @@ class Run:
 
         return self._loop(range(len(self.params)), (), layer, x, None, reverse=False)
 
-    def _backward(self, cotangent: Any, saved: Any, of_head: Array) -> tuple[Any, Array]:
-        """Updates each layer as soon as its gradient is there; the gradients' sum of squares, without `of_head`."""
+    def _backward(self, cotangent: Any, saved: Any, of_head: Array, finite: Array) -> tuple[Any, Array, Array]:
+        """Updates each layer as soon as its gradient is there.
+
+        Args:
+            cotangent: of the last layer's output.
+            saved: inputs of the layers.
+            of_head: the sum of squares of the head's gradient.
+            finite: whether that gradient is finite.
+
+        Returns:
+            The cotangent of the first layer's input; the sum of squares of the layers' gradients; whether all gradients
+            are finite. From the first layer on that has one which is not, layers stay as they are.
+        """
         changed = [*self.split.numbers, *self.moment_numbers]
 
         def layer(carry: Any, values: dict[int, Any], handle: Any) -> Any:
-            cotangent, squares = carry
-            x = self._get(handle, cotangent)
-            values = jax.lax.optimization_barrier(values)
-            gradient, cotangent = self._gradient(values, x, cotangent)
-            gradient = jax.lax.optimization_barrier(gradient)
+            gradient, values, (cotangent, squares, finite) = self._gradient_of(carry, values, handle)
             if self.config.clip_norm is not None:
-                squares += _squares(gradient)
-                gradient = self._clipped(gradient, self._likely(jnp.sqrt(of_head + squares)))
-            return (cotangent, squares), self._new_values(values, gradient), None
+                norm = jnp.sqrt(of_head + squares)
+                finite &= jnp.isfinite(norm)
+                gradient = self._clipped(gradient, self._likely(norm))
+            return (cotangent, squares, finite), self._new_values(values, gradient, finite), None
 
         reads = [*range(len(self.params)), *self.moment_numbers]
-        return self._loop(reads, changed, layer, (cotangent, jnp.zeros(())), saved, reverse=True)[0]
+        found: tuple[Any, Array, Array] = self._loop(
+            reads, changed, layer, (cotangent, jnp.zeros(()), finite), saved, reverse=True
+        )[0]
+        return found
 
-    def _gradients(self, cotangent: Any, saved: Any) -> tuple[Any, Array]:
-        """Keeps each layer's gradient; their sum of squares."""
+    def _gradients(self, cotangent: Any, saved: Any) -> tuple[Any, Array, Array]:
+        """Keeps each layer's gradient; returns what `_backward` does."""
 
         def layer(carry: Any, values: dict[int, Any], handle: Any) -> Any:
-            cotangent, squares = carry
-            x = self._get(handle, cotangent)
-            values = jax.lax.optimization_barrier(values)
-            gradient, cotangent = self._gradient(values, x, cotangent)
-            gradient = jax.lax.optimization_barrier(gradient)
-            if self.config.clip_norm is not None:
-                squares += _squares(gradient)
-            new = dict(zip(self.kept_numbers, jax.tree.leaves(gradient), strict=True))
-            return (cotangent, squares), new, None
+            gradient, _, carry = self._gradient_of(carry, values, handle)
+            return carry, dict(zip(self.kept_numbers, jax.tree.leaves(gradient), strict=True)), None
 
+        first = (cotangent, jnp.zeros(()), jnp.array(True))
         reads = range(len(self.params))
-        return self._loop(reads, self.kept_numbers, layer, (cotangent, jnp.zeros(())), saved, reverse=True)[0]
+        found: tuple[Any, Array, Array] = self._loop(reads, self.kept_numbers, layer, first, saved, reverse=True)[0]
+        return found
 
-    def _update(self, norm: Array) -> None:
-        """Updates each layer by its kept gradient."""
+    def _gradient_of(self, carry: Any, values: dict[int, Any], handle: Any) -> tuple[Any, dict[int, Any], Any]:
+        """In backward: a layer's gradient, its arrays, and (cotangent, sum of squares, whether all are finite)."""
+        cotangent, squares, finite = carry
+        x = self._get(handle, cotangent)
+        values = jax.lax.optimization_barrier(values)
+        gradient, cotangent = self._gradient(values, x, cotangent)
+        gradient = jax.lax.optimization_barrier(gradient)
+        if self.config.clip_norm is not None:
+            squares += _squares(gradient)
+        return gradient, values, (cotangent, squares, finite & _is_finite(gradient))
+
+    def _update(self, norm: Array, finite: Array) -> None:
+        """Updates each layer by its kept gradient, if all are finite."""
         changed = [*self.split.numbers, *self.moment_numbers]
 
         def layer(carry: Any, values: dict[int, Any], _: Any) -> Any:
@@ -252,7 +284,7 @@ class Run:
             leaves = [values.get(i) for i in range(len(self.params))]
             kept = [values[i] for i in self.kept_numbers]
             gradient = jax.tree.unflatten(jax.tree.structure(self.split.trained(leaves)), kept)
-            return carry, self._new_values(values, self._clipped(gradient, norm)), None
+            return carry, self._new_values(values, self._clipped(gradient, norm), finite), None
 
         self._loop([*changed, *self.kept_numbers], changed, layer, (), None, reverse=True)
 
@@ -312,21 +344,30 @@ class Run:
             return jax.vjp(lambda p, x: self.config.body(self.split.join(p, leaves), x), p, x)[1](ct)
 
         if self.config.microbatches == 1:
-            return one(x, cotangent)
+            gradient, cotangent = one(x, cotangent)
+            return self._finished(gradient, p), cotangent
 
         def add(total: Any, xs: Any) -> tuple[Any, Any]:
             gradient, cotangent = one(*xs)
-            return jax.tree.map(jnp.add, total, gradient), cotangent
+            return jax.tree.map(jnp.add, total, wide(gradient)), cotangent
 
-        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, p), (x, cotangent))
+        gradient, cotangent = jax.lax.scan(add, zeros(p), (x, cotangent))
+        return self._finished(gradient, p), cotangent
 
-    def _new_values(self, values: dict[int, Any], gradient: Any) -> dict[int, Any]:
-        """New values of a layer's trained parameters and moments."""
+    def _finished(self, gradient: Any, params: Any) -> Any:
+        """The gradient of the loss, in the dtypes of the parameters, by that of the scaled loss."""
+        if self.config.loss_scale is not None:
+            gradient = jax.tree.map(lambda g: g / self.state.scale.astype(g.dtype), wide(gradient))
+        return narrowed(gradient, params)
+
+    def _new_values(self, values: dict[int, Any], gradient: Any, finite: Array) -> dict[int, Any]:
+        """New values of a layer's trained parameters and moments: the old ones where not all gradients are finite."""
         p = self.split.trained([values.get(i) for i in range(len(self.params))])
         m = jax.tree.unflatten(self.moments_tree, [values[i] for i in self.moment_numbers])
         updates, m = self.config.tx.update(gradient, m, p)
         new = dict(zip(self.split.numbers, jax.tree.leaves(_add(p, updates)), strict=True))
-        return new | dict(zip(self.moment_numbers, jax.tree.leaves(m), strict=True))
+        new |= dict(zip(self.moment_numbers, jax.tree.leaves(m), strict=True))
+        return _if(finite, new, {i: values[i] for i in new})
 
     def _likely(self, norm: Array) -> Array:
         """What the norm of all gradients will be at least: that of the gradients so far, or the last step's."""
@@ -388,6 +429,22 @@ def _each(fn: Callable[[Any], Any], x: Any, parts: int) -> Any:
 def _squares(tree: Any) -> Array:
     """The sum of squares of all elements, in float32."""
     return sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), jnp.zeros(()))
+
+
+def _is_finite(tree: Any) -> Array:
+    return functools.reduce(jnp.logical_and, (jnp.isfinite(x).all() for x in jax.tree.leaves(tree)), jnp.array(True))
+
+
+def _if(condition: Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda new, old: jnp.where(condition, new, old.astype(jnp.result_type(new))), new, old)
+
+
+def _next_scale(scale: Array, healthy: Array, finite: Array) -> tuple[Array, Array]:
+    """The factor of the next step's loss, and the steps since it changed."""
+    healthy = jnp.where(finite, healthy + 1, 0)
+    grows = healthy >= SCALE_PERIOD
+    factor = jnp.where(finite, jnp.where(grows, 2.0, 1.0), 0.5)
+    return jnp.clip(scale * factor, 1.0, 2.0**60), jnp.where(grows, 0, healthy)
 
 
 def _add(params: Any, updates: Any) -> Any:

@@ -28,9 +28,12 @@ class StackState(NamedTuple):
         layers: parameters of the stack, arrays [layers, ...].
         outer_moments: the optimizer's state of `outer`.
         layer_moments: the optimizer's state of each layer, arrays [layers, ...].
-        norm: float32, the norm of all gradients of the last step, before clipping; 0 at first. Without `clip_norm`
-            None.
+        norm: float32, the norm of all gradients of the last step whose gradients were finite, before clipping; 0 at
+            first. Without `clip_norm` None.
         gradients: memory for gradients that lie in host memory, arrays [layers, ...]; otherwise None.
+        skipped: int32, the number of steps whose gradients were not all finite.
+        scale: float32, with `loss_scale`: the factor of the next step's loss; otherwise None.
+        healthy: int32, with `loss_scale`: the number of steps since the factor changed; otherwise None.
 
     >>> import jax.numpy as jnp, optax
     >>> from dejax.offload import StackState, stack_step
@@ -52,6 +55,9 @@ class StackState(NamedTuple):
     layer_moments: Any
     norm: Any = None
     gradients: Any = None
+    skipped: Any = None
+    scale: Any = None
+    healthy: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,7 @@ class StackSettings:
     activations: Tier = "device"
     microbatches: int = 1
     clip_norm: float | None = None
+    loss_scale: float | None = None
     gradients: Kept = "freed"
     frozen: Callable[[str, Any], bool] | None = None
     streams: bool | None = None

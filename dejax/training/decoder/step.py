@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dejax._optional import optional
+from dejax._sums import narrowed, wide, zeros
 from dejax.offload import StackState, StackStep, offload, stack_step
 from dejax.training.decoder import model
 from dejax.training.decoder.config import DecoderConfig
@@ -218,7 +219,7 @@ def _whole(config: DecoderConfig, recipe: Recipe, mesh: Mesh | None) -> tuple[An
 
 
 def _accumulated(fn: Callable[[Array], Any], tokens: Array, parts: int, mesh: Mesh | None) -> Any:
-    """The mean of `fn` over parts of a batch, computed one after the other."""
+    """The mean of `fn` over parts of a batch, computed one after the other and added in float32."""
     if parts == 1:
         return fn(tokens)
     divided = tokens.reshape(parts, -1, tokens.shape[1])
@@ -227,11 +228,11 @@ def _accumulated(fn: Callable[[Array], Any], tokens: Array, parts: int, mesh: Me
         divided = jax.lax.with_sharding_constraint(divided, spec)
 
     def add(total: Any, part: Array) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, fn(part)), None
+        return jax.tree.map(jnp.add, total, wide(fn(part))), None
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fn, divided[0]))
-    total, _ = jax.lax.scan(add, zeros, divided)
-    return jax.tree.map(lambda x: x / parts, total)
+    shapes = jax.eval_shape(fn, divided[0])
+    total, _ = jax.lax.scan(add, zeros(shapes), divided)
+    return narrowed(jax.tree.map(lambda x: x / parts, total), shapes)
 
 
 def make_stack_step(config: DecoderConfig, recipe: Recipe, mesh: Mesh | None = None) -> StackStep:
