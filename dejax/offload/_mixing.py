@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from dejax import _compat
 from dejax.offload._evaluation import ELEMENTWISE
 
 Labels = frozenset[int]
@@ -170,7 +171,7 @@ def _of_while(eqn: Any, given: list[Runs]) -> list[Runs]:
 
 
 def _of_scan(eqn: Any, given: list[Runs]) -> list[Runs]:
-    body, consts, carried = _open(eqn.params["jaxpr"]), eqn.params["num_consts"], eqn.params["num_carry"]
+    body, (consts, carried) = _open(eqn.params["jaxpr"]), _compat.scan_counts(eqn)
     stacked = body.invars[consts + carried :]
     rows = [_uniform(v, _all(runs)) for v, runs in zip(stacked, given[consts + carried :], strict=True)]
     carry = _until_stable(lambda c: dependences(body, [*given[:consts], *c, *rows])[:carried], given[consts:][:carried])
