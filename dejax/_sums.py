@@ -17,7 +17,8 @@ def wide(tree: Any) -> Any:
 
 
 def wide_dtype(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if narrow else dtype
 
 
 def narrowed(tree: Any, like: Any) -> Any:

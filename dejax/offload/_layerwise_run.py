@@ -139,7 +139,8 @@ class Run:
         x, back_to_outer = jax.vjp(embedded, summed)
         x, saved = self._forward(x)
         value, back = jax.vjp(loss, summed, x)
-        of_head, cotangent = back(jnp.ones_like(value) * (1 if config.loss_scale is None else self.state.scale))
+        one = jnp.ones_like(value)
+        of_head, cotangent = back(one if config.loss_scale is None else one * self.state.scale.astype(one.dtype))
         if config.gradients == "freed":
             known = self._finished(of_head, outer)
             cotangent, squares, finite = self._backward(cotangent, saved, _squares(known), _is_finite(known))
@@ -178,7 +179,7 @@ class Run:
             jax.tree.unflatten(self.moments_tree, self.leaves[len(self.params) : first]),
             None if self.config.clip_norm is None else jnp.where(finite, norm, self.state.norm),
             kept,
-            self.state.skipped + ~finite,
+            self.state.skipped + (~finite).astype(jnp.int32),
             scale,
             healthy,
         )
@@ -436,7 +437,7 @@ def _is_finite(tree: Any) -> Array:
 
 
 def _if(condition: Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda new, old: jnp.where(condition, new, old.astype(jnp.result_type(new))), new, old)
+    return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)
 
 
 def _next_scale(scale: Array, healthy: Array, finite: Array) -> tuple[Array, Array]:
