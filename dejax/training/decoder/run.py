@@ -240,7 +240,8 @@ def train(trainer: Trainer, options: RunOptions, text: bytes, *, name: str = "")
             if done % options.report == 0 or done == recipe.steps:
                 losses += [float(value) for value in jax.device_get(pending)]
                 pending = []
-                progress.report(done, losses[-1], "" if store is None else f"  {store.stats().line()}")
+                note = "" if store is None else f"  {store.stats().line()}"
+                progress.report(done, losses[-1], note + _skipped(state))
             if options.checkpoint and not pending and (done % options.checkpoint == 0 or done == recipe.steps):
                 checkpoints.save(done, state, losses)
                 progress.restart(done)
@@ -252,6 +253,12 @@ def train(trainer: Trainer, options: RunOptions, text: bytes, *, name: str = "")
                 recording.trace(options.out / "store.trace.json")
     (options.out / "losses.json").write_text(json.dumps({"mode": name, "losses": losses}), encoding="utf-8")
     return losses
+
+
+def _skipped(state: Any) -> str:
+    """How many steps layer by layer were skipped because gradients were not finite, if any were."""
+    count = int(state.skipped) if isinstance(state, StackState) else 0
+    return f"  {count} steps skipped: gradients not finite" if count else ""
 
 
 def sample(params: Any, config: DecoderConfig, prompt: bytes, *, length: int, seed: int, temperature: float) -> bytes:
