@@ -131,6 +131,7 @@ LAYERS = (
         "dejax._optional",
         "dejax._origin",
         "dejax._promotion",
+        "dejax._sums",
     ),
 )
 PARTS = ("dejax.host_gather", "dejax.offload", "dejax.rgnn")
