@@ -122,7 +122,6 @@ LAYERS = (
     ("dejax.pallas",),
     (
         "dejax._byte_order",
-        "dejax._compat",
         "dejax._int32",
         "dejax._pytrees",
         "dejax._jaxprs",
@@ -133,6 +132,7 @@ LAYERS = (
         "dejax._promotion",
         "dejax._sums",
     ),
+    ("dejax._compat",),
 )
 PARTS = ("dejax.host_gather", "dejax.offload", "dejax.rgnn")
 RANKS = {layer: rank for rank, layers in enumerate(LAYERS) for layer in layers}
