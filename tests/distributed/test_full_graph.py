@@ -82,6 +82,18 @@ def test_extrema_over_the_edges_of_a_graph_without_edges() -> None:
     compare(program, graph, arrays, ["edge", "node"], parts=2)
 
 
+def test_gradients_by_results_without_rows() -> None:
+    """The compiler of jax 0.11 crashed where the gradient read a cotangent, or a stored value, without elements."""
+
+    @rgnn.program
+    def program(g: Any, a: Any) -> Any:
+        y = g.dst(a[1])
+        return g.sum_to_dst(g.src(a[0]))[..., None], y / rgnn.sqrt(rgnn.square(y).sum(keepdims=True) + 1.5)
+
+    graph = rgnn.RelGraph.from_edges([], [], [], num_nodes=1)
+    compare(program, graph, [np.ones((1, 1), np.float32), np.ones((1, 9), np.float32)], ["node"] * 2, parts=3)
+
+
 @pytest.mark.full
 @settings(max_examples=examples(6))
 @given(recipes(max_steps=8), edge_lists(max_nodes=9, max_edges=30))

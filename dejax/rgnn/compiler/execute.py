@@ -399,7 +399,7 @@ def _run_forward(
 
 def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple, None]:
     graph, values, row_scaled, slots, chosen = residuals
-    graph, values, row_scaled = _compat.own_empty_arrays((graph, values, row_scaled))
+    graph, values, row_scaled, slots = _compat.own_empty_arrays((graph, values, row_scaled, slots))
     cotangents, _ = cotangents
     num_inputs = len(values)
     wrt = _positions_of_array(chosen, num_inputs)
@@ -415,7 +415,7 @@ def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple,
     given = tuple(
         jnp.zeros((num_rows(graph, program.ops[o].space), *program.ops[o].shape), program.ops[o].dtype)
         if isinstance(c, SymbolicZero)
-        else c
+        else _compat.own_empty_arrays(c)
         for o, c in zip(program.outputs, cotangents, strict=True)
     )
     found = _run(backward, graph, (*kept, *saved, *given), (*kept_row_scaled, *saved_row_scaled))
