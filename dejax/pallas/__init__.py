@@ -1,7 +1,7 @@
 """Kernel templates for typed and irregular rows, on plain arrays: they know no graph, no IR and no module."""
 
 from dejax.pallas._shapes import feature_mask, next_power_of_two
-from dejax.pallas._triton import label
+from dejax.pallas._triton import label, maximum, minimum
 from dejax.pallas.formats.encode import to_row_scaled
 from dejax.pallas.formats.float_bits import FloatBits
 from dejax.pallas.formats.row_scaled import RowScaled, rounded
@@ -45,6 +45,8 @@ __all__ = [
     "grouped_weight_gradient",
     "label",
     "map_entries",
+    "maximum",
+    "minimum",
     "next_power_of_two",
     "rounded",
     "row_products",

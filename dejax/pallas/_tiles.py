@@ -8,6 +8,7 @@ compilation cache is traced first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,6 +48,16 @@ def resized(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     for a in reversed(removed):
         x = lax.reduce_max(x, (a,))
     return lax.expand_dims(x, inserted)
+
+
+def as_integers(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """The function, which compares elements, on the bits of a tile of 32 bits.
+
+    Floats that are not negative have the order of their bits, NaN last, and equal ones have equal bits.
+    """
+    if x.dtype == jnp.int32:
+        return function(x)
+    return lax.bitcast_convert_type(function(lax.bitcast_convert_type(x, jnp.int32)), x.dtype)
 
 
 def with_axes(x: jax.Array, count: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The only file that names Pallas' Triton lowering: calls, loads, stores, products and atomic additions.
+"""The only file that names Pallas' Triton lowering: calls, loads, stores, products, extrema and atomic additions.
 
 The lowering is deprecated since jax 0.11 and has no successor for gathered loads on Hopper; leaving it for one that has
 them costs this file (docs/performance/lowering.md says what it costs without).
@@ -8,6 +8,8 @@ Kernels of this package keep to these rules, which make interpret mode run the s
 - every axis of a load or store is indexed by an array (in jax 0.10 a Python int breaks interpret mode);
 - a lane that must not be stored has an index past the end of some axis, besides a false mask: interpret mode stores by
   a scatter, which drops such lanes, but writes old values back for lanes that are only masked, over their duplicates.
+
+Maxima and minima of floats are those of this module: the lowering's own drop NaN, where `jax.numpy` keeps it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from jax.extend import source_info_util
 
 from dejax import _compat
 from dejax.pallas._shapes import divide
-from dejax.pallas._tiles import where
+from dejax.pallas._tiles import broadcast, where
 from dejax.pallas.formats.table_slice import SliceRef, TableSlice
 
 # The warning comes when a jitted function is lowered, which is in the user's code and not in ours: a scope around our
@@ -277,6 +279,55 @@ def narrowed(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 def exp2(x: jax.Array) -> jax.Array:
     """2 to the power of a float32 tile, within 2 units in the last place; denormal results are 0."""
     return lax.exp2(x) if _interpreted.get() else _instruction("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+def maximum(x: Any, y: Any) -> jax.Array:
+    """The larger elements of two tiles of one dtype, sides of 1 broadcast, or of a tile and a number; NaN for NaN."""
+    return _extremum("max", x, y)
+
+
+def minimum(x: Any, y: Any) -> jax.Array:
+    """The smaller elements, as `maximum`."""
+    return _extremum("min", x, y)
+
+
+def _extremum(kind: str, x: Any, y: Any) -> jax.Array:
+    shape, dtype = np.broadcast_shapes(np.shape(x), np.shape(y)), jnp.result_type(x, y)
+    x, y = (broadcast(a if isinstance(a, jax.Array) else np.asarray(a, dtype), shape) for a in (x, y))
+    if _interpreted.get() or not jnp.issubdtype(dtype, jnp.floating):
+        return {"max": lax.max, "min": lax.min}[kind](x, y)
+    if dtype == jnp.float32 and shape:
+        return _instruction(f"{kind}.NaN.f32 $0, $1, $2;", x, y)
+    chosen = {"max": lax.gt, "min": lax.lt}[kind](x, y)
+    return lax.select(lax.bitwise_or(chosen, lax.ne(x, x)), x, y)
+
+
+def reduce_max(x: jax.Array, axis: int) -> jax.Array:
+    """The largest elements of a tile along an axis; NaN where one of them is NaN."""
+    return _reduced_extremum("max", x, axis)
+
+
+def reduce_min(x: jax.Array, axis: int) -> jax.Array:
+    """The smallest elements of a tile along an axis; NaN where one of them is NaN."""
+    return _reduced_extremum("min", x, axis)
+
+
+def _reduced_extremum(kind: str, x: jax.Array, axis: int) -> jax.Array:
+    """Floats are reduced as integers of the same order, in which NaN is the largest, or for minima the smallest."""
+    reduce = {"max": lax.reduce_max, "min": lax.reduce_min}[kind]
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return reduce(x, (axis,))
+    whole = np.dtype(f"int{8 * x.dtype.itemsize}")
+    most = np.iinfo(whole).max
+
+    def mirrored(bits: jax.Array) -> jax.Array:
+        """Negative floats with all bits but the sign inverted, and back."""
+        sign = lax.shift_right_arithmetic(bits, lax.full_like(bits, 8 * whole.itemsize - 1))
+        return lax.bitwise_xor(bits, lax.bitwise_and(sign, lax.full_like(bits, most)))
+
+    order = mirrored(lax.bitcast_convert_type(x, whole))
+    order = where(lax.ne(x, x), whole.type(most if kind == "max" else ~most), order)
+    return lax.bitcast_convert_type(mirrored(reduce(order, (axis,))), x.dtype)
 
 
 def _instruction(text: str, *args: jax.Array) -> jax.Array:

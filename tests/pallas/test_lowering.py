@@ -7,9 +7,12 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.sharding import AbstractMesh
 
 from dejax import pallas as kernels
+from dejax.pallas import _triton
+from tests.pallas.equations import assert_extrema_keep_nan
 from tests.pallas.reference import GEMMS, TRAVERSALS, WEIGHT_GRADIENTS, Gemm, Traversal, WeightGradient, scaled
 
 try:
@@ -19,12 +22,17 @@ except ImportError:
 
 
 def lower(function, *arguments) -> str:
-    """The StableHLO of `function` for CUDA, whose custom calls hold the kernels' Triton IR, verified."""
+    """The StableHLO of `function` for CUDA, whose custom calls hold the kernels' Triton IR, verified.
+
+    No kernel may drop NaN.
+    """
     mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
     with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Triton.*", category=DeprecationWarning)
-        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        traced = jax.jit(function).trace(*shapes)
+        assert_extrema_keep_nan(traced.jaxpr.jaxpr)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 # Shapes as a model has them: nothing is run, so they need not be small.
@@ -164,3 +172,20 @@ def test_tables_past_2_to_the_32_bytes_use_64_bit_offsets():
     arrays = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), case.arrays())
     arrays["x"] = jax.ShapeDtypeStruct((20_000_000, 64), jnp.dtype(jnp.float32))  # 5.1 GB
     assert "custom_call" in lower(functools.partial(case.run, interpret=False), arrays)
+
+
+@pytest.mark.parametrize("how", [lax.max, lambda x, y: lax.reduce_max(x, (0,)) + y, lambda x, y: jnp.clip(x, 0.0, y)])
+def test_extrema_that_drop_nan_are_found(how):
+    def kernel(x, out):
+        at = (jnp.arange(16),)
+        tile = _triton.load(x, at)
+        _triton.store(out, at, how(tile, 2 * tile))
+
+    with pytest.raises(AssertionError, match="dropper: .*f32"):
+        lower(
+            lambda x: _triton.pallas_call(
+                kernel, name="dropper", num_programs=1, out_shape=[jax.ShapeDtypeStruct((16,), jnp.float32)],
+                num_warps=1, num_stages=1, interpret=False,
+            )(x),
+            jnp.zeros(16),
+        )  # fmt: skip

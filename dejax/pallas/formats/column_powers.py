@@ -26,7 +26,7 @@ from jax import lax
 from dejax.pallas import _triton
 from dejax.pallas._shapes import divide, lanes, next_power_of_two
 from dejax.pallas._tiles import where
-from dejax.pallas.formats.row_scaled import finite_magnitude, powers_of, powers_of_tile, whole_max
+from dejax.pallas.formats.row_scaled import finite_magnitude, max_magnitude, powers_of, powers_of_tile, whole_max
 
 # Elements that a program reads at a time: fewer where neighbours belong to one column, because each is then a memory
 # sector of its own.
@@ -311,7 +311,7 @@ def _placed(s: Placed, scratch: dict[Source, Any]) -> jax.Array:
         length, here = s.length(part), at - start
         inside = (column < s.size) & (here >= 0) & (here < length)
         index = where(inside, (before * length + here) * s.inner + within, 0)
-        largest = lax.max(largest, _triton.load(scratch[part], (index,), inside))
+        largest = _triton.maximum(largest, _triton.load(scratch[part], (index,), inside))
     return largest
 
 
@@ -334,7 +334,7 @@ class _Elements:
         return _triton.fori_loop(
             np.int32(0),
             np.int32(self.sample.steps),
-            lambda i, largest: lax.max(largest, self._largest_of(*self._load(i * step))),
+            lambda i, largest: _triton.maximum(largest, self._largest_of(*self._load(i * step))),
             lax.full(_columns_of(self.columns).shape, np.float32(0)),
         )
 
@@ -356,8 +356,8 @@ class _Elements:
             if not isinstance(factor, int):
                 index = self.sample.flat(subscripts, at, inside)
                 values = [*values, _triton.load(self.scratch[factor], (index,), inside)]
-        product = functools.reduce(lambda x, y: lax.min(x * y, lax.full_like(x, _LARGEST)), values)
-        return lax.expand_dims(lax.reduce_max(product, (0,)), (0,))
+        product = functools.reduce(lambda x, y: _triton.minimum(x * y, _LARGEST), values)
+        return max_magnitude(product, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from jax import Array, lax
 from dejax._pytrees import pytree
 from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, feature_mask
-from dejax.pallas._tiles import where
+from dejax.pallas._tiles import as_integers, where
 
 _ONE = 127  # the biased exponent of 1.0
 # Powers of two whose inverse is a normal number too.
@@ -197,7 +197,7 @@ def exponents(x: Array, axis: int | tuple[int, ...] | None, *, finite: bool = Fa
         largest = whole_max(largest)
     else:
         for a in axis if isinstance(axis, tuple) else (axis,):
-            largest = lax.expand_dims(lax.reduce_max(largest, (a,)), (a,))
+            largest = max_magnitude(largest, a)
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     exponent = lax.bitwise_and(lax.shift_right_arithmetic(bits, _MANTISSA), _EXPONENT)
     exponent = lax.min(lax.max(exponent, _LOW), _HIGH)
@@ -255,8 +255,16 @@ def two_floats(x: Array, dtype: Any = jnp.float16) -> tuple[Array, Array]:
     return high, low.astype(dtype)
 
 
+def max_magnitude(x: Array, axis: int) -> Array:
+    """The largest of float32 magnitudes along an axis (kept, size 1); NaN where one of them is NaN."""
+    return lax.expand_dims(as_integers(lambda bits: lax.reduce_max(bits, (axis,)), x), (axis,))
+
+
 def whole_max(x: Array) -> Array:
-    """The largest element, axis by axis: the Triton lowering of jax 0.12 reduces one axis at a time."""
+    """The largest of all int32 or float32 magnitudes, NaN where one of them is NaN.
+
+    Axis by axis: the Triton lowering of jax 0.12 reduces one axis at a time.
+    """
     while x.ndim:
-        x = lax.reduce_max(x, (x.ndim - 1,))
+        x = as_integers(lambda bits: lax.reduce_max(bits, (bits.ndim - 1,)), x)
     return x

@@ -20,6 +20,7 @@ from dejax.pallas.formats.row_scaled import (
     finite_magnitude,
     inverse_of,
     inverse_power,
+    max_magnitude,
     power,
     power_of_any,
     powers_of_tile,
@@ -289,7 +290,7 @@ def _measured_powers(p: _Program, at_first: Indices) -> dict[str, jax.Array]:
     found = {}
     for name, (rows, _) in zip("xy", tiles, strict=True):
         if name in p.c.measured:
-            largest = lax.expand_dims(lax.reduce_max(finite_magnitude(rows), (0,)), (0,))
+            largest = max_magnitude(finite_magnitude(rows), 0)
             found[name] = powers_of_tile(largest, whole_max(largest))
     return found
 

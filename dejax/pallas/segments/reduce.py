@@ -9,7 +9,7 @@ to make, and nothing depends on the order in which programs run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,15 +79,15 @@ class _Plan:
         return lax.full(shape, value, self.accumulator)
 
     def combine(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        return {"sum": lax.add, "max": lax.max, "min": lax.min}[self.kind](x, y)
+        return {"sum": lax.add, "max": _triton.maximum, "min": _triton.minimum}[self.kind](x, y)
 
     def merged(self, tile: jax.Array) -> jax.Array:
         """[rows, entries, width] reduced to [rows, width]."""
         if tile.shape[1] == 1:
             return lax.reshape(tile, (tile.shape[0], tile.shape[2]))
-        reduce: dict[str, Callable[..., jax.Array]]
-        reduce = {"sum": lax.reduce_sum, "max": lax.reduce_max, "min": lax.reduce_min}
-        return reduce[self.kind](tile, (1,))
+        if self.kind == "sum":
+            return lax.reduce_sum(tile, (1,))
+        return {"max": _triton.reduce_max, "min": _triton.reduce_min}[self.kind](tile, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dejax.pallas import _triton
 from dejax.pallas._shapes import padded
 from dejax.pallas._tiles import both, broadcast, resized, where, with_axes
 from dejax.pallas.special import exp
@@ -93,7 +94,7 @@ def update(
     new = list(accs)
     for i, r in enumerate(reductions):
         if r.kind == "max":
-            new[i] = lax.max(accs[i], where(_expand(mask, accs[i].ndim), whole(values[i]), -jnp.inf))
+            new[i] = _triton.maximum(accs[i], where(_expand(mask, accs[i].ndim), whole(values[i]), -jnp.inf))
     factors: dict[int, tuple[jax.Array, jax.Array]] = {}
     for i, r in enumerate(reductions):
         inside = _expand(mask, accs[i].ndim)
@@ -122,7 +123,7 @@ def merge(reductions: Sequence[Reduction], accs: Sequence[jax.Array]) -> tuple[j
         return ()
     if accs[0].shape[1] == 1:
         return tuple(resized(a, (a.shape[0], *a.shape[2:])) for a in accs)
-    merged = [lax.reduce_max(a, (1,)) if r.kind == "max" else a for r, a in zip(reductions, accs, strict=True)]
+    merged = [_triton.reduce_max(a, 1) if r.kind == "max" else a for r, a in zip(reductions, accs, strict=True)]
     for i, r in enumerate(reductions):
         if r.kind == "weighted":
             assert r.score is not None

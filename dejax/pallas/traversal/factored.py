@@ -124,11 +124,11 @@ def sum_axis(x: Any, axis: int, size: int, keepdims: bool = False) -> Any:
 
 
 def max_axis(x: jax.Array, axis: int, size: int, keepdims: bool = False) -> jax.Array:
-    """The maximum over a feature axis of a tile, padded lanes left out whatever they hold."""
+    """The maximum over a feature axis of a tile, NaN for NaN; padded lanes left out whatever they hold."""
     if x.shape[axis] != size:
         lanes = lax.broadcasted_iota(jnp.int32, x.shape, axis)
         x = jnp.where(lanes < size, x, jnp.full_like(x, -jnp.inf))
-    largest = lax.reduce_max(x, (axis,))
+    largest = _triton.reduce_max(x, axis)
     return jnp.expand_dims(largest, axis) if keepdims else largest
 
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from dejax.pallas import _triton
 from dejax.pallas._shapes import divide, feature_indices, feature_mask, lanes, next_power_of_two, padded
-from dejax.pallas._tiles import both, broadcast, resized, steps, where, with_axes, within
+from dejax.pallas._tiles import as_integers, both, broadcast, resized, steps, where, with_axes, within
 from dejax.pallas.formats.row_scaled import exponents, inverse_power, power, raised, without_padding
 from dejax.pallas.traversal.accumulate import initial, merge, results, update
 from dejax.pallas.traversal.factored import Factored
@@ -289,7 +289,7 @@ def write_rows(
 def _of_rows(tile: jax.Array) -> jax.Array:
     """A tile [rows, entries, *padded] of which all entries are the same as [rows, *padded]."""
     if tile.shape[1] > 1:
-        return lax.reduce_max(tile, (1,))
+        return as_integers(lambda bits: lax.reduce_max(bits, (1,)), tile)
     return resized(tile, (tile.shape[0], *tile.shape[2:]))
 
 

@@ -187,7 +187,7 @@ class TileProgram:
         if name == "exp":
             return kernels.exp(args[0])
         if name == "softplus":
-            return jnp.maximum(args[0], 0.0) + jnp.log1p(kernels.exp(-jnp.abs(args[0])))
+            return kernels.maximum(args[0], 0.0) + jnp.log1p(kernels.exp(-jnp.abs(args[0])))
         if name in ELEMENTWISE:
             rank = len(op.shape)
             aligned = [
@@ -198,6 +198,8 @@ class TileProgram:
                 return product(*aligned)
             if name == "div":
                 return quotient(*aligned)
+            if name in ("max", "min"):
+                return {"max": kernels.maximum, "min": kernels.minimum}[name](*aligned)
             return ELEMENTWISE[name](op, *aligned)
         x = args[0]
         if name == "dot":

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 from dejax.rgnn import Options, library
 from dejax.rgnn.ir.intra import Fallback, Kernels
 from dejax.rgnn.lowering.pallas import PallasLowering
+from tests.pallas.equations import assert_extrema_keep_nan, kernel_equations
 from tests.rgnn.cases import CASES, OPERATORS, Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of
@@ -49,11 +50,13 @@ def left_to_xla(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def stablehlo(step: Any, *arguments: Any) -> str:
-    """The StableHLO of a function for CUDA; its custom calls hold the kernels' Triton IR."""
+    """The StableHLO of a function for CUDA; its custom calls hold the kernels' Triton IR. No kernel may drop NaN."""
     mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Triton.*", category=DeprecationWarning)
-        return jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        traced = jax.jit(step).trace(*arguments)
+        assert_extrema_keep_nan(traced.jaxpr.jaxpr)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def lower(name: str, size: Size, dtype: str, options: Options, graph_name: str = "typical") -> str:
@@ -186,17 +189,13 @@ def test_gradients_trace_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert traced and len(traced) == len(set(traced))
 
 
-def reshapes(jaxpr: Any, kernel: str | None = None) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+def reshapes(jaxpr: Any) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Kernels that reshape or squeeze a tile, with its old and new shape."""
-    found = set()
-    for e in jaxpr.eqns:
-        name = str(e.params.get("name", kernel)) if e.primitive.name == "pallas_call" else kernel
-        if kernel and e.primitive.name in ("reshape", "squeeze"):
-            found.add((kernel, e.invars[0].aval.shape, e.outvars[0].aval.shape))
-        inner = jax.tree.leaves(list(e.params.values()), is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr"))
-        for part in (getattr(p, "jaxpr", p) for p in inner):
-            found |= reshapes(part, name) if hasattr(part, "eqns") else set()
-    return found
+    return {
+        (kernel, e.invars[0].aval.shape, e.outvars[0].aval.shape)
+        for kernel, e in kernel_equations(jaxpr)
+        if e.primitive.name in ("reshape", "squeeze")
+    }
 
 
 @pytest.mark.parametrize("model", MODELS)
