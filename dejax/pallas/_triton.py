@@ -30,7 +30,10 @@ import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src.pallas.triton import lowering
 from jax.extend import source_info_util
+from jax.extend.core import Primitive
+from jaxlib.mlir.dialects import arith
 
 from dejax import _compat
 from dejax.pallas._shapes import divide
@@ -291,17 +294,6 @@ def minimum(x: Any, y: Any) -> jax.Array:
     return _extremum("min", x, y)
 
 
-def _extremum(kind: str, x: Any, y: Any) -> jax.Array:
-    shape, dtype = np.broadcast_shapes(np.shape(x), np.shape(y)), jnp.result_type(x, y)
-    x, y = (broadcast(a if isinstance(a, jax.Array) else np.asarray(a, dtype), shape) for a in (x, y))
-    if _interpreted.get() or not jnp.issubdtype(dtype, jnp.floating):
-        return {"max": lax.max, "min": lax.min}[kind](x, y)
-    if dtype == jnp.float32 and shape:
-        return _instruction(f"{kind}.NaN.f32 $0, $1, $2;", x, y)
-    chosen = {"max": lax.gt, "min": lax.lt}[kind](x, y)
-    return lax.select(lax.bitwise_or(chosen, lax.ne(x, x)), x, y)
-
-
 def reduce_max(x: jax.Array, axis: int) -> jax.Array:
     """The largest elements of a tile along an axis; NaN where one of them is NaN."""
     return _reduced_extremum("max", x, axis)
@@ -312,22 +304,43 @@ def reduce_min(x: jax.Array, axis: int) -> jax.Array:
     return _reduced_extremum("min", x, axis)
 
 
+def _extremum(kind: str, x: Any, y: Any) -> jax.Array:
+    shape, dtype = np.broadcast_shapes(np.shape(x), np.shape(y)), jnp.result_type(x, y)
+    x, y = (broadcast(a if isinstance(a, jax.Array) else np.asarray(a, dtype), shape) for a in (x, y))
+    if _interpreted.get() or not jnp.issubdtype(dtype, jnp.floating):
+        return {"max": lax.max, "min": lax.min}[kind](x, y)
+    return _extremum_with_nan(kind, x, y)
+
+
+def _extremum_with_nan(kind: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    if x.dtype == jnp.float32:  # one instruction
+        return _with_nan[kind].bind(x, y)
+    chosen = {"max": lax.gt, "min": lax.lt}[kind](x, y)
+    return lax.select(lax.bitwise_or(chosen, lax.ne(x, x)), x, y)
+
+
 def _reduced_extremum(kind: str, x: jax.Array, axis: int) -> jax.Array:
-    """Floats are reduced as integers of the same order, in which NaN is the largest, or for minima the smallest."""
-    reduce = {"max": lax.reduce_max, "min": lax.reduce_min}[kind]
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return reduce(x, (axis,))
-    whole = np.dtype(f"int{8 * x.dtype.itemsize}")
-    most = np.iinfo(whole).max
+    if _interpreted.get() or not jnp.issubdtype(x.dtype, jnp.floating):
+        return {"max": lax.reduce_max, "min": lax.reduce_min}[kind](x, (axis,))
+    return _reduced_with_nan[kind].bind(x, axes=(axis,))
 
-    def mirrored(bits: jax.Array) -> jax.Array:
-        """Negative floats with all bits but the sign inverted, and back."""
-        sign = lax.shift_right_arithmetic(bits, lax.full_like(bits, 8 * whole.itemsize - 1))
-        return lax.bitwise_xor(bits, lax.bitwise_and(sign, lax.full_like(bits, most)))
 
-    order = mirrored(lax.bitcast_convert_type(x, whole))
-    order = where(lax.ne(x, x), whole.type(most if kind == "max" else ~most), order)
-    return lax.bitcast_convert_type(mirrored(reduce(order, (axis,))), x.dtype)
+def _primitives(kind: str) -> tuple[Primitive, Primitive]:
+    """The extremum of two float32 tiles, and that of a tile along an axis, with lowerings that keep NaN."""
+    of_two, along = Primitive(f"{kind}imum_with_nan"), Primitive(f"{kind}imum_with_nan_along")
+    shaped = jax.core.ShapedArray
+    of_two.def_abstract_eval(lambda x, y: shaped(x.shape, x.dtype))
+    along.def_abstract_eval(lambda x, axes: shaped(tuple(np.delete(x.shape, axes).tolist()), x.dtype))
+    lowering.register_lowering(of_two)(lambda _, x, y: getattr(arith, f"{kind}imumf")(x, y))
+    combine = functools.partial(_extremum_with_nan, kind)
+    lowering.register_lowering(along)(functools.partial(lowering._reduce_lowering, combine))
+    return of_two, along
+
+
+_with_nan: dict[str, Primitive] = {}
+_reduced_with_nan: dict[str, Primitive] = {}
+for _kind in ("max", "min"):
+    _with_nan[_kind], _reduced_with_nan[_kind] = _primitives(_kind)
 
 
 def _instruction(text: str, *args: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ def _kernel(x: Any, *refs: Any, rows: int, width: int, length: int, block: int) 
     tile = _triton.load(x, (row[:, None], columns), mask)
     if columns_ref:
         tile = tile * inverse_of(_triton.load(columns_ref[0], (columns,), columns < width, 1.0))
-    found, inverse = raised_exponents(tile, 1, finite=True)
+    found, inverse = raised_exponents(tile, 1)
     row = where(inside, row, rows)
     mask = mask if length == width else inside[:, None] & (columns < length)
     _triton.store(mantissa, (row[:, None], columns), tile * inverse, mask)

@@ -132,7 +132,7 @@ def encode(x: Array, parts: int = 1, columns: Array | None = None) -> RowScaled:
     if columns is not None:
         x = x * inverse_of(columns)
     flat = x.reshape(x.shape[0], parts, width // parts)
-    exponent, inverse = raised_exponents(flat, 2, finite=True)
+    exponent, inverse = raised_exponents(flat, 2)
     mantissa = (flat * inverse).astype(jnp.float16).reshape(x.shape)
     behind = [(0, at - size) for at, size in zip(stored(x.shape[1:]), x.shape[1:], strict=True)]
     exponent = exponent.reshape(x.shape[0], parts).astype(jnp.uint8)
@@ -185,21 +185,23 @@ def power_of_any(x: Array, exponent: Array) -> Array:
     return x * power(near) * power(rest)
 
 
-def exponents(x: Array, axis: int | tuple[int, ...] | None, *, finite: bool = False) -> tuple[Array, Array]:
-    """The biased exponent of the largest magnitude along axes (kept, size 1), and the power of two that undoes it.
+def exponents(x: Array, axis: int | tuple[int, ...] | None) -> tuple[Array, Array]:
+    """The biased exponent of the largest finite magnitude along axes (kept, size 1), and the power that undoes it.
 
-    `x` times that power is below 2 in magnitude; infinities and NaN stay what they are. `axis` None: of all of `x`.
-    `finite`: of the largest finite magnitude. So rows are stored, of which a masked score may be -inf: its neighbours
-    in the row keep their digits.
+    Finite elements of `x` times that power of two are below 2 in magnitude. Infinities and NaN stay what they are, and
+    their neighbours keep their digits: a score that is masked is -inf. `axis` None: of all of `x`.
     """
-    largest = finite_magnitude(x) if finite else lax.abs(x)
+    # Of magnitudes as integers one step of the exponent higher, those that are not finite pass the largest integer and
+    # are negative.
+    bits = lax.bitcast_convert_type(lax.abs(x.astype(jnp.float32)), jnp.int32)
+    bits = lax.add(bits, lax.full_like(bits, 1 << 23))
     if axis is None:
-        largest = whole_max(largest)
+        bits = whole_max(bits)
     else:
         for a in axis if isinstance(axis, tuple) else (axis,):
-            largest = max_magnitude(largest, a)
-    bits = lax.bitcast_convert_type(largest, jnp.int32)
+            bits = lax.expand_dims(lax.reduce_max(bits, (a,)), (a,))
     exponent = lax.bitwise_and(lax.shift_right_arithmetic(bits, _MANTISSA), _EXPONENT)
+    exponent = lax.sub(exponent, np.int32(1))
     exponent = lax.min(lax.max(exponent, _LOW), _HIGH)
     return exponent, inverse_power(exponent)
 
@@ -213,7 +215,7 @@ def without_padding(x: Array, shape: tuple[int, ...]) -> Array:
 def rounded(x: Array, shape: tuple[int, ...]) -> Array:
     """A tile of float32 rows, of `shape` padded to powers of two, as `RowScaled` with one exponent a row keep them."""
     x = without_padding(x, shape)
-    exponent, inverse = raised_exponents(x, tuple(range(x.ndim - len(shape), x.ndim)), finite=True)
+    exponent, inverse = raised_exponents(x, tuple(range(x.ndim - len(shape), x.ndim)))
     return _triton.narrowed(x * inverse, jnp.float16)[1] * power(exponent)
 
 
@@ -226,9 +228,9 @@ def raised(exponent: Array) -> Array:
     return lax.max(lax.sub(exponent, np.int32(RAISED)), _LOW)
 
 
-def raised_exponents(x: Array, axis: int | tuple[int, ...] | None, *, finite: bool = False) -> tuple[Array, Array]:
+def raised_exponents(x: Array, axis: int | tuple[int, ...] | None) -> tuple[Array, Array]:
     """As `exponents`, but `x` times the power is below 2^15 in magnitude, and not below 2."""
-    exponent = raised(exponents(x, axis, finite=finite)[0])
+    exponent = raised(exponents(x, axis)[0])
     return exponent, inverse_power(exponent)
 
 

@@ -279,7 +279,7 @@ def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any, by_t
     """
     float16 = jnp.float16
     if w_power is None:
-        exponent, inverse = raised_exponents(w, None if by_type else 0, finite=by_type)
+        exponent, inverse = raised_exponents(w, None if by_type else 0)
         w, w_power = w * inverse, power(exponent)
     w = w.astype(float16)
     if x_power is None:
@@ -321,7 +321,7 @@ def _store_rows(tile: _Tile, y: jax.Array, out_row: jax.Array, valid: jax.Array,
         return
     if "out_columns" in ref and not c.divided_w:
         y = y * inverse_of(tile.out_columns())
-    exponent, inverse = raised_exponents(y, 1, finite=True)
+    exponent, inverse = raised_exponents(y, 1)
     _triton.store(ref["y"], (out_row[:, None], tile.heads * stride + n), y * inverse, mask)
     part = jnp.zeros_like(out_row) + (tile.heads * c.blocks_n + tile.column_block)
     _triton.store(ref["y_exponent"], (out_row, part), resized(exponent, out_row.shape), valid)

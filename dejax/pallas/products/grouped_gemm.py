@@ -253,7 +253,7 @@ def _as_scaled(
     `w` is float32[types, heads, k, n], n before k where `transposed`; powers are float32[types, heads, n], or
     `by_type` float32[types].
     """
-    exponent, inverse = raised_exponents(w, (1, 2, 3) if by_type else 3 if transposed else 2, finite=by_type)
+    exponent, inverse = raised_exponents(w, (1, 2, 3) if by_type else 3 if transposed else 2)
     powers = power(exponent).reshape((-1,) if by_type else (w.shape[0], w.shape[1], -1))
     w = w * inverse
     return (*two_parts(w), powers) if exact else (w.astype(jnp.float16), None, powers)

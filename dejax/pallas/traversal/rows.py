@@ -337,7 +337,7 @@ def _scaled(
     parts = tuple(jnp.broadcast_to(part, (*mask.shape, *padded(shape))) for part in parts)
     parts = tuple(without_padding(part, shape) for part in parts)
     axes = tuple(range(lead, lead + len(shape)))
-    exponent = raised(functools.reduce(lax.max, (exponents(part, axes, finite=True)[0] for part in parts)))
+    exponent = raised(functools.reduce(lax.max, (exponents(part, axes)[0] for part in parts)))
     inverse = inverse_power(exponent)
     at = where(mask, index, past)
     _triton.store(exponent_ref, (at, jnp.zeros_like(at)), resized(exponent, mask.shape), mask)

@@ -211,7 +211,8 @@ class TileProgram:
         if name == "extremum_features":
             return _extremum(op, x, shapes[0], lead, keepdims=op.attr("keepdims"))
         if name == "extremum_share":
-            chosen = (x == _extremum(op, x, shapes[0], lead, keepdims=True)).astype(jnp.float32)
+            chosen = (x == _extremum(op, x, shapes[0], lead, keepdims=True)) | (x != x)  # NaN is any extremum
+            chosen = chosen.astype(jnp.float32)
             ties = chosen
             for axis in op.attr("axes"):
                 ties = sum_axis(ties, lead + axis, shapes[0][axis], keepdims=True)

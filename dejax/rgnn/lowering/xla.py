@@ -348,13 +348,15 @@ def _extremum_share(x: jax.Array, axes: tuple[int, ...], how: str) -> jax.Array:
     """The part of each element in the gradient of the extremum over `axes`: equal elements share it.
 
     XLA may compute `x` once for the extremum and once for the comparison, and round the two differently, whatever
-    barrier stands between. Then no element equals the extremum. The element that the reduction finds counts, too.
+    barrier stands between. Then no element equals the extremum. The element that the reduction finds counts, too, and so
+    does each NaN.
     """
     order = [a for a in range(x.ndim) if a not in axes] + list(axes)
     rows = jnp.transpose(x, order)
     flat = rows.reshape(*rows.shape[: x.ndim - len(axes)], math.prod(x.shape[a] for a in axes))
     first = (jnp.argmax if how == "max" else jnp.argmin)(flat, axis=-1, keepdims=True)
     extremum = (jnp.max if how == "max" else jnp.min)(flat, axis=-1, keepdims=True)
-    chosen = wide(((flat == extremum) | (jnp.arange(flat.shape[-1]) == first)).astype(x.dtype))
+    chosen = (flat == extremum) | (flat != flat) | (jnp.arange(flat.shape[-1]) == first)
+    chosen = wide(chosen.astype(x.dtype))
     share = chosen / chosen.sum(axis=-1, keepdims=True)
     return jnp.transpose(share.reshape(rows.shape), [order.index(a) for a in range(x.ndim)])
