@@ -320,7 +320,9 @@ def _extremum_with_nan(kind: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _reduced_extremum(kind: str, x: jax.Array, axis: int) -> jax.Array:
-    if _interpreted.get() or not jnp.issubdtype(x.dtype, jnp.floating):
+    if _interpreted.get():
+        return _compat.reduce_extremum(kind, x, axis)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
         return {"max": lax.reduce_max, "min": lax.reduce_min}[kind](x, (axis,))
     return _reduced_with_nan[kind].bind(x, axes=(axis,))
 
@@ -388,7 +390,10 @@ TwoParts = tuple[jax.Array, jax.Array]
 
 
 def exact_dot(x: TwoParts, y: TwoParts, *, transpose_x: bool = False) -> jax.Array:
-    """The product of two tiles that come as `row_scaled.two_parts`, to 22 bits of each; smallest terms first."""
+    """The product of two tiles that come as `row_scaled.two_parts`, to 22 bits of each; smallest terms first.
+
+    Small parts add nothing where the product of the large ones is not finite: infinity times a small part is NaN.
+    """
     pairs = ((x[1], y[0]), (x[0], y[1]), (x[0], y[0]))
     small, mixed, large = (dot(left, right, "tf32", transpose_x=transpose_x) for left, right in pairs)
-    return (small + mixed) * np.float32(2.0**-11) + large
+    return large + where(lax.lt(lax.abs(large), np.float32(np.inf)), (small + mixed) * np.float32(2.0**-11), 0.0)

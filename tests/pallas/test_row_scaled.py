@@ -110,8 +110,8 @@ def test_a_row_that_is_not_finite_stays_alone():
 
 
 @pytest.mark.parametrize("how", [encode, interpreted(kernels.to_row_scaled)], ids=["XLA", "kernel"])
-@pytest.mark.parametrize("infinity", [np.inf, -np.inf])
-def test_infinities_take_no_digit_of_their_row(how, infinity):
+@pytest.mark.parametrize("infinity", [np.inf, -np.inf, np.nan])
+def test_infinities_and_nan_take_no_digit_of_their_row(how, infinity):
     x = np.random.default_rng(0).standard_normal((5, 16)).astype("float32")
     x[1, 3] = x[2, :] = infinity
     found = np.asarray(how(jnp.asarray(x)).decode())

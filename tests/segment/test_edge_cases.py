@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from dejax import segment
+from tests.segment.contract import FLOATS, KINDS, ORDERS, Case, reference, run
 from tests.segment.test_reductions import BACKENDS
 
 pytestmark = pytest.mark.sample(3)
@@ -53,6 +54,38 @@ def test_scale_of_a_dropped_edge(backend):
     senders, receivers, scale = jnp.array([0, 7, 1]), jnp.array([0, 0, 1]), jnp.array([1.0, jnp.inf, 1.0])
     got = segment.gather_segment_sum(jnp.array([1.0, 2.0]), senders, receivers, 2, scale, True, backend=backend)
     np.testing.assert_array_equal(got, [1, 2])
+
+
+def not_finite(kind, backend, order="unsorted", dtype="float32", entries=300, width=3):
+    """NaN and infinities among the entries of short and of long segments give what they give in numpy."""
+    case = Case(entries, 5, (width,), dtype, order, skew=0.3, spread=0.0)
+    data, ids = case.arrays()
+    data, rng = data.copy(), np.random.default_rng(1)
+    for value in (np.nan, -np.nan, np.inf, -np.inf):
+        data[rng.integers(0, entries, 2), rng.integers(0, width, 2)] = value
+    with np.errstate(all="ignore"):
+        want = reference(kind, data, ids, case.segments)
+    with jax.enable_x64(dtype == "float64"):
+        got = np.asarray(run(kind, case, data, ids, backend)).astype(np.float64)
+    assert np.isnan(want).any()
+    loose = 0.0 if kind in ("max", "min") else 0.02 if dtype in ("float16", "bfloat16") else 1e-4
+    np.testing.assert_allclose(got, want, rtol=loose, atol=loose)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["max", "min", "logsumexp"])
+def test_what_is_not_finite(kind, backend):
+    not_finite(kind, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entries", [50, 20_000])
+@pytest.mark.parametrize("width", [1, 128])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_of_every_width_and_dtype(kind, dtype, order, width, entries):
+    not_finite(kind, "pallas", order, dtype, entries, width)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

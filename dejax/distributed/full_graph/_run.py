@@ -144,7 +144,10 @@ class DeviceRun:
         if op.space == Space.NODE:
             found = collect_extremum(found, self.send, self.rounds, self.axis, sign)
         else:
+            nan = jax.lax.psum((found != found).astype(jnp.float32), self.axis) > 0  # which the other two may drop
             found = jax.lax.pmax(found, self.axis) if sign > 0 else jax.lax.pmin(found, self.axis)
+            if jnp.issubdtype(x.dtype, jnp.floating):
+                found = jnp.where(nan, jnp.full((), jnp.nan, x.dtype), found)
         # As in the kernels. Integers that equal the lowest value count as none, too.
         return jnp.where(found == none, jnp.zeros((), x.dtype), found)
 

@@ -22,7 +22,7 @@ def apply_activation(name: str | None, y: jax.Array) -> jax.Array:
     if kind == "":
         return y
     if kind == "relu":
-        return where(y > 0, y, 0.0)
+        return where(y <= 0, 0.0, y)  # NaN stays
     if kind == "leaky_relu":
         return where(y > 0, y, float(argument or 0.01) * y)
     if kind == "tanh":

@@ -69,7 +69,7 @@ def elu(x: Symbol, alpha: float = 1.0) -> Symbol:
     x = _symbol(x, "elu")
     x = x.trace.floating(x)
     positive = x.trace.emit("relu", x)
-    negative = x - positive
+    negative = _select(x, 0.0, x)  # x less the positive part would be NaN at infinity
     # exp(x) - 1 by a product: the difference would have no correct digit near 0.
     return positive + alpha * (tanh(0.5 * negative) * (exp(negative) + 1.0))
 

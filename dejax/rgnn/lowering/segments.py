@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dejax._compat import reduce_extremum
 from dejax.pallas import TableSlice
 from dejax.rgnn.graphs.loop_tables import GROUPINGS
 from dejax.rgnn.graphs.rel_graph import RelGraph
@@ -116,7 +117,7 @@ def extremum_at(places: Any, x: jax.Array, sign: int) -> jax.Array:
 
 def extremum_of_all(x: jax.Array, sign: int) -> jax.Array:
     """The maximum (`sign` of -1: minimum) of all rows, as one row; `lowest` where there are no rows."""
-    return (x.max if sign > 0 else x.min)(0, keepdims=True, initial=lowest(x.dtype, sign))
+    return reduce_extremum("max" if sign > 0 else "min", x, 0, keepdims=True, initial=lowest(x.dtype, sign))
 
 
 def zero_if_none(found: jax.Array, some: jax.Array, sign: int) -> jax.Array:

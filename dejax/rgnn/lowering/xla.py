@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dejax._compat import computed_once
+from dejax._compat import computed_once, reduce_extremum
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.inter import TYPE_VIA, Op, Program, Space, parse_spec
@@ -308,10 +308,10 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "sigmoid": lambda op, x: 1 / (1 + jnp.exp(-x)),
     "erf": lambda op, x: jax.lax.erf(x),
     "abs": lambda op, x: jnp.abs(x),
-    "sign": lambda op, x: (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype),
+    "sign": lambda op, x: jnp.where(x == x, (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype), x),
     "square": lambda op, x: x * x,
     "reciprocal": lambda op, x: 1 / x,
-    "relu": lambda op, x: jnp.where(x > 0, x, jnp.zeros_like(x)),
+    "relu": lambda op, x: jnp.where(x <= 0, jnp.zeros_like(x), x),  # NaN stays
     "leaky_relu": lambda op, x: jnp.where(x > 0, x, op.attr("slope") * x),
     "step": lambda op, x: jnp.where(x > 0, jnp.ones_like(x), jnp.full_like(x, op.attr("slope"))),
     "pow": lambda op, x: _power(x, op.attr("exponent")),
@@ -333,7 +333,7 @@ def _power(x: jax.Array, exponent: float) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def _extremum(x: jax.Array, axes: tuple[int, ...], how: str, keepdims: bool) -> jax.Array:
-    return (jnp.max if how == "max" else jnp.min)(x, axis=axes, keepdims=keepdims)
+    return reduce_extremum(how, x, axes, keepdims)
 
 
 @_extremum.defjvp
@@ -348,15 +348,14 @@ def _extremum_share(x: jax.Array, axes: tuple[int, ...], how: str) -> jax.Array:
     """The part of each element in the gradient of the extremum over `axes`: equal elements share it.
 
     XLA may compute `x` once for the extremum and once for the comparison, and round the two differently, whatever
-    barrier stands between. Then no element equals the extremum. The element that the reduction finds counts, too, and so
-    does each NaN.
+    barrier stands between. Then no element equals the extremum. The element that the reduction finds counts, too, and
+    so does each NaN.
     """
     order = [a for a in range(x.ndim) if a not in axes] + list(axes)
     rows = jnp.transpose(x, order)
     flat = rows.reshape(*rows.shape[: x.ndim - len(axes)], math.prod(x.shape[a] for a in axes))
     first = (jnp.argmax if how == "max" else jnp.argmin)(flat, axis=-1, keepdims=True)
-    extremum = (jnp.max if how == "max" else jnp.min)(flat, axis=-1, keepdims=True)
-    chosen = (flat == extremum) | (flat != flat) | (jnp.arange(flat.shape[-1]) == first)
+    chosen = (flat == reduce_extremum(how, flat, -1, True)) | (flat != flat) | (jnp.arange(flat.shape[-1]) == first)
     chosen = wide(chosen.astype(x.dtype))
     share = chosen / chosen.sum(axis=-1, keepdims=True)
     return jnp.transpose(share.reshape(rows.shape), [order.index(a) for a in range(x.ndim)])
