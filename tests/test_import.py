@@ -279,3 +279,19 @@ def test_what_needs_a_missing_package_says_which() -> None:
             ]
     ran = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_the_first_interpreted_kernel_of_a_process_is_traced_once() -> None:
+    """Modules that jax imports while it traces a kernel must not change what its caches compare."""
+    code = """if True:
+        import jax, jax.numpy as jnp
+        from dejax import segment
+        traces = []
+        @jax.jit
+        def total(x):
+            traces.append(x)
+            return segment.segment_sum(x, jnp.zeros(8, int), 1, backend="pallas")
+        total(jnp.ones((8, 1))), total(jnp.ones((8, 1)))
+        print(len(traces))
+    """
+    assert python(code).stdout.split() == ["1"]
