@@ -26,8 +26,8 @@ from typing import Any
 
 import jax
 
-# Pallas imports this module when it traces the first interpreted kernel. The module adds a flag to what jax.jit's caches
-# compare, so that the first interpreted program of a process was traced and compiled twice.
+# Pallas imports this module when it traces the first interpreted kernel. The module adds a flag to what jax.jit's
+# caches compare, so that the first interpreted program of a process was traced and compiled twice.
 import jax._src.pallas.fuser.jaxpr_fusion
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.triton as plt
