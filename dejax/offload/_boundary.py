@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 from jax.extend import core
 
@@ -23,6 +24,16 @@ from dejax.offload._residuals import Plan, Residual, make_plan
 # A fast GPU computes 600 TFLOP/s in bfloat16 while the bus moves 50 GB/s; and a quarter more.
 _FLOPS_PER_BYTE = 15_000
 _RING_ALIGN = 512  # kAlign of native/offload/ring.cc
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The policy that stores tensors of some names."""
+
+    names: frozenset[str]
+
+    def __call__(self, residual: Residual) -> bool:
+        return bool(self.names & residual.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +52,29 @@ class Choice:
     on_demand: bool = False
 
     def __call__(self, residual: Residual) -> bool:
-        return residual.nbytes >= max(1, self.min_bytes) and self.policy(residual)
+        return residual.nbytes >= max(1, self.min_bytes) and self.wants(residual)
+
+    def wants(self, residual: Residual) -> bool:
+        """The policy's answer, whatever the size."""
+        answer = self.policy(residual)
+        if not isinstance(answer, (bool, np.bool_)):
+            raise TypeError(
+                f"offload: `policy` must return a bool for a Residual, got {answer!r}; policies of jax.checkpoint go "
+                "to jax.checkpoint"
+            )
+        return bool(answer)
+
+    def check_names(self, name: str, jaxpr: core.Jaxpr) -> None:
+        """Raises if a name of the policy is given to no tensor of the forward pass."""
+        if not isinstance(self.policy, Names):
+            return
+        # `offload` sees no names inside of loops and jitted functions, `region` does.
+        missing = self.policy.names - set(_names(jaxpr, nested=self.on_demand))
+        if missing:
+            raise ValueError(
+                f"offload: `policy` must have names of tensors, got {sorted(missing)[0]!r}, which no tensor of "
+                f"`{name}` has; give names that checkpoint_name gives inside of it, outside of jitted functions in it"
+            )
 
 
 class Traced:
@@ -93,6 +126,7 @@ class Traced:
         """How forward and backward run; made on the first differentiation."""
         with self._lock:
             plan = make_plan(self.evaluate, self.avals, self._is_activation, self._choice)
+            self._choice.check_names(self.name, plan.jaxpr.jaxpr)
             _notes.note_stored(self.name, plan, self._choice)
             return plan
 
@@ -231,6 +265,18 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from _primitives(inner)
+
+
+def _names(jaxpr: Any, nested: bool) -> Iterator[str]:
+    """What `checkpoint_name` has given to tensors."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            yield str(eqn.params["name"])
+        if nested:
+            for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    yield from _names(inner, nested)
 
 
 def ring_bytes(sizes: Sequence[int], flops: float) -> int:

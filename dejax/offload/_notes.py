@@ -17,7 +17,7 @@ def note_stored(name: str, plan: Any, choice: Any) -> None:
     if any(source.stored for source in plan.sources):
         return
     declined = [source.info for source in plan.sources if source.declined]
-    small = [info.nbytes for info in declined if info.nbytes < choice.min_bytes and choice.policy(info)]
+    small = [info.nbytes for info in declined if info.nbytes < choice.min_bytes and choice.wants(info)]
     if not small:
         return
     note = (

@@ -104,7 +104,9 @@ def _scan(eqn: Any, args: Sequence[Any], options: Options) -> list[Any]:
         return _run(_compat.closed_jaxpr(params["jaxpr"]), args, options)
 
     carried = tuple(range(num_consts, num_consts + num_carry))
-    one = wrap(body, Options(options.policy, options.min_bytes, options.store, carried, on_demand=True))
+    # Names are looked for in the whole model, and one layer need not have all: not the class that checks them.
+    policy = options.policy.__call__
+    one = wrap(body, Options(policy, options.min_bytes, options.store, carried, on_demand=True))
 
     def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         out = one(*consts, *carry, *xs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import math
 import os
 import weakref
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import jax
+import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,6 +28,32 @@ from dejax.offload import _disk_shards, _files
 
 _PAGE = 4096
 _open: weakref.WeakSet[StateStore] = weakref.WeakSet()
+_REMEDY = "read the array first: np.asarray(array), with is_leaf=lambda x: isinstance(x, DiskArray) in jax.tree.map"
+
+
+class _Refuse:
+    """What JAX calls to draw random numbers with a ticket, and what pickle meets in one."""
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"DiskArray: a ticket must not be used as a value; {_REMEDY}")
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"DiskArray: an array on disk must not be pickled; {_REMEDY}")
+
+
+@functools.cache
+def _ticket_type(words: int) -> Any:
+    """The type of tickets: a kind of random keys, because JAX refuses arithmetic and conversion of keys everywhere."""
+    refuse = _Refuse()
+    return jax.extend.random.define_prng_impl(
+        key_shape=(words,),
+        seed=refuse,
+        split=refuse,
+        random_bits=refuse,
+        fold_in=refuse,
+        name=f"dejax_disk_array_{words}",
+        tag=f"ticket of a DiskArray; {_REMEDY}",
+    )
 
 
 @of_this_process("its ticket names an open store of this process. Export a function of the arrays")
@@ -33,8 +61,11 @@ _open: weakref.WeakSet[StateStore] = weakref.WeakSet()
 class DiskArray:
     """An array of a training state that lies in the files of a `StateStore`.
 
-    A pytree with one leaf, a ticket. `np.asarray(array)` and `array[begin:end]` read it. A step that goes on from a
-    state writes the next version of its arrays. The version before stays readable until the step after that.
+    `np.asarray(array)` and `array[begin:end]` read it. A step that goes on from a state writes the next version of its
+    arrays. The version before stays readable until the step after that.
+
+    For JAX it is a pytree with one leaf, the ticket, as an array of a type of its own. JAX copies, donates and divides
+    such arrays. Arithmetic and conversion raise an error: a function of a state's values must read the array first.
 
     Attributes:
         shape, dtype: of the array.
@@ -49,7 +80,8 @@ class DiskArray:
     def __init__(
         self, ticket: Any, shape: tuple[int, ...], dtype: Any, unit_bytes: int, store: StateStore, sharding: Any = None
     ) -> None:
-        self.ticket = ticket
+        words = None if ticket is None else jnp.asarray(ticket)
+        self._leaf = None if words is None else jax.random.wrap_key_data(words, impl=_ticket_type(words.shape[-1]))
         self.shape = shape
         self.dtype = np.dtype(dtype)
         self.unit_bytes = unit_bytes
@@ -57,14 +89,30 @@ class DiskArray:
         self.sharding = sharding
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        return ((jax.tree_util.GetAttrKey("ticket"), self.ticket),), self.tree_flatten()[1]
+        return ((jax.tree_util.GetAttrKey("ticket"), self._leaf),), self.tree_flatten()[1]
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        return (self.ticket,), (self.shape, self.dtype, self.unit_bytes, self.store, self.sharding)
+        return (self._leaf,), (self.shape, self.dtype, self.unit_bytes, self.store, self.sharding)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> DiskArray:
-        return cls(*children, *aux)
+        self = object.__new__(cls)
+        (self._leaf,) = children
+        self.shape, self.dtype, self.unit_bytes, self.store, self.sharding = aux
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"DiskArray: an array on disk must not be pickled; {_REMEDY}")
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError(f"DiskArray: an array on disk must not be used as a value; {_REMEDY}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __neg__ = __abs__ = __float__ = __int__ = _refuse
+
+    @property
+    def ticket(self) -> Any:
+        return jax.random.key_data(self._leaf)
 
     @property
     def ndim(self) -> int:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from dejax import _compat
-from dejax.offload._boundary import Choice, Traced
+from dejax.offload._boundary import Choice, Names, Traced
 from dejax.offload._residuals import Residual
 from dejax.offload._store import ActivationStore, binding_of
 
@@ -49,7 +49,7 @@ def offload(
     Args:
         fn: a function of pytrees of arrays, to a pytree of arrays.
         policy: which residuals to store: names given with `jax.ad_checkpoint.checkpoint_name`, or a function from a
-            `Residual` to a bool. None: every one.
+            `Residual` to a bool. None: every one. Not one of `jax.checkpoint_policies`.
         store: None: the store that is current in the thread that dispatches the step (`with ActivationStore(...)`), or
             `default_store()`. "device": all tensors stay, with the same barriers in the program.
         inputs: which arguments are activations, and so may be stored where backward needs them. "auto": each array with
@@ -61,8 +61,9 @@ def offload(
     Raises:
         NotImplementedError: for a second derivative, for forward mode, or if `fn` has side effects that JAX does not
             allow under derivatives.
-        TypeError: an argument is neither an array nor static, or is a `jax.Ref`.
-        ValueError: `inputs` names no argument, or is another word.
+        TypeError: an argument is neither an array nor static, or is a `jax.Ref`; `policy` is one of
+            `jax.checkpoint_policies`, or returns no bool.
+        ValueError: `inputs` names no argument, or is another word; `policy` has a name that no tensor of `fn` has.
         NativeExtensionError: the extension is missing.
 
     >>> import jax, jax.numpy as jnp
@@ -243,14 +244,21 @@ def _as_function(policy: Policy | Iterable[str] | None) -> Policy:
     if policy is None:
         return lambda _: True
     if callable(policy):
+        function = policy.func if isinstance(policy, functools.partial) else policy
+        module = getattr(function, "__module__", None) or type(function).__module__
+        if module.partition(".")[0] == "jax":
+            raise TypeError(
+                "offload: `policy` must be names or a function of a Residual, got a policy of jax.checkpoint; to store "
+                "tensors by name write policy=['name']. To recompute the others, too: "
+                "offload(jax.checkpoint(fn, policy=...))"
+            )
         return policy
     if isinstance(policy, str):
         raise ValueError(
             f"offload: `policy` must be a set of names or a function, got {policy!r}; for one name write "
             f"policy=[{policy!r}]"
         )
-    names = frozenset(policy)
-    return lambda residual: bool(names & residual.names)
+    return Names(frozenset(policy))
 
 
 def _activations(

@@ -1,8 +1,10 @@
 """Training state on disk: the numbers of state in memory, its faults, its checkpoints, its share of host memory."""
 
 import functools
+import pickle
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -240,3 +242,48 @@ def test_bad_arguments(tmp_path):
         state[0].mu["a"][::2]
     found = make(path=tmp_path).bytes_by_tier(*jax.eval_shape(model))
     assert found["disk"] == 2 * LAYERS * WIDTH * WIDTH * 4 and found["host"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:optax.*:DeprecationWarning")
+def test_a_handle_is_never_a_number(tmp_path):
+    """Whatever function takes a state's leaves: it raises where it is called, and says what to do."""
+    with StateStore(tmp_path) as store:
+        state = {"w": store.put(np.full((4, 3), 2.0, np.float32)), "v": store.put(np.ones((4, 3), np.float32))}
+        ticket = jax.tree.leaves(state)[0]
+        uses = {
+            "arithmetic": lambda: jax.tree.map(lambda p: 0.4 * p + 0.5 * p, state),
+            "jit": lambda: jax.jit(lambda s: jax.tree.map(lambda p: p + p, s))(state),
+            "norm": lambda: optax.global_norm(state),
+            "jitted norm": lambda: jax.jit(optax.global_norm)(state),
+            "ema": lambda: optax.incremental_update(state, state, 0.1),
+            "updates": lambda: optax.apply_updates(state, state),
+            "tree": lambda: optax.tree_utils.tree_scale(2.0, state),
+            "sum": lambda: jax.tree.map(jnp.sum, state),
+            "where": lambda: jax.tree.map(lambda p: jnp.maximum(p, 0), state),
+            "cast": lambda: jax.tree.map(lambda p: p.astype(jnp.bfloat16), state),
+            "convert": lambda: jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), state),
+            "numpy": lambda: jax.tree.map(np.asarray, state),
+            "ufunc": lambda: jax.tree.map(lambda p: np.add(p, 1.0), state),
+            "number": lambda: float(ticket),
+            "get": lambda: jax.tree.map(lambda p: jax.device_get(p) + 0, state),
+            "ravel": lambda: jax.flatten_util.ravel_pytree(state),
+            "bits": lambda: jax.lax.bitcast_convert_type(ticket, jnp.float32),
+            "npz": lambda: np.savez(tmp_path / "saved.npz", *jax.tree.leaves(state)),
+            "pickle": lambda: pickle.dumps(state),
+            "pickled leaves": lambda: pickle.dumps(jax.tree.leaves(state)),
+            "python": lambda: 0.4 * state["w"] + 0.5 * state["w"],
+            "random": lambda: jax.random.normal(ticket, (2,)),
+        }
+        silent = []
+        for name, use in uses.items():
+            try:
+                use()
+            except (TypeError, ValueError, NotImplementedError, AssertionError, AttributeError):
+                continue
+            silent.append(name)
+        assert not silent
+        for name in "arithmetic", "jit", "pickle", "pickled leaves", "python", "random":
+            with pytest.raises(TypeError, match=r"read the array first: np\.asarray"):
+                uses[name]()
+        np.testing.assert_array_equal(state["w"], np.full((4, 3), 2.0))
+        np.testing.assert_array_equal(state["w"][1:2], np.full((1, 3), 2.0))

@@ -7,9 +7,10 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from dejax.offload import ActivationStore, offload
+from dejax.offload import ActivationStore, offload, region
 from tests.offload.layers import (
     LAYERS,
     TENSOR,
@@ -277,6 +278,54 @@ def test_bad_arguments():
         offload(jnp.sin, policy="act")
     with pytest.raises(TypeError, match="static_argnums"):
         offload(lambda name, x: x)("sin", x)
+
+
+def test_policies_of_checkpoint_and_unknown_names(store):
+    """JAX's policies have other arguments, and a name that no tensor has would store nothing: both are errors."""
+    x, policies = jnp.ones((4, 4)), jax.checkpoint_policies
+    offloads = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["act"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    for policy in (
+        policies.save_only_these_names("act"),
+        policies.save_any_names_but_these("act"),
+        policies.everything_saveable,
+        policies.nothing_saveable,
+        policies.dots_saveable,
+        policies.dots_with_no_batch_dims_saveable,
+        policies.save_from_both_policies(policies.dots_saveable, offloads),
+        policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+        offloads,
+        functools.partial(policies.everything_saveable),
+    ):
+        for wrap in offload, region:
+            with pytest.raises(TypeError, match=r"policy=\['name'\].*offload\(jax.checkpoint\(fn, policy"):
+                wrap(jnp.sin, policy=policy)
+
+    def named(x, name="act"):
+        return checkpoint_name(jnp.sin(x), name) * jnp.cos(x)
+
+    def gradient(body):
+        return jax.grad(lambda x: body(x).sum())(x)
+
+    with pytest.raises(TypeError, match="`policy` must return a bool for a Residual, got None"):
+        gradient(offload(named, policy=lambda residual: None, min_bytes=1))
+    for body in (
+        offload(named, policy=["act", "other"], min_bytes=1),
+        offload(lambda x: jax.jit(functools.partial(named, name="other"))(named(x)), policy=["act", "other"]),
+        region(lambda x: jax.lax.scan(lambda x, _: (named(x), None), x, None, length=2)[0], policy=["other"]),
+    ):
+        with pytest.raises(ValueError, match="got 'other', which no tensor of .* has; give names"):
+            gradient(body)
+    assert store.stats().stored_count == 0
+    gradient(offload(named, policy=["act"], min_bytes=1))
+    assert store.stats().stored_count == 1
+    scanned = lambda x: jax.lax.scan(lambda x, _: (named(x), None), named(x, "first"), None, length=2)[0]  # noqa: E731
+    gradient(region(scanned, policy=["act", "first"], min_bytes=1))
+    assert store.stats().stored_count == 1 + 3
 
 
 @pytest.mark.full
