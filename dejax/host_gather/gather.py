@@ -289,7 +289,7 @@ def _mean(call: GatherCall, rows: Array, ids: Array) -> Array:
 
 @functools.lru_cache(maxsize=1024)
 def batched_gather(call: GatherCall, fan_out: int) -> Any:
-    """The native call as a function that `vmap` can map over ids only."""
+    """The native call as a function that `vmap` can map."""
 
     # The arguments have the order of a CachedTable's leaves. If two threads took its arrays in different orders, one of
     # them to donate them, they would deadlock.
@@ -302,14 +302,14 @@ def batched_gather(call: GatherCall, fan_out: int) -> Any:
     def over_ids(
         size: int, batched: Any, leaf: Array, cache: Array, slots: Array, ids: Array, scale: Array
     ) -> tuple[Array, bool]:
-        del size
-        *tables_batched, ids_batched, scale_batched = batched
-        if any(tables_batched) or scale_batched:
-            raise ValueError(
-                "gather: jax.vmap can map over ids only; give the table (and scale or cache) with in_axes=None, since "
-                "mapping over it would copy it to the device"
-            )
-        return rows_of(leaf, cache, slots, ids, scale), ids_batched
+        *others, _, scale_batched = batched
+        if not (any(others) or scale_batched):
+            return rows_of(leaf, cache, slots, ids, scale), batched[3]
+        # A `cond` by a mapped predicate: JAX gives each example a table of its own, all of them equal. One call for
+        # each, because XLA takes one example of a broadcast for the table itself, and so copies nothing.
+        given = [leaf, cache, slots, ids, scale]
+        examples = [[x[n] if mapped else x for x, mapped in zip(given, batched, strict=True)] for n in range(size)]
+        return jnp.stack([rows_of(*example) for example in examples]), True
 
     return rows_of
 

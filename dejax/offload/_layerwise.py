@@ -8,6 +8,7 @@ limit of the norm of all gradients, these are kept, and a second loop updates th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -194,11 +195,24 @@ class StackStep(StackSettings):
         inside = traced or _compat.staging_trace() is not None
         run = Run(self, state, found[-1] if found else Seen(), certain=inside and len(found) == 1)
         if run.moved and not inside:
+            if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+                return self._near(state, batch)
             raise ValueError(
                 "stack_step: a step with state in host memory must run in jax.jit, got arrays outside of it; call "
                 "step.jit(state) or jax.jit(step.loss), or give streams=False"
             )
         return run
+
+    def _near(self, state: StackState, batch: Any) -> Run:
+        """With a copy of the state on the device: how JAX, which has found a NaN, calls the step to say where."""
+        gradients: Kept = "freed" if self.gradients == "freed" else "device"
+        near = dataclasses.replace(
+            self, params="device", moments="device", gradients=gradients, streams=False, path=None
+        )
+        copies = jax.tree.map(
+            lambda x: x.on_devices() if is_on_disk(x) else jax.device_put(x, _DEVICE), state, is_leaf=is_on_disk
+        )
+        return near._traced(copies, batch)
 
     def bytes_by_tier(self, outer: Any, layers: Any) -> dict[str, int]:
         """Bytes of the state on the device, in host memory and on disk; arguments are arrays or their shapes."""

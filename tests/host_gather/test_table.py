@@ -11,6 +11,7 @@ import pytest
 from dejax._native import row_gather
 from dejax.host_gather import (
     CachedTable,
+    DeviceTable,
     HostTable,
     RowGradient,
     adam,
@@ -96,10 +97,24 @@ def test_misuse_is_a_readable_error(misuse: Callable, error: type[Exception], me
         misuse(HostTable.from_numpy(ROWS))
 
 
-def test_a_stack_of_tables_cannot_be_mapped_over() -> None:
-    tables = jax.tree.map(lambda x: jnp.stack([np.asarray(x)] * 2), HostTable.from_numpy(ROWS))
-    with pytest.raises((ValueError, TypeError), match="sliced|in_axes=None"):
-        jax.vmap(lambda t: t[jnp.array([0])])(tables)
+def test_branches_that_vmap_chooses_for_each_example_gather() -> None:
+    """`vmap` of `cond` by a mapped predicate runs both branches and maps over all their operands, the table too."""
+    table, other = HostTable.from_numpy(ROWS), DeviceTable.from_numpy(ROWS[::-1].copy())
+    chosen, ids = np.array([True, False, True]), np.array([[1, 0], [2, 9], [-1, 0]])
+
+    def one(table, other, chosen, ids):
+        def other_branch(table, other):
+            return gather(other, ids[::-1], scale=2.0) + table[ids[0]]
+
+        return jax.lax.cond(chosen, lambda table, _: table[ids], other_branch, table, other)
+
+    mapped = jax.vmap(one, (None, None, 0, 0))
+    want = [one(table, other, chosen[n], ids[n]) for n in range(3)]
+    for run in mapped, jax.jit(mapped):
+        np.testing.assert_array_equal(run(table, other, chosen, ids), want)
+    branches = [lambda t: t[jnp.array(0)], lambda t: 2 * t[jnp.array(1)]]
+    switched = jax.vmap(lambda t, k: jax.lax.switch(k, branches, t), (None, 0))
+    np.testing.assert_array_equal(jax.jit(switched)(table, jnp.array([0, 1])), [ROWS[0], 2 * ROWS[1]])
 
 
 def test_control_flow_and_pytrees() -> None:
