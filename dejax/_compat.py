@@ -79,6 +79,12 @@ def backends_are_initialized() -> bool:
     return bool(getattr(xla_bridge, "backends_are_initialized", lambda: True)())
 
 
+def searches_for_nan() -> bool:
+    """Whether jax calls a jitted function again outside of jit where its results have a NaN or an infinity."""
+    config: Any = jax.config
+    return bool(config.jax_debug_nans or config.jax_debug_infs)
+
+
 def staging_trace() -> Any:
     """The innermost trace that makes a jaxpr of what runs now (`jit`, the body of a loop), or None: it runs at once."""
     trace = getattr(jax.extend.core.get_opaque_trace_state(), "_trace_ref", lambda: None)()

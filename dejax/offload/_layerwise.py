@@ -195,7 +195,7 @@ class StackStep(StackSettings):
         inside = traced or _compat.staging_trace() is not None
         run = Run(self, state, found[-1] if found else Seen(), certain=inside and len(found) == 1)
         if run.moved and not inside:
-            if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+            if _compat.searches_for_nan():
                 return self._near(state, batch)
             raise ValueError(
                 "stack_step: a step with state in host memory must run in jax.jit, got arrays outside of it; call "

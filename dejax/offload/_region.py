@@ -11,6 +11,7 @@ from jax.extend import core
 
 from dejax import _compat
 from dejax.offload._evaluation import _equation
+from dejax.offload._residuals import Residual
 from dejax.offload._store import ActivationStore
 from dejax.offload._transform import MIN_BYTES, Inputs, Options, Policy, wrap
 
@@ -104,8 +105,10 @@ def _scan(eqn: Any, args: Sequence[Any], options: Options) -> list[Any]:
         return _run(_compat.closed_jaxpr(params["jaxpr"]), args, options)
 
     carried = tuple(range(num_consts, num_consts + num_carry))
-    # Names are looked for in the whole model, and one layer need not have all: not the class that checks them.
-    policy = options.policy.__call__
+
+    def policy(residual: Residual) -> bool:  # not `Names`, which looks for all names: a layer need not have all
+        return options.policy(residual)
+
     one = wrap(body, Options(policy, options.min_bytes, options.store, carried, on_demand=True))
 
     def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -81,7 +81,7 @@ class DiskArray:
         self, ticket: Any, shape: tuple[int, ...], dtype: Any, unit_bytes: int, store: StateStore, sharding: Any = None
     ) -> None:
         words = None if ticket is None else jnp.asarray(ticket)
-        self._leaf = None if words is None else jax.random.wrap_key_data(words, impl=_ticket_type(words.shape[-1]))
+        self._leaf: Any = None if words is None else jax.random.wrap_key_data(words, impl=_ticket_type(words.shape[-1]))
         self.shape = shape
         self.dtype = np.dtype(dtype)
         self.unit_bytes = unit_bytes

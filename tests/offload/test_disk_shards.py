@@ -356,9 +356,7 @@ class TestAnotherMesh:
         far = optimizer(optax.adam(1e-2), **SMALL, path=tmp_path)
         params = params_of("fsdp, all axes")
         old, like = far.init(params_of("data and tensor")), far.init(params)
-        leaves = [
-            jax.device_put(np.asarray(a), b.sharding) for a, b in zip(*map(jax.tree.leaves, (old, like)), strict=True)
-        ]
+        leaves = [jax.device_put(a, b.sharding) for a, b in zip(*map(jax.tree.leaves, (old, like)), strict=True)]
         state = jax.tree.unflatten(jax.tree.structure(like), leaves)
         with pytest.raises(
             Exception, match="must be divided as it was made, got arrays of another mesh, or divided in"
@@ -369,9 +367,13 @@ class TestAnotherMesh:
         with StateStore(tmp_path) as store:
             far = optimizer(optax.adam(1e-2), **SMALL, path=store)
             params = params_of("data and tensor")
-            state = jax.tree.map(
-                lambda x: jax.device_put(np.roll(np.asarray(x), 1, 0), x.sharding) if x.ndim else x, far.init(params)
-            )
+
+            def rolled(x):
+                rows = jax.device_put(np.roll(np.asarray(x.ticket), 1, 0), x.ticket.sharding)
+                return DiskArray(rows, x.shape, x.dtype, x.unit_bytes, x.store, x.sharding)
+
+            made = far.init(params)
+            state = jax.tree.map(lambda x: rolled(x) if is_on_disk(x) else x, made, is_leaf=is_on_disk)
             updates, _ = jax.block_until_ready(jax.jit(far.update)(params, state, params))
             assert all(np.isnan(x).all() for x in jax.tree.leaves(updates))
             with pytest.raises(

@@ -287,3 +287,23 @@ def test_a_handle_is_never_a_number(tmp_path):
                 uses[name]()
         np.testing.assert_array_equal(state["w"], np.full((4, 3), 2.0))
         np.testing.assert_array_equal(state["w"][1:2], np.full((1, 3), 2.0))
+
+
+@pytest.mark.parametrize("how", [{"params": "host"}, {"params": "disk"}])
+def test_debug_nans_reports_the_nan(tmp_path, how):
+    """JAX calls the step again outside of jit, where a step that streams its state does not run."""
+    layers = {"w": -jnp.ones((2, 8, 8))}
+    logarithms = lambda w, x: x + jnp.log(x @ w["w"])  # noqa: E731
+    with StateStore(tmp_path) as store:
+        step = stack_step(
+            lambda outer, x: x @ outer["e"],
+            logarithms,
+            lambda outer, x, _: (x**2).mean(),
+            optax.sgd(0.1),
+            min_bytes=1,
+            path=store,
+            **how,
+        )
+        state = step.init({"e": jnp.ones((4, 8))}, layers)
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+            step.jit(state)(state, jnp.ones((2, 4)))
