@@ -93,9 +93,9 @@ def gatv2(
         e_ij = a . LeakyReLU(x_i W_dst + x_j W_src + f_ij W_edge)
         y_i = sum over edges j -> i of softmax(e)_ij (x_j W_src)   (+ x_i R)   + b
 
-    for each head. Without `weight_dst`, W_dst = W_src, also where x is a pair, and without `bias_dst`, too, the biases of
-    both projections are `bias_src`. The paper's neighbourhood holds the node itself: make the graph
-    with `add_self_loops=True`.
+    for each head. Without `weight_dst`, W_dst = W_src, also where x is a pair; without `weight_dst` and `bias_dst` both
+    projections add `bias_src`. The paper's neighbourhood holds the node itself: make the graph with
+    `add_self_loops=True`.
 
     Args:
       g: the graph.
