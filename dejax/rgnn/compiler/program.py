@@ -283,7 +283,9 @@ class Program:
             else:
                 described.append(None)
                 statics.append(_Static(type(leaf), leaf))
-        signature = _Signature(tree, tuple(described), tuple(statics), bool(jax.config.jax_enable_x64))
+        signature = _Signature(
+            tree, tuple(described), tuple(statics), jax.dtypes.canonicalize_dtype("int64").itemsize == 8
+        )
         try:
             hash(signature)
         except TypeError:

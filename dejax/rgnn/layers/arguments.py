@@ -76,7 +76,8 @@ def merge_heads(y: Symbol, concat_heads: bool) -> Symbol:
 
 def incoming(g: GraphSymbol, like: Symbol) -> Symbol:
     """For each node the number of incoming edges; float64 where `like` is, else float32, which holds large counts."""
-    return g.sum_to_dst(1.0).astype("float64" if like.dtype == "float64" else "float32")
+    count, dtype = g.sum_to_dst(1.0), "float64" if like.dtype == "float64" else "float32"
+    return count if count.dtype == dtype else count.astype(dtype)
 
 
 _NARROW = ("float16", "bfloat16")

@@ -48,7 +48,7 @@ class Trace:
         self._known: dict[tuple[int, Space], Argument] = {}
         # Values made of numbers and counts alone take the float dtype of what they meet, as numbers do in jax.numpy.
         self.weak: set[int] = set()
-        self.float_dtype = "float64" if jax.config.jax_enable_x64 else "float32"
+        self.float_dtype = jax.dtypes.canonicalize_dtype("float64").name
 
     def symbol(self, index: int) -> Symbol:
         return Symbol(self, index)
@@ -76,8 +76,8 @@ class Trace:
             dtype = "float64" if "float64" in floats else "float32"  # 16-bit floats do not hold counts
             return [self.in_dtype(v, dtype) for v in values]
         if name in inter.BINARY | {"select", "concat", "dot", "linear"} and len(dtypes) > 1:
-            found = functools.reduce(jnp.promote_types, (d for d in dtypes))
-            dtype = jax.dtypes.canonicalize_dtype(found).name
+            dtype = functools.reduce(lambda a, b: jnp.promote_types(a, b).name, dtypes)
+            dtype = jax.dtypes.canonicalize_dtype(dtype).name
             return [v if v.dtype in ("bool", dtype) else self.emit("cast", v, dtype=dtype) for v in values]
         return list(values)
 
