@@ -39,6 +39,7 @@ class _Signature:
     tree: Any
     arrays: tuple[tuple[str, tuple[int, ...], str] | None, ...]  # name, shape, dtype of each leaf; None: a static leaf
     statics: tuple[_Static, ...]
+    wide: bool  # whether JAX has 64 bits enabled, which decides the dtypes of sums of integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +283,9 @@ class Program:
             else:
                 described.append(None)
                 statics.append(_Static(type(leaf), leaf))
-        signature = _Signature(tree, tuple(described), tuple(statics))
+        signature = _Signature(
+            tree, tuple(described), tuple(statics), jax.dtypes.canonicalize_dtype("int64").itemsize == 8
+        )
         try:
             hash(signature)
         except TypeError:

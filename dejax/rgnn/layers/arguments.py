@@ -76,8 +76,8 @@ def merge_heads(y: Symbol, concat_heads: bool) -> Symbol:
 
 def incoming(g: GraphSymbol, like: Symbol) -> Symbol:
     """For each node the number of incoming edges; float64 where `like` is, else float32, which holds large counts."""
-    count = g.sum_to_dst(1.0)
-    return count.astype("float64") if like.dtype == "float64" else count
+    count, dtype = g.sum_to_dst(1.0), "float64" if like.dtype == "float64" else "float32"
+    return count if count.dtype == dtype else count.astype(dtype)
 
 
 _NARROW = ("float16", "bfloat16")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import itertools
 import pickle
 from typing import Any
 
@@ -14,8 +16,10 @@ from flax import nnx
 
 import dejax.rgnn.linen as linen_layers
 import dejax.rgnn.nnx as nnx_layers
-from dejax.rgnn import RelGraph, zoo
+from dejax.rgnn import ProgramError, RelGraph, zoo
+from dejax.rgnn.compiler.execute import counts_of
 from dejax.rgnn.layers.zoo.specs import SPECS
+from dejax.rgnn.passes._rewrite import live
 from tests.rgnn.flax_layers import features, typed_graph
 
 GRAPH = typed_graph()
@@ -87,6 +91,72 @@ def test_a_pair_of_features_needs_no_padding(name: str) -> None:
     np.testing.assert_array_equal(found, layer(PAIR, padded)[4:])
     theirs = getattr(linen_layers, name)(6)
     assert theirs.init_with_output(key, PAIR, x)[0].shape == (3, 6)
+
+
+def settings_of(name: str) -> list[dict[str, Any]]:
+    """Every choice of a layer's switches."""
+    fields = {f.name: (False, True) for f in dataclasses.fields(SPECS[name]) if f.type == "bool"}
+    fields |= {"aggregation": ("mean", "max", "sum"), "pool_features": (None, 3)} if name == "SAGEConv" else {}
+    fields |= {"edge_features": (None, 3)} if MODULES[name][2] else {}
+    return [dict(zip(fields, chosen, strict=True)) for chosen in itertools.product(*fields.values())]
+
+
+def inputs_that_results_read(name: str, **settings: Any) -> set[str]:
+    """The names of the arrays of a pair on which a layer's result depends."""
+    spec = SPECS[name](in_features=(4, 4), out_features=6, **settings)
+    x = jnp.ones((PAIR.num_nodes, 4)), jnp.ones((PAIR.num_nodes, 4))
+    params = {key: jnp.ones(p.shape) for key, p in spec.params().items()}
+    edges = jnp.ones((PAIR.num_edges, 3)) if settings.get("edge_features") else None
+    keywords = {key: getattr(spec, key) for key in spec.passed}
+    given = {} if edges is None else {spec.edge_argument: edges}
+    program, _, _ = type(spec).program.traced(counts_of(PAIR), (x, params), {**given, **keywords})
+    return {program.ops[i].attr("name") for i in live(program, program.outputs) if program.ops[i].name == "input"}
+
+
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.pairs])
+def test_layers_read_both_parts_of_a_pair(name: str) -> None:
+    """In every setting, or the layer refuses."""
+    refused = 0
+    for settings in settings_of(name):
+        try:
+            found = inputs_that_results_read(name, **settings)
+        except ValueError as error:
+            assert "use_root" in str(error)
+            refused += 1
+            continue
+        assert {"x[0]", "x[1]"} <= found, settings
+    assert refused < len(settings_of(name))
+
+
+@pytest.mark.parametrize(("program", "weight"), [(zoo.gat, "weight"), (zoo.gatv2, "weight_src")])
+def test_destinations_of_a_pair_meet_the_weight_of_the_sources(program: Any, weight: str) -> None:
+    """As one array whose rows are the pair's: the result and both gradients. Destinations were not read."""
+    k = jax.random.split(jax.random.key(0), 4)
+    w, x = jax.random.normal(k[0], (2, 4, 3)), jax.random.normal(k[1], (7, 4))
+    vectors = ("attention_src", "attention_dst") if weight == "weight" else ("attention",)
+    params = {weight: w, **{v: jax.random.normal(key, (2, 3)) for v, key in zip(vectors, k[2:], strict=False)}}
+    if weight == "weight_src":
+        params["bias_src"] = jax.random.normal(k[3], (2, 3))
+    source = jnp.arange(7)[:, None] < 4
+
+    @jax.jit
+    def both(x: Any) -> Any:
+        loss = lambda x: jnp.sin(program(PAIR, x, params)).sum()  # noqa: E731
+        pair = jnp.where(source, x, 0), jnp.where(source, 0, x)
+        return jax.grad(loss)(x), jax.grad(loss)(pair)
+
+    one, (sources, destinations) = both(x)
+    np.testing.assert_allclose(jnp.where(source, sources, destinations), one, rtol=1e-5, atol=1e-6)
+    assert np.abs(destinations[4:]).max() > 1e-3
+    with pytest.raises(ProgramError, match="needs the parameter weight_dst"):
+        program(PAIR, (x, x[:, :3]), params)
+
+
+def test_a_pair_needs_something_that_reads_its_destinations() -> None:
+    with pytest.raises(ProgramError, match="lack root, got a pair"):
+        zoo.graphsage(PAIR, (jnp.ones((7, 4)), jnp.ones((7, 4))), {"neighbour": jnp.ones((4, 3))})
+    with pytest.raises(ValueError, match="needs use_root"):
+        nnx_layers.SAGEConv((4, 4), 3, use_root=False, rngs=nnx.Rngs(0))
 
 
 def test_a_pair_on_a_graph_of_relations() -> None:

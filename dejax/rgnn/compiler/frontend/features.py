@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from dejax.rgnn.compiler.frontend.errors import fail
-from dejax.rgnn.ir import inter
 
 if TYPE_CHECKING:
     from dejax.rgnn.compiler.frontend.symbols import Symbol
@@ -46,8 +45,7 @@ def total(x: Symbol, axis: Axis, keepdims: bool) -> Symbol:
 
 def mean(x: Symbol, axis: Axis, keepdims: bool) -> Symbol:
     count = _counted(x, axis, "mean")
-    result = total(x.trace.wide(x), axis, keepdims) * (1.0 / count)
-    return result if not inter.is_float(x.dtype) or result.dtype == x.dtype else result.astype(x.dtype)
+    return _narrowed(total(_wide(x), axis, keepdims) * (1.0 / count), x)
 
 
 def extremum(x: Symbol, how: str, axis: Axis, keepdims: bool) -> Symbol:

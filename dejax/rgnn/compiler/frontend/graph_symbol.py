@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from dejax.rgnn.compiler.frontend.errors import SPACE_WORDS, fail
 from dejax.rgnn.compiler.frontend.symbols import Symbol
 from dejax.rgnn.compiler.frontend.trace import Trace
@@ -58,18 +56,20 @@ class GraphSymbol:
             return self._trace.emit("gather", x, via=pair_via)
         return self._trace.emit("gather", self._trace.declare(x, Space.NODE, method), via=via)
 
-    def in_degree(self, *, within_relation: bool = False, dtype: str = "float32") -> Symbol:
+    def in_degree(self, *, within_relation: bool = False, dtype: str | None = None) -> Symbol:
         """On each edge, the number of edges into its destination; with `within_relation`, of its own edge type.
 
-        `dtype` is float32, float64, int32 or int64, since 16-bit dtypes do not hold the counts of large graphs. A
-        16-bit value divided by a count is float32; `.astype` makes it 16-bit again.
+        `dtype` is float32, float64, int32 or int64, since 16-bit dtypes do not hold the counts of large graphs. By
+        default counts are weak: they take float32 or float64 from the values that they meet, and alone are float32, or
+        float64 where JAX has 64 bits enabled. A 16-bit value divided by a count is float32; `.astype` makes it 16-bit
+        again.
         """
         via = "destination_pair" if within_relation else "dst"
-        return self._trace.emit("gather", self._trace.emit("count", via=via, dtype=np.dtype(dtype).name), via=via)
+        return self._trace.emit("gather", self._trace.count(via, dtype), via=via)
 
-    def out_degree(self, *, dtype: str = "float32") -> Symbol:
+    def out_degree(self, *, dtype: str | None = None) -> Symbol:
         """On each edge, the number of edges out of its source; `dtype` as for `in_degree`."""
-        return self._trace.emit("gather", self._trace.emit("count", via="src", dtype=np.dtype(dtype).name), via="src")
+        return self._trace.emit("gather", self._trace.count("src", dtype), via="src")
 
     # reductions over edges
     def _reduce(self, x: Any, via: str, how: str, method: str) -> Symbol:
@@ -83,7 +83,8 @@ class GraphSymbol:
         trace = self._trace
         if how == "sum" and x.op.name == "const" and x.dtype in inter.COUNT_DTYPES and inter.VIAS[via].fine is not None:
             # A sum of ones is a count, which the graph's offsets have: no kernel goes over the edges.
-            count, value = trace.emit("count", via=via, dtype=x.dtype), x.op.attr("value")
+            count = trace.count(via, None if x.index in trace.weak else x.dtype)
+            value = x.op.attr("value")
             return count if value == 1.0 else count * value
         if how in ("sum", "prod"):
             return trace.emit("reduce", trace.counted(x), via=via, op=how)
@@ -96,8 +97,8 @@ class GraphSymbol:
         wide = trace.wide(x)
         total = trace.emit("reduce", wide, via=via, op="sum")
         space = {"space": str(x.space)} if inter.VIAS[via].fine is None else {}
-        count = trace.emit("count", via=via, dtype=wide.dtype, **space)
-        one = trace.symbol(trace.builder.const(1.0, wide.dtype))
+        count = trace.count(via, None if wide.index in trace.weak else wide.dtype, **space)
+        one = trace.value(1.0, count)
         mean = trace.binary("div", total, trace.binary("max", count, one))
         return mean if mean.dtype == x.dtype else mean.astype(x.dtype)
 

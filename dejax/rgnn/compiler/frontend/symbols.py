@@ -252,7 +252,9 @@ class Symbol:
         return features.logsumexp(self, axis, keepdims)
 
     def astype(self, dtype: Any) -> Symbol:
-        return self.trace.emit("cast", self, dtype=np.dtype(dtype).name)
+        name = np.dtype(dtype).name
+        x = self.trace.in_dtype(self, name) if name in ("float32", "float64") else self
+        return self.trace.emit("cast", x, dtype=name)
 
     def __getitem__(self, key: Any) -> Symbol:
         """Slices and `None` over the feature axes, `x[..., None]`, `x[:, :8]`, `x[0]`; or rows of a table, `w[ids]`.

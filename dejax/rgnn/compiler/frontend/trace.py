@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dejax.rgnn.compiler.frontend.errors import REMEDY, SPACE_WORDS, fail, user_line
@@ -43,6 +46,9 @@ class Trace:
         self.declared: dict[int, Symbol] = {}
         self.closed_over: list[Any] = []  # arrays of the closure; they are inputs after the arguments
         self._known: dict[tuple[int, Space], Argument] = {}
+        # Values made of numbers and counts alone take the float dtype of what they meet, as numbers do in jax.numpy.
+        self.weak: set[int] = set()
+        self.float_dtype = jax.dtypes.canonicalize_dtype("float64").name
 
     def symbol(self, index: int) -> Symbol:
         return Symbol(self, index)
@@ -51,10 +57,62 @@ class Trace:
         self.builder.line = user_line()
         for x in args:
             self.own(x)
+        values = args[1:] if name == "select" else args  # a condition decides no dtype
+        met = dict(zip(values, self._of_one_kind(name, values), strict=True))
+        weak = bool(values) and name != "cast" and all(x.index in self.weak for x in met.values())
         try:
-            return Symbol(self, self.builder.op(name, *(a.index for a in args), **attrs))
+            made = Symbol(self, self.builder.op(name, *(met.get(a, a).index for a in args), **attrs))
         except IRError as error:
             raise fail(str(error)) from None
+        if weak:
+            self.weak.add(made.index)
+        return made
+
+    def _of_one_kind(self, name: str, values: Sequence[Symbol]) -> list[Symbol]:
+        """Values that meet in an operator: weak ones in the dtype of the others, integers in one dtype, as in JAX."""
+        dtypes = dict.fromkeys(v.dtype for v in values if v.index not in self.weak)
+        floats = [d for d in dtypes if inter.is_float(d)]
+        if floats:
+            dtype = "float64" if "float64" in floats else "float32"  # 16-bit floats do not hold counts
+            return [self.in_dtype(v, dtype) for v in values]
+        if name in inter.BINARY | {"select", "concat", "dot", "linear"} and len(dtypes) > 1:
+            dtype = functools.reduce(lambda a, b: jnp.promote_types(a, b).name, dtypes)
+            dtype = jax.dtypes.canonicalize_dtype(dtype).name
+            return [v if v.dtype in ("bool", dtype) else self.emit("cast", v, dtype=dtype) for v in values]
+        return list(values)
+
+    def in_dtype(self, x: Symbol, dtype: str) -> Symbol:
+        """A weak value as if its numbers and counts were of `dtype` from the start; another value as it is."""
+        if x.index not in self.weak or x.dtype == dtype:
+            return x
+        made: dict[int, int] = {}
+
+        def visit(index: int) -> int:
+            if index not in made:
+                op = self.builder.ops[index]
+                attrs = {**dict(op.attrs), **({"dtype": dtype} if op.name in ("const", "count") else {})}
+                made[index] = self.builder.op(op.name, *map(visit, op.args), **attrs)
+            return made[index]
+
+        found = Symbol(self, visit(x.index))
+        self.weak.update(made.values())
+        return found
+
+    def count(self, via: str, dtype: Any = None, **attrs: Any) -> Symbol:
+        """The number of entries of each row of a map, weak unless it has a dtype."""
+        made = self.emit("count", via=via, dtype=self.float_dtype if dtype is None else np.dtype(dtype).name, **attrs)
+        if dtype is None:
+            self.weak.add(made.index)
+        return made
+
+    def number_of(self, x: numbers.Real, like: Symbol) -> Symbol:
+        """A Python number as a constant in the dtype that it has in arithmetic with `like`."""
+        weak_float = not inter.is_float(like.dtype) and not isinstance(x, numbers.Integral)
+        dtype = self.float_dtype if weak_float else _dtype_of(x, like.dtype)
+        made = self.symbol(self.builder.const(float(x), dtype, like.space))
+        if weak_float or like.index in self.weak:
+            self.weak.add(made.index)
+        return made
 
     def own(self, x: Argument | Symbol) -> None:
         """Raises ProgramError for a value of another program, whose index has no meaning here."""
@@ -79,13 +137,14 @@ class Trace:
                 )
             return known
         if isinstance(x, numbers.Real):
-            x = self.symbol(self.builder.const(float(x), "float32"))
+            x = self.symbol(self.builder.const(float(x), self.float_dtype))
+            self.weak.add(x.index)
         if not isinstance(x, Symbol):
             raise fail(
                 f"{method} takes an array, an argument of the program or a value made from one, got {type(x).__name__}"
             )
         if space != Space.GRAPH and (x.space == Space.GRAPH or x.op.name == "const"):
-            return self.symbol(self.builder.lift(x.index, space))
+            return self.lifted(x, space)
         if x.space == Space.NODE_TYPE and space == Space.NODE:
             return self.emit("gather", x, via="ntype")
         if x.space != space:
@@ -145,7 +204,7 @@ class Trace:
     def value(self, x: Any, like: Symbol) -> Symbol:
         """An operand of arithmetic with `like`: Python numbers become constants of its dtype, arrays shared values."""
         if isinstance(x, numbers.Real):
-            return self.symbol(self.builder.const(float(x), _dtype_of(x, like.dtype), like.space))
+            return self.number_of(x, like)
         if not self.is_operand(x):
             raise fail(
                 f"operands must be values, numbers or arrays, got {type(x).__name__} (an array that is not an argument "
@@ -175,8 +234,11 @@ class Trace:
         return x.astype("float32") if x.dtype in ("float16", "bfloat16") else x
 
     def counted(self, x: Symbol) -> Symbol:
-        """Booleans as int32, for sums."""
-        return self.emit("cast", x, dtype="int32") if x.dtype == "bool" else x
+        """Booleans and narrow integers as JAX's own integers, for sums and products."""
+        if inter.is_float(x.dtype):
+            return x
+        dtype = jax.dtypes.canonicalize_dtype("uint64" if x.dtype.startswith("uint") else "int64").name
+        return x if x.dtype == dtype else self.emit("cast", x, dtype=dtype)
 
     def number(self, x: Symbol, what: str) -> Symbol:
         """The value; raises ProgramError for booleans, on which the operation `what` is not defined."""
@@ -208,7 +270,14 @@ class Trace:
                 + (f"; {hints[0]}" if hints else "")
             )
         target = rest.pop() if rest else xs[0].space if len({x.space for x in xs}) == 1 else Space.GRAPH
-        return [self.symbol(self.builder.lift(x.index, target)) for x in xs]
+        return [self.lifted(x, target) for x in xs]
+
+    def lifted(self, x: Symbol, space: Space) -> Symbol:
+        """A shared value or a constant for every row of a space."""
+        made = self.symbol(self.builder.lift(x.index, space))
+        if x.index in self.weak:
+            self.weak.add(made.index)
+        return made
 
     def binary(self, name: str, a: Any, b: Any) -> Symbol:
         like = a if isinstance(a, Symbol) else b

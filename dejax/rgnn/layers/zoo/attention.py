@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from dejax.rgnn.compiler import functional as F
-from dejax.rgnn.compiler.frontend import GraphSymbol, Symbol
+from dejax.rgnn.compiler.frontend import GraphSymbol, ProgramError, Symbol
 from dejax.rgnn.compiler.program import program
 from dejax.rgnn.layers.arguments import (
     Params,
@@ -42,7 +42,8 @@ def gat(
     Args:
       g: the graph.
       x: [N, k] node features, or a pair (sources [N, k], destinations [N, l]).
-      params: `weight` [H, k, d], `attention_src` and `attention_dst` [H, d]; `weight_dst` [H, l, d] where x is a pair;
+      params: `weight` [H, k, d], `attention_src` and `attention_dst` [H, d]; `weight_dst` [H, l, d] where x is a pair
+        (without it destinations meet `weight`);
         with edge features `weight_edge` [H, c, d] and `attention_edge` [H, d]; optionally `residual` R [l, H * d] and
         `bias` [H * d] ([l, d] and [d] where heads are averaged), and `edge_scale` [E, H], a factor of the attention
         after the softmax, for attention dropout.
@@ -67,7 +68,9 @@ def gat(
     check_edge_features("gat", edge_features, params, ("weight_edge", "attention_edge"))
     x_src, x_dst = ends(g, x)
     z = x_src @ g.shared(params["weight"])
-    z_dst = z if params.get("weight_dst") is None else x_dst @ g.shared(params["weight_dst"])
+    z_dst = z
+    if params.get("weight_dst") is not None or x_dst is not x_src:
+        z_dst = x_dst @ _weight_of_destinations(g, params, "weight", x_dst)
     score = g.src(F.dot(z, g.shared(params["attention_src"]))) + g.dst(F.dot(z_dst, g.shared(params["attention_dst"])))
     if edge_features is not None:
         edge = g.edge(edge_features) @ g.shared(params["weight_edge"])
@@ -90,8 +93,9 @@ def gatv2(
         e_ij = a . LeakyReLU(x_i W_dst + x_j W_src + f_ij W_edge)
         y_i = sum over edges j -> i of softmax(e)_ij (x_j W_src)   (+ x_i R)   + b
 
-    for each head. Without `weight_dst`, W_dst = W_src. The paper's neighbourhood holds the node itself: make the graph
-    with `add_self_loops=True`.
+    for each head. Without `weight_dst`, W_dst = W_src, also where x is a pair; without `weight_dst` and `bias_dst` both
+    projections add `bias_src`. The paper's neighbourhood holds the node itself: make the graph with
+    `add_self_loops=True`.
 
     Args:
       g: the graph.
@@ -117,14 +121,28 @@ def gatv2(
     x_src, x_dst = ends(g, x)
     z_src = add_bias(g, x_src @ g.shared(params["weight_src"]), params.get("bias_src"))
     z_dst = z_src
-    if params.get("weight_dst") is not None:
-        z_dst = add_bias(g, x_dst @ g.shared(params["weight_dst"]), params.get("bias_dst"))
+    own = any(params.get(name) is not None for name in ("weight_dst", "bias_dst"))
+    if own or x_dst is not x_src:
+        bias = params.get("bias_dst" if own else "bias_src")
+        z_dst = add_bias(g, x_dst @ _weight_of_destinations(g, params, "weight_src", x_dst), bias)
     hidden = g.src(z_src) + g.dst(z_dst)
     if edge_features is not None:
         hidden = hidden + g.edge(edge_features) @ g.shared(params["weight_edge"])
     score = F.dot(F.leaky_relu(hidden, negative_slope), g.shared(params["attention"]))
     y = attend(g, score, g.src(z_src), params.get("edge_scale"))
     return finish(g, merge_heads(y, concat_heads), x_dst, params)
+
+
+def _weight_of_destinations(g: GraphSymbol, params: Params, source: str, x: Symbol) -> Symbol:
+    """`weight_dst`, or without it the weight of the sources, which destinations of the same width meet, too."""
+    if params.get("weight_dst") is not None:
+        return g.shared(params["weight_dst"])
+    weight = g.shared(params[source])
+    if weight.shape[-2] != x.shape[-1]:
+        raise ProgramError(
+            f"a pair of widths {weight.shape[-2]} and {x.shape[-1]} needs the parameter weight_dst, got none"
+        )
+    return weight
 
 
 @program

@@ -39,7 +39,7 @@ class SAGESpec(ZooSpec):
       aggregation: `"mean"`, `"max"` or `"sum"`.
       pool_features: width of the paper's pooling perceptron before the aggregation; None: neighbours as they are.
       normalize: whether rows of the result get norm 1.
-      use_root, use_bias: adds `x @ root`, and `bias` [n].
+      use_root, use_bias: adds `x @ root`, and `bias` [n]. A pair of features needs `use_root`.
     """
 
     name = "SAGEConv"
@@ -54,6 +54,8 @@ class SAGESpec(ZooSpec):
 
     def params(self) -> ParamSpecs:
         (k, m), n, p = self.widths, self.out_features, self.pool_features
+        if isinstance(self.in_features, tuple) and not self.use_root:
+            raise ValueError("SAGEConv: a pair of features needs use_root: without it nothing reads the destinations")
         specs = {} if p is None else {"pool": matrix(k, p), "pool_bias": zeros_of(p)}
         specs["neighbour"] = matrix(k if p is None else p, n)
         if self.use_root:

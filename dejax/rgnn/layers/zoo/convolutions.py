@@ -87,6 +87,11 @@ def graphsage(g: GraphSymbol, x: Any, params: Params, aggregation: str = "mean",
     check_params(params, "graphsage", ("neighbour",), ("root", "bias", "pool", "pool_bias"))
     check_choice("graphsage", "aggregation", aggregation, ("mean", "max", "sum"))
     x_src, x_dst = ends(g, x)
+    if x_dst is not x_src and params.get("root") is None:
+        raise ProgramError(
+            "graphsage: x must be one array where the parameters lack root, got a pair; without root nothing reads the "
+            "destinations"
+        )
     if params.get("pool") is not None:
         x_src = F.relu(add_bias(g, x_src @ g.shared(params["pool"]), params.get("pool_bias")))
     weight = g.shared(params["neighbour"])
