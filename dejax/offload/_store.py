@@ -275,6 +275,7 @@ class ActivationStore:
 
     def check(self) -> None:
         """Raises the error that an earlier step met on one of several devices, if any; later steps raise it, too."""
+        self.stats()  # raises in a process that only inherited the store
         _raise_failure_of_shards()
 
     def clear(self) -> None:

@@ -60,7 +60,8 @@ def test_names_and_functions_choose(store):
         return store.stats().stored_bytes - before
 
     assert stored(policy=["act"], inputs="none") == TENSOR
-    assert stored(policy=["no such name"]) == 0
+    with pytest.raises(ValueError, match="'no such name', which no tensor of"):
+        stored(policy=["no such name"])
     assert stored(policy=lambda residual: residual.is_input) == TENSOR
     assert stored(policy=lambda residual: residual.is_input, inputs="none") == 0
     assert stored(policy=lambda residual: residual.is_input, inputs=(0, 1)) == 2 * TENSOR + WIDTH_EXTRA

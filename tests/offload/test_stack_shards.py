@@ -445,7 +445,7 @@ class TestFaults:
         interceptor(store).inject("read", count)
         after, loss = jax.block_until_ready(run(state, batch("data and tensor", 0)))
         interceptor(store).inject("read", 0)  # devices give up before they have read everything
-        assert np.isnan(after.outer["in"]).any()
+        assert int(after.skipped) == 1
         with pytest.raises(RuntimeError, match="must be of a step that ended, got version 1"):
             in_memory(after)
         with pytest.raises(Exception, match=r"a read failed: injected fault \(on one device of several"):
