@@ -289,7 +289,7 @@ def exp2(x: jax.Array) -> jax.Array:
 
 
 def maximum(x: Any, y: Any) -> jax.Array:
-    """The larger elements of two tiles of one dtype, sides of 1 broadcast, or of a tile and a number; NaN for NaN."""
+    """The larger elements of two tiles of one dtype, or of a tile and a number; axes of size 1 broadcast, NaN stays."""
     return _extremum("max", x, y)
 
 
