@@ -117,6 +117,14 @@ def test_branches_that_vmap_chooses_for_each_example_gather() -> None:
     np.testing.assert_array_equal(jax.jit(switched)(table, jnp.array([0, 1])), [ROWS[0], 2 * ROWS[1]])
 
 
+def test_a_stack_of_tables_that_vmap_maps_over_gives_the_rows_of_each() -> None:
+    """JAX maps over the operands of a `cond` in the same way, so that a stack cannot be told apart and refused."""
+    both = [ROWS, 2 * ROWS[::-1]]
+    tables = jax.tree.map(lambda *x: jnp.stack([np.asarray(leaf) for leaf in x]), *map(HostTable.from_numpy, both))
+    for run in (mapped := jax.vmap(lambda table: table[jnp.array([0, 3])])), jax.jit(mapped):
+        np.testing.assert_array_equal(run(tables), [rows[[0, 3]] for rows in both])
+
+
 def test_control_flow_and_pytrees() -> None:
     table = HostTable.from_numpy(ROWS)
     blocks = jnp.array([[0, 7], [3, 3]])
