@@ -18,6 +18,7 @@ from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.passes import PASSES
 from tests.budget import examples
 from tests.rgnn.lowering.test_h200 import stablehlo
+from tests.rgnn.preserved import Compiled, trace
 from tests.rgnn.random_programs import Input, Recipe, recipes
 from tests.rgnn.rounding import as_with_rounded_products, rounded
 from tests.rgnn.strategies import CHUNK, EdgeList, edge_lists
@@ -194,6 +195,34 @@ def test_gradients_of_gradients(recipe: Recipe, edges: EdgeList) -> None:
 
     with jax.enable_x64(True):
         assert_same(twice(Options(backend="xla")), twice(PLAIN), 1e-8)
+
+
+# Arguments of the grammar, and the tolerance for its programs in float64.
+GRAMMARS: dict[str, tuple[dict[str, Any], float]] = {
+    "plain": ({}, 1e-9),
+    "scaled": ({"scaled": True}, 1e-8),
+    "float16": ({"narrow": "float16"}, 1e-9),
+    "bfloat16": ({"narrow": "bfloat16"}, 1e-9),
+}
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_each_pass_preserves_results_and_gradients(name: str) -> None:
+    """By numpy, after each pass; without scales also gradients of gradients."""
+    asked, tolerance = GRAMMARS[name]
+
+    @settings(max_examples=examples(40))
+    @given(recipe=recipes(**asked), edges=edge_lists(), disable=PASS_SUBSETS, exact=st.booleans())
+    def test(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...], exact: bool) -> None:
+        note(f"{disable} exact={exact}\n{edges}")
+        graph = edges.build(long_segment_chunk=CHUNK)
+        program, inputs = trace(recipe.program(), graph, recipe.cast(recipe.arrays(edges), "float32"))
+        compiled = Compiled(program, graph, inputs, disable=disable, exact=exact, tolerance=tolerance)
+        compiled.check()
+        if name != "scaled":
+            compiled.check_second_derivatives()
+
+    test()
 
 
 def test_backward_rounds_scores_as_forward_did() -> None:

@@ -1,0 +1,189 @@
+"""What passes preserve: results and gradients of a program after each pass, by numpy in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from dejax import rgnn
+from dejax.rgnn import RelGraph
+from dejax.rgnn.compiler.execute import counts_of
+from dejax.rgnn.ir.inter import Program, is_float
+from dejax.rgnn.passes import FORWARD_ALONE, Counts, Cut, differentiated, optimise, run_passes
+from dejax.rgnn.passes.backward import differentiate
+from tests.rgnn.evaluate import evaluate, to_rows
+
+Array = np.ndarray
+ByPosition = dict[int, Array]
+
+
+def trace(function: rgnn.Program, graph: RelGraph, *args: Any, **kwargs: Any) -> tuple[Program, ByPosition]:
+    """The level-1 program of a function of the front end, and its inputs."""
+    program, _, arrays = function.traced(counts_of(graph), args, kwargs)
+    inputs = {op.attr("position"): op for op in (program.ops[i] for i in program.inputs)}
+    return program, {position: to_rows(graph, op.space, arrays[position]) for position, op in inputs.items()}
+
+
+def float_positions(program: Program) -> tuple[int, ...]:
+    """Positions of the inputs that have gradients."""
+    inputs = (program.ops[i] for i in program.inputs)
+    return tuple(op.attr("position") for op in inputs if is_float(op.dtype))
+
+
+def cotangents(program: Program, results: Sequence[Array]) -> ByPosition:
+    """Cotangents of many signs and sizes for the results, at the positions that `differentiate` gives to them."""
+    first = 1 + max((program.ops[i].attr("position") for i in program.inputs), default=-1)
+    waves = (np.cos(np.arange(y.size) * 1.7 + n).reshape(y.shape) for n, y in enumerate(results))
+    return {first + n: wave for n, wave in enumerate(waves)}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program on a graph, and how it is compiled.
+
+    Attributes:
+      program: as it was written.
+      graph: without padding.
+      inputs: by position.
+      counts: by which passes decide; by default those of the graph.
+      disable: names of passes.
+      exact: as in `optimise`.
+      tolerance: relative to the largest element of a column, which counts as 0.01 at least.
+    """
+
+    program: Program
+    graph: RelGraph
+    inputs: ByPosition
+    counts: Counts = None  # type: ignore[assignment]
+    disable: Collection[str] = ()
+    exact: bool = True
+    tolerance: float = 1e-9
+
+    def __post_init__(self) -> None:
+        if self.counts is None:
+            object.__setattr__(self, "counts", counts_of(self.graph))
+
+    @cached_property
+    def wrt(self) -> tuple[int, ...]:
+        return float_positions(self.program)
+
+    @cached_property
+    def joint(self) -> Program:
+        """The derivative of the program as it was written."""
+        return differentiate(self.program, self.wrt)
+
+    @cached_property
+    def given(self) -> ByPosition:
+        """The inputs and the cotangents of the results."""
+        return self.inputs | cotangents(self.program, evaluate(self.program, self.graph, self.inputs))
+
+    @cached_property
+    def want(self) -> list[Array]:
+        """Results and gradients of the program as it was written."""
+        return evaluate(self.joint, self.graph, self.given)
+
+    @cached_property
+    def rounding(self) -> list[Array]:
+        """What rounding does to the program as it was written: its errors in float32, as those of float64."""
+        float32 = lambda a: a.astype(np.float32) if a.dtype.kind == "f" else a  # noqa: E731
+        given = {position: float32(a) for position, a in self.given.items()}
+        found = evaluate(self.joint, self.graph, given, rounded=True)
+        return [np.abs(x - w) * 2.0**-29 for x, w in zip(found, self.want, strict=True)]
+
+    def check(self) -> None:
+        """Checks results and gradients after each pass, and those of both halves of the program for training."""
+        disable, last = frozenset(self.disable), [self.program]
+
+        def after(stage: str, made: Program) -> None:
+            if made is not last[0]:
+                last[0] = made
+                self.compare(stage, evaluate(differentiate(made, self.wrt), self.graph, self.given))
+
+        def after_late(stage: str, made: Program) -> None:
+            if not stage.startswith("recompute") and made is not last[0]:
+                last[0] = made
+                self.compare(f"{stage}, with gradients", evaluate(made, self.graph, self.given))
+
+        def after_alone(stage: str, made: Program) -> None:
+            if made is not last[0]:
+                last[0] = made
+                self.compare(f"{stage}, without gradients", evaluate(made, self.graph, self.inputs))
+
+        program = optimise(self.program, self.counts, disable, after, exact=self.exact)
+        run_passes(program, FORWARD_ALONE, self.counts, disable, after_alone)
+        halves = differentiated(program, self.wrt, self.counts, disable, after_late, exact=self.exact)
+        self.compare("cut", [a for part in run_halves(halves, self.graph, self.given) for a in part])
+
+    def compare(self, stage: str, got: Sequence[Array]) -> None:
+        """Compares results, and gradients where there are any, with those that are wanted."""
+        for n, (x, want) in enumerate(zip(got, self.want, strict=False)):
+            wrong = np.abs(x - want)
+            allowed = self.tolerance * np.maximum(_largest_of_columns(np.abs(want)), 0.01)
+            if not np.all(wrong <= allowed):
+                allowed = allowed + 64 * _largest_of_columns(self.rounding[n])
+            results = len(self.program.outputs)
+            what = f"result {n}" if n < results else f"the gradient of input {self.wrt[n - results]}"
+            assert np.all(wrong <= allowed), (
+                f"{what} is wrong after {stage}: by {wrong.max():.1e} of {np.abs(want).max():.1e}"
+            )
+
+    def check_second_derivatives(self) -> None:
+        """Checks gradients of gradients, composed of those of the halves, with those of the program as written."""
+        twice = differentiate(self.joint, self.wrt)
+        given = self.given | cotangents(self.joint, self.want)
+        want = evaluate(twice, self.graph, given)[len(self.want) :]
+        disable = frozenset(self.disable)
+
+        def halves(program: Program, wrt: tuple[int, ...]) -> Cut:
+            return differentiated(program, wrt, self.counts, disable, exact=self.exact)
+
+        # The gradients are a function of the inputs and of what the forward half saves.
+        results = len(self.program.outputs)
+        first = halves(optimise(self.program, self.counts, disable, exact=self.exact), self.wrt)
+        forward = halves(first.forward, float_positions(first.forward))
+        backward = halves(first.backward, float_positions(first.backward))
+        of_joint = [given[p] for p in sorted(given)][len(self.given) :]
+        of_results, of_gradients = of_joint[:results], of_joint[results:]
+        inner = backward_inputs(first, self.graph, self.given)
+        _, found = run_halves(backward, self.graph, inner | dict(_after(first.backward, of_gradients)))
+        through = dict(zip(float_positions(first.backward), found, strict=True))
+        saved = evaluate(first.forward, self.graph, self.inputs)[results:]
+        zeros = {len(first.needed) + n: np.zeros(s.shape) for n, s in enumerate(saved)}
+        of_saved = [through.get(p, zero) for p, zero in zeros.items()]
+        outer = self.inputs | dict(_after(first.forward, [*of_results, *of_saved]))
+        _, found = run_halves(forward, self.graph, outer)
+        total = dict(zip(float_positions(first.forward), found, strict=True))
+        for n, position in enumerate(first.needed):
+            if n in through:
+                total[position] = total[position] + through[n]
+        for position, w in zip(self.wrt, want, strict=True):
+            np.testing.assert_allclose(
+                total[position], w, rtol=0, atol=10 * self.tolerance * (1 + np.abs(w).max(initial=0))
+            )
+
+
+def _largest_of_columns(x: Array) -> Array:
+    return x.reshape(-1, x.shape[-1]).max(0, initial=0) if x.ndim > 1 else x.max(initial=0)
+
+
+def _after(program: Program, arrays: Sequence[Array]) -> list[tuple[int, Array]]:
+    """Arrays at the positions of the cotangents of a program."""
+    return list(zip(cotangents(program, arrays), arrays, strict=True))
+
+
+def backward_inputs(halves: Cut, graph: RelGraph, given: Mapping[int, Array]) -> ByPosition:
+    """The inputs of the backward half: inputs of the forward half, what that saves, and cotangents."""
+    saved = evaluate(halves.forward, graph, given)[halves.num_outputs :]
+    inputs = {halves.forward.ops[i].attr("position") for i in halves.forward.inputs}
+    of_results = [a for p, a in sorted(given.items()) if p not in inputs]
+    return dict(enumerate([*(given[p] for p in halves.needed), *saved, *of_results]))
+
+
+def run_halves(halves: Cut, graph: RelGraph, given: Mapping[int, Array]) -> tuple[list[Array], list[Array]]:
+    """Results and gradients."""
+    results = evaluate(halves.forward, graph, given)[: halves.num_outputs]
+    return results, evaluate(halves.backward, graph, backward_inputs(halves, graph, given))
