@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -34,16 +35,8 @@ def one_device():
     return job.run(None, 50)[0]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "devices, tables",
-    [
-        (2, "shared"),
-        (4, "sharded"),
-        pytest.param(2, "sharded", marks=pytest.mark.slow),
-        pytest.param(4, "shared", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("devices, tables", [(4, "sharded"), (2, "shared"), (2, "sharded"), (4, "shared")])
 def test_losses_of_a_sampled_job_are_those_of_one_device(one_device, devices, tables) -> None:
     losses, state = job.run(make_mesh(devices), 50, tables)
     np.testing.assert_allclose(losses, one_device, rtol=0, atol=1e-6)
@@ -51,16 +44,20 @@ def test_losses_of_a_sampled_job_are_those_of_one_device(one_device, devices, ta
     assert state["params"]["w"].sharding.is_fully_replicated
 
 
-@pytest.mark.full
 @pytest.mark.cpu_only("the processes run on the CPU, and are compared with this process to 1e-6")
 @pytest.mark.parametrize(
-    "count, tables", [(2, "shared"), (2, "sharded"), pytest.param(4, "sharded", marks=pytest.mark.slow)]
+    "count, tables",
+    [
+        (2, "plain"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, "shared"), (2, "sharded"), (4, "sharded")]),
+    ],
 )
-def test_losses_of_processes_are_those_of_one_device(one_device, count, tables, tmp_path) -> None:
+def test_losses_of_processes_are_those_of_one_device(count, tables, tmp_path, request) -> None:
+    want = job.run(make_mesh(1), 20, tables)[0] if tables == "plain" else request.getfixturevalue("one_device")
     processes.finish(processes.start(count, tmp_path, steps=20, tables=tables), tmp_path)
     for process in range(count):
         found = processes.losses(tmp_path, process)
-        np.testing.assert_allclose([found[k] for k in range(20)], one_device[:20], rtol=0, atol=1e-6)
+        np.testing.assert_allclose([found[k] for k in range(20)], want[:20], rtol=0, atol=1e-6)
 
 
 def gradients(state, key, ids, data):
@@ -80,6 +77,7 @@ def update(state, mean):
     return {**state, "w": state["w"] - 0.05 * mean.gradients, "table": table, "moments": moments}
 
 
+@cache
 def trained(mesh, rule, parts=4, cached=False, steps=6, per_call=1):
     table = HostTable.from_numpy(ROWS)
     moments = rule.init(table)
@@ -108,16 +106,15 @@ def trained(mesh, rule, parts=4, cached=False, steps=6, per_call=1):
     return reports, state, gather(state["table"], np.arange(50)) if mesh is None else state["table"].numpy()
 
 
-@pytest.fixture(scope="module")
-def trained_on_one_device():
-    return trained(None, adam(0.05))
+ADAM = adam(0.05)
 
 
-@pytest.mark.parametrize("devices, cached", [(4, False), (4, True), (1, False)])
-@pytest.mark.sample(2)
-def test_tables_are_written_once_for_all_devices(trained_on_one_device, devices, cached) -> None:
-    want, _, rows = trained_on_one_device
-    got, state, table = trained(make_mesh(devices), adam(0.05), cached=cached)
+@pytest.mark.parametrize(
+    "devices, cached", [(4, True), *(pytest.param(n, False, marks=pytest.mark.slow) for n in (1, 4))]
+)
+def test_tables_are_written_once_for_all_devices(devices, cached) -> None:
+    want, _, rows = trained(None, ADAM)
+    got, state, table = trained(make_mesh(devices), ADAM, cached=cached)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
     np.testing.assert_allclose(table, rows, rtol=0, atol=2e-6)
     assert [count for _, _, count in got] == [23] * 6
@@ -128,12 +125,11 @@ def test_tables_are_written_once_for_all_devices(trained_on_one_device, devices,
         np.testing.assert_array_equal(state["table"].cache, copies[0][[3, 8, 20]])
 
 
-@pytest.mark.parametrize("devices, cached", [(None, False), (4, True)])
-@pytest.mark.sample(1)
+@pytest.mark.parametrize("devices, cached", [pytest.param(None, False, marks=pytest.mark.slow), (4, True)])
 def test_several_steps_of_a_call_are_those_of_several_calls(devices, cached) -> None:
     mesh = None if devices is None else make_mesh(devices)
-    want, state, rows = trained(mesh, adam(0.05), cached=cached)
-    got, other, again = trained(mesh, adam(0.05), cached=cached, per_call=3)
+    want, state, rows = trained(mesh, ADAM, cached=cached)
+    got, other, again = trained(mesh, ADAM, cached=cached, per_call=3)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
     np.testing.assert_allclose(again, rows, rtol=0, atol=1e-6)
     np.testing.assert_allclose(other["w"], state["w"], rtol=0, atol=1e-6)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from dejax import distributed
-from dejax.distributed import failing, make_mesh
+from dejax.distributed import failing
 from dejax.host_gather import HostTable
-from dejax.minibatch import FeatureStore
 from tests.distributed import job, processes
 
 PROGRAM = """
@@ -53,12 +52,11 @@ def statuses(tmp_path, how, count=2):
             process.wait()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "how, message",
     [
         ("SIGKILL", "process 1 on .*: no sign of life"),
-        ("SIGSTOP", "process 1 on .*: no sign of life"),
+        pytest.param("SIGSTOP", "process 1 on .*: no sign of life", marks=pytest.mark.slow),
         ("raises", "process 1 ended: KeyError: 'a bug of the user'"),
     ],
 )
@@ -70,10 +68,13 @@ def test_the_others_end_with_a_message(how, message, tmp_path) -> None:
     assert found[1] == {"SIGKILL": -9, "SIGSTOP": None, "raises": 1}[how]
 
 
-@pytest.mark.full
-def test_processes_that_end_and_processes_that_disagree(tmp_path) -> None:
+@pytest.mark.slow
+def test_processes_that_end_say_nothing(tmp_path) -> None:
     found, texts = statuses(tmp_path, "ends")
     assert found == [0, 0] and not any("dejax.distributed:" in text for text in texts), texts
+
+
+def test_processes_that_disagree(tmp_path) -> None:
     found, texts = statuses(tmp_path, "disagrees")
     want = "all processes must have the same `nodes`, got 5 on process 0, 6 on process 1"
     assert 0 not in found and all(want in text for text in texts), texts
@@ -90,7 +91,7 @@ jax.block_until_ready(jax.numpy.ones(3))
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_threads_of_the_watch_end_before_python_does(tmp_path) -> None:
     """Five of six processes were aborted at their end while the threads ran on."""
     program = tmp_path / "program.py"
@@ -118,38 +119,6 @@ def check_kills(tmp_path, times):
     whole = processes.start(2, tmp_path / "whole", cache=cache, steps=len(found), tables="plain", every=10**9)
     processes.finish(whole, tmp_path / "whole", timeout=900)
     assert processes.losses(tmp_path / "whole") == found
-
-
-def authors(state):
-    return state["authors"]["author"].table
-
-
-@pytest.mark.devices(4)
-@pytest.mark.parametrize("before, after", [(4, 2), (1, 4)])
-@pytest.mark.sample(2)
-def test_a_checkpoint_is_read_on_another_number_of_devices(before, after, tmp_path) -> None:
-    state, _ = job.build(make_mesh(before), "sharded")
-    state["key"] = jax.random.key(3)
-    state["table"] = HostTable.from_numpy(np.arange(12.0).reshape(4, 3).astype(np.float32)).share(
-        make_mesh(before), writable=True
-    )
-    state["params"] = jax.tree.map(lambda x: x + 0.25, state["params"])
-    distributed.save(tmp_path, 7, state)
-    like, _ = job.build(make_mesh(after), "sharded")
-    like["key"] = jax.random.key(0)
-    like["table"] = HostTable.zeros((4, 3)).share(make_mesh(after), writable=True)
-    zeros = distributed.ShardedTable.zeros(authors(like).shape, make_mesh(after))
-    like["authors"] = FeatureStore().with_table("author", zeros, trainable=True)
-    place = zeros.words.addressable_shards[0].data.unsafe_buffer_pointer()
-    assert distributed.latest_step(tmp_path) == 7
-    got, step = distributed.restore(tmp_path, like)
-    assert step == 7 and authors(got).words.addressable_shards[0].data.unsafe_buffer_pointer() == place
-    np.testing.assert_array_equal(authors(got).numpy(), authors(state).numpy())
-    np.testing.assert_array_equal(got["table"].numpy(), state["table"].numpy())
-    for a, b in zip(jax.tree.leaves(got["params"]), jax.tree.leaves(state["params"]), strict=True):
-        np.testing.assert_array_equal(a, b)
-        assert len(a.sharding.device_set) == after
-    assert jax.random.key_data(got["key"]).tolist() == jax.random.key_data(state["key"]).tolist()
 
 
 def test_errors_of_checkpoints(tmp_path) -> None:

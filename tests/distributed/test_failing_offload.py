@@ -68,12 +68,13 @@ def marks() -> set[int]:
     return {int(path.name.split("-")[0]) for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "when"),
     [
-        pytest.param(1, "backward", marks=pytest.mark.full),
-        pytest.param(1, "forward", marks=pytest.mark.slow),
-        pytest.param(0, "backward", marks=pytest.mark.slow),
+        (1, "backward"),
+        (1, "forward"),
+        (0, "backward"),
     ],
 )
 def test_a_process_dies_in_a_step(victim: int, when: str, tmp_path: Path) -> None:
@@ -132,7 +133,6 @@ with StateStore(folder + "/drive", chunk_bytes=4096) as store:
 """
 
 
-@pytest.mark.full
 def test_a_read_that_fails_in_one_process_ends_all(tmp_path: Path) -> None:
     """No process goes on with wrong numbers, and none waits for ever."""
     program = tmp_path / "program.py"

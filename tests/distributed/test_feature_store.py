@@ -1,5 +1,7 @@
 """`FeatureStore` with a table that is divided over devices: the rows, and a training step, of one array."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,10 +35,10 @@ def on_devices(mesh, function, store, ids=IDS):
     return jax.jit(mapped)(store, ids)
 
 
-@pytest.mark.parametrize("how", ["gather", "gather_start"])
-@pytest.mark.parametrize(
-    ("options", "dtype"), [({}, None), ({"dtype": "int8", "scale": "row", "hot": [3, 50]}, "bfloat16")]
-)
+NARROW = {"dtype": "int8", "scale": "row", "hot": [3, 50]}
+
+
+@pytest.mark.parametrize(("options", "dtype", "how"), [(NARROW, "bfloat16", "gather"), ({}, None, "gather_start")])
 def test_rows_are_those_of_an_array(options, dtype, how) -> None:
     mesh = make_mesh(2)
 
@@ -184,9 +186,19 @@ def trained(mesh, kind, *, rule=ADAM, capacity=None, steps=3, parts=4):
     return np.array(rows), losses, int(state["lost"])
 
 
-@pytest.mark.parametrize("kind", CUT)
+@cache
+def trained_on_one_device():
+    return trained(None, "host")
+
+
+QUICK = ("split", "divided, hot")  # of the tables that are shared, and of those that are divided
+
+
+@pytest.mark.parametrize(
+    "kind", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CUT]
+)
 def test_trained_rows_are_those_of_one_device(kind) -> None:
-    want = trained(None, "host")
+    want = trained_on_one_device()
     for devices in (4, 2) if kind.startswith("divided") else (2,):
         rows, losses, _ = trained(make_mesh(devices), kind)
         np.testing.assert_allclose(rows, want[0], rtol=0, atol=1e-6)

@@ -95,8 +95,7 @@ def kernels(text: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", ["rgcn", "rgat", "hgt"])
+@pytest.mark.parametrize("name", ["rgcn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rgat", "hgt"))])
 def test_parts_run_the_kernels_of_one_device(name: str) -> None:
     layer, (graph, split), params = getattr(library, name), graphs(), parameters(name)
     options = Options(backend="pallas", precision="tf32", interpret=False)

@@ -106,15 +106,8 @@ def trained(model: Callable[..., Any], graph: Any, x: Any, labels: Any, mask: An
     return losses
 
 
-@pytest.mark.sample(5)
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [("rgcn", 4), ("hgt", 4), ("gatv2", 2)]
-    + [
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in [("rgcn", 2), ("hgt", 2), ("rgat", 2), ("rgat", 4), ("gcn", 2), ("gcn", 4), ("gatv2", 4)]
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "parts"), [("rgcn", 2), ("hgt", 4), ("rgat", 2), ("gcn", 4), ("gatv2", 2)])
 def test_two_layers_train_as_on_one_device(name: str, parts: int) -> None:
     graph = graph_of()
     rng = np.random.default_rng(2)
@@ -142,7 +135,7 @@ def permuted_bytes(text: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["rgcn", "hgt"])
+@pytest.mark.parametrize("name", ["rgcn", pytest.param("hgt", marks=pytest.mark.slow)])
 def test_bytes_are_within_a_twentieth_of_the_cuts_least(name: str) -> None:
     """Forward and backward, of the compiled program: one exchange each of the narrowest rows."""
     rng = np.random.default_rng(0)
@@ -233,10 +226,10 @@ def test_bad_arguments_of_a_sharded_graph_have_clear_errors() -> None:
 def test_a_mesh_of_one_device_runs_the_program_as_it_is() -> None:
     graph, rng = graph_of(), np.random.default_rng(0)
     split = ShardedGraph.from_graph(graph, np.zeros(N, int), mesh_of(1))
-    layer, params = over_mesh(library.hgt), hgt_params(rng, K, 8)
+    layer, params = over_mesh(library.rgcn), rgcn_params(rng, K, 8)
     x = rng.normal(size=(N, K)).astype(np.float32)
     assert len(layer.plan(split, split.shard_nodes(x), params).steps) == 1 and split.local.edge_mask is None
     found = split.unshard_nodes(layer(split, split.shard_nodes(x), params))
-    np.testing.assert_allclose(found, library.hgt(graph, jnp.asarray(x), params), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found, library.rgcn(graph, jnp.asarray(x), params), rtol=1e-6, atol=1e-6)
     text = jax.jit(lambda s, x: layer(s, x, params)).lower(split, split.shard_nodes(x)).compile().as_text()
     assert "collective" not in text and "all-reduce" not in text

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from dejax.distributed.full_graph._cut import least_cut
 from dejax.distributed.full_graph._rounds import SLACK, num_slots, plan_rounds, slots_of_pair
-from tests.budget import examples
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=60)
 @given(st.integers(1, 6), st.integers(0, 2**32 - 1), st.sampled_from([1.0, SLACK, 2.0]))
 def test_rounds_hold_what_is_needed(parts: int, seed: int, slack: float) -> None:
     rng = np.random.default_rng(seed)
@@ -30,7 +29,7 @@ def test_rounds_hold_what_is_needed(parts: int, seed: int, slack: float) -> None
     assert num_slots(rounds) == max((some.start + some.rows for some in rounds), default=0)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=60)
 @given(st.integers(1, 7), st.integers(0, 2**32 - 1))
 def test_the_cut_is_the_least(values: int, seed: int) -> None:
     """Against all sets of values."""

@@ -1,5 +1,7 @@
 """`ShardedTable`: rows and sums of a table that is divided over devices are those of one table."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,13 +37,26 @@ def read(mesh, table, ids=IDS, **options):
     return over(mesh, of_device, table, (P("data"), P("data")))(table, ids)
 
 
-@pytest.mark.sample(5, 5)  # each pair of a dtype, a number of devices, a memory and hot rows or none
-@pytest.mark.parametrize("hot", [(), (3, 7, 150)], ids=["", "hot"])
-@pytest.mark.parametrize("memory", ["host", "device"])
-@pytest.mark.parametrize("devices", [4, 1, 2])
-@pytest.mark.parametrize(
-    "dtype, scale",
+HOT = (3, 7, 150)
+QUICK = [
+    ("int8", "row", 4, "host", ()),
+    ("int8", "row", 1, "host", HOT),
+    ("float32", None, 4, "device", HOT),
+    ("float8_e4m3fn", "column", 2, "device", HOT),
+    ("float16", None, 2, "host", HOT),
+    ("int32", None, 4, "device", ()),
+]
+PRODUCT = itertools.product(
     [("int8", "row"), ("float32", None), ("float8_e4m3fn", "column"), ("float16", None), ("int32", None)],
+    (4, 1, 2),
+    ("host", "device"),
+    ((), HOT),
+)
+MORE = [(*kind, *rest) for kind, *rest in PRODUCT if (*kind, *rest) not in QUICK]
+
+
+@pytest.mark.parametrize(
+    "dtype, scale, devices, memory, hot", [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )
 def test_rows_are_those_of_one_table(dtype, scale, devices, memory, hot) -> None:
     mesh = make_mesh(devices)
@@ -55,9 +70,11 @@ def test_rows_are_those_of_one_table(dtype, scale, devices, memory, hot) -> None
         assert {shard.data.shape[0] for shard in table.words.addressable_shards} == {256 // devices}
 
 
-@pytest.mark.parametrize("rule", [adam(0.01), sgd(0.1), adagrad(0.1)], ids=["adam", "sgd", "adagrad"])
-@pytest.mark.parametrize("memory", ["host", "device"])
-@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    ("memory", "rule"),
+    [("host", adam(0.01)), ("device", adagrad(0.1)), pytest.param("host", sgd(0.1), marks=pytest.mark.slow)],
+    ids=["host-adam", "device-adagrad", "host-sgd"],
+)
 def test_updates_have_the_bits_of_one_table_and_are_in_place(memory, rule) -> None:
     mesh = make_mesh(4)
     table = ShardedTable.from_numpy(ROWS, mesh, memory=memory)
@@ -85,9 +102,10 @@ def test_updates_have_the_bits_of_one_table_and_are_in_place(memory, rule) -> No
             np.testing.assert_array_equal(got.numpy(), want.numpy())
 
 
-@pytest.mark.parametrize("devices", [4, 1])
-@pytest.mark.parametrize("memory", ["host", "device"])
-@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("memory", "devices"),
+    [("host", 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("device", 4), ("host", 1)])],
+)
 def test_hot_rows_are_written_and_their_copies_stay_equal(memory, devices) -> None:
     """Updates have the bits of one table, and after each of them every device has the owner's rows."""
     mesh, rule = make_mesh(devices), adam(0.01)
