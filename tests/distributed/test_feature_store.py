@@ -191,12 +191,10 @@ def trained_on_one_device():
     return trained(None, "host")
 
 
-QUICK = ("split", "divided, hot")  # of the tables that are shared, and of those that are divided
+KINDS = [kind if kind == "divided, hot" else pytest.param(kind, marks=pytest.mark.slow) for kind in CUT]
 
 
-@pytest.mark.parametrize(
-    "kind", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CUT]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_trained_rows_are_those_of_one_device(kind) -> None:
     want = trained_on_one_device()
     for devices in (4, 2) if kind.startswith("divided") else (2,):

@@ -43,14 +43,13 @@ def mean_of_senders(g, h, w):
 
 class Model(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.first = layers.RGCNConv(K, 8, R, num_bases=2, rngs=rngs)
-        self.second = layers.GATv2Conv(8, 4, num_heads=2, edge_features=2, rngs=rngs)
+        self.first = layers.GATv2Conv(K, 4, num_heads=2, edge_features=2, rngs=rngs)
         self.last = layers.ProgramModule(
             mean_of_senders, {"w": ((8, 3), jax.nn.initializers.glorot_uniform())}, rngs=rngs
         )
 
     def __call__(self, graph, x, e):
-        return self.last(graph, jnp.tanh(self.second(graph, jnp.tanh(self.first(graph, x)), e)))
+        return self.last(graph, jnp.tanh(self.first(graph, x, e)))
 
 
 @nnx.jit
