@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.full
-
 FOLDER = Path(__file__).parents[1] / "docs" / "notebooks"
 
 
@@ -23,7 +21,13 @@ def runner():
 RUNNER = runner()
 
 
-@pytest.mark.parametrize("path", RUNNER.notebooks(), ids=lambda path: path.stem)
+QUICK = ("link_prediction", "your_own_layer")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=[] if p.stem in QUICK else pytest.mark.slow, id=p.stem) for p in RUNNER.notebooks()],
+)
 def test_a_notebook_prints_what_it_shows(path, request) -> None:
     found = RUNNER.run(path)
     if request.config.getoption("--update-golden"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -64,14 +65,19 @@ def test_every_name_has_an_example() -> None:
     assert without_example() == []
 
 
-def strings_of(tree: ast.AST) -> list[str]:
-    return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+@functools.cache
+def nodes_of(text: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(text)))
 
 
-def aliases_of(tree: ast.AST) -> dict[str, str]:
+def strings_of(text: str) -> list[str]:
+    return [node.value for node in nodes_of(text) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def aliases_of(text: str) -> dict[str, str]:
     """What the imported names of a file stand for, as far as they are ours."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes_of(text):
         if isinstance(node, ast.Import):
             ours = [alias for alias in node.names if alias.name.partition(".")[0] == "dejax"]
             found |= {alias.asname or "dejax": alias.name if alias.asname else "dejax" for alias in ours}
@@ -87,10 +93,9 @@ def used_in(text: str, cases: frozenset[str] = frozenset()) -> set[str]:
     text), or an attribute that `getattr` reads of a module: then all of `cases` are used, which are the words in the
     strings of the file's folder.
     """
-    tree = ast.parse(text)
-    aliases = aliases_of(tree)
+    aliases = aliases_of(text)
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(text):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in aliases:
             found.add(aliases[node.id])
         elif isinstance(node, ast.Attribute):
@@ -100,7 +105,7 @@ def used_in(text: str, cases: frozenset[str] = frozenset()) -> set[str]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
             if (module := ast.unparse(node.args[0])) in aliases:
                 found |= {f"{aliases[module]}.{word}" for word in cases}
-    for string in strings_of(tree):
+    for string in strings_of(text):
         for first, rest in re.findall(r"\b(\w+)\.([\w.]+)\(", string):
             if first in aliases:
                 found.add(f"{aliases[first]}.{rest}")
@@ -117,7 +122,7 @@ def without_test() -> list[str]:
     texts = {path: path.read_text("utf-8") for path in files}
     words: dict[Path, set[str]] = {}
     for path, text in texts.items():
-        words.setdefault(path.parent, set()).update(re.findall(r"\w+", " ".join(strings_of(ast.parse(text)))))
+        words.setdefault(path.parent, set()).update(re.findall(r"\w+", " ".join(strings_of(text))))
     names = set().union(*(used_in(text, frozenset(words[path.parent])) for path, text in texts.items()))
     used: set[int] = set()
     for full in names:

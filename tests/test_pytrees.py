@@ -52,7 +52,7 @@ def test_a_training_step_of_a_graph_runs_in_a_new_process(tmp_path):
     (tmp_path / names["program"]).write_text(LOADED)
     subprocess.run([sys.executable, paths["program"], paths["step"], paths["found"]], check=True)
     with np.load(paths["found"]) as found:
-        for got, want in zip(found.values(), jax.tree.leaves(step(graph, params)), strict=True):
+        for got, want in zip(found.values(), jax.tree.leaves(jax.jit(step)(graph, params)), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5)
 
 

@@ -76,7 +76,9 @@ class Papers:
 GIVEN = {"pyg": lambda: {"data": movies()}, "dgl": lambda: {"graph": Papers()}}
 
 
-@pytest.mark.parametrize("user", SCRIPTS)
+@pytest.mark.parametrize(
+    "user", [pytest.param(u, marks=pytest.mark.slow if u in ("pyg", "dgl", "flax") else []) for u in SCRIPTS]
+)
 def test_a_users_script_runs_alone(user: str) -> None:
     script, printed = SCRIPTS[user]
     out: list[str] = []
@@ -92,7 +94,7 @@ def test_scripts_are_short(user: str) -> None:
     assert max(map(len, lines)) <= 120
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_worked_operator_of_contributing_runs(tmp_path: Path) -> None:
     """The diff gives a copy of dejax a new primitive, with its gradient."""
     (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)

@@ -18,6 +18,7 @@ def test_one_model_on_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (found["edges"], found["model"]) == (230, "gatv2") and 0 < found["forward"] and 0 < found["training"]
 
 
+@pytest.mark.slow
 def test_a_share_of_the_edges_ends_at_one_node() -> None:
     graph = attention.graph_of_one(50, 2000, 0.44)
     assert 0.4 < float((graph.receivers == 0).mean()) < 0.5

@@ -36,7 +36,6 @@ def test_overlap_of_gathers_and_kernels_in_a_profile() -> None:
     assert (kernel["alone_microseconds"], kernel["alongside_microseconds"]) == (500.0, 800.0)
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_all_sections() -> None:
     report = main(["--quick"])

@@ -87,7 +87,7 @@ def test_the_page_and_the_results_are_what_the_model_gives():
             assert case["bytes"] == pytest.approx(case["model_bytes"], rel=0.02)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_processes_send_the_bytes_of_the_model():
     """What the kernel counted on the TCP connections of two processes, within 2 %."""
     (found,) = scale_model_measured.measure([2], turns=2)
