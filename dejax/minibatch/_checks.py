@@ -16,6 +16,24 @@ EdgeType: TypeAlias = tuple[str, str, str]
 EdgeList: TypeAlias = tuple[np.ndarray, np.ndarray]
 """Senders and receivers, int[edges] each."""
 
+ONE_RELATION: EdgeType = ("node", "to", "node")
+"""The relation of a graph of one node type that is given without names."""
+
+
+def with_names(num_nodes: Any, *by_relation: Any) -> tuple[Any, ...]:
+    """Arguments by name, from those of a graph of one node type: a number of nodes, and values of its only relation."""
+    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int | np.integer):
+        return num_nodes, *by_relation
+    named = (v if v is None or isinstance(v, Mapping) else {ONE_RELATION: v} for v in by_relation)
+    return {ONE_RELATION[0]: num_nodes}, *named
+
+
+def of_the_only(names: Sequence[Any], value: Any) -> Any:
+    """A dict by name as it is; another value as that of the only name, where there is one."""
+    if value is None or isinstance(value, Mapping) or len(names) != 1:
+        return value
+    return {names[0]: value}
+
 
 def checked_counts(num_nodes: Mapping[str, int]) -> dict[str, int]:
     """The number of nodes of each type, as Python ints."""
@@ -91,7 +109,7 @@ def check_range(name: str, ids: np.ndarray, count: int) -> None:
 
 
 def one_for_each(
-    name: str, values: Mapping[EdgeType, Any] | None, edges: Mapping[EdgeType, EdgeList]
+    name: str, values: Mapping[EdgeType, Any] | None, edges: Mapping[EdgeType, Sequence[Any]]
 ) -> dict[EdgeType, np.ndarray]:
     """Values by relation, one for each edge."""
     found = {}
@@ -99,7 +117,7 @@ def one_for_each(
         if edge_type not in edges:
             raise ValueError(f"`{name}`: relation must be one of {list(edges)}, got {edge_type!r}")
         array = np.asarray(given)
-        length = len(edges[edge_type][0])
+        length = edges[edge_type][0].shape[0]
         if array.shape != (length,):
             raise ValueError(f"`{name}` of {edge_type} must have shape ({length},), got {array.shape}")
         (_check_times if name == "times" else _check_weights)(edge_type, array)

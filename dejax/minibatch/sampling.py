@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from dejax._promotion import broadcasting
 from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids, in_range
-from dejax.minibatch._checks import EdgeType
+from dejax.minibatch._checks import EdgeType, of_the_only
 from dejax.minibatch._drawing import Hop, Randomness, SampleOptions, draw_hop, draw_keys, excluded, take
 from dejax.minibatch._layout import FanOuts, Layout, make_layout
 from dejax.minibatch._numbering import Nodes, Places, number_found, number_seeds
@@ -26,7 +26,7 @@ __all__ = ["SampleOptions", "SampledBlocks", "edge_ids", "sample_blocks"]
 
 _DEFAULT = SampleOptions()
 
-Seeds = Mapping[str, ArrayLike] | tuple[str, ArrayLike]
+Seeds = Mapping[str, ArrayLike] | tuple[str, ArrayLike] | ArrayLike
 
 
 @pytree
@@ -132,8 +132,8 @@ def sample_blocks(
     seeds: Seeds,
     fan_outs: FanOuts,
     *,
-    capacities: Mapping[str, Sequence[int]] | None = None,
-    exclude: Mapping[EdgeType, tuple[ArrayLike, ArrayLike]] | None = None,
+    capacities: Mapping[str, Sequence[int]] | Sequence[int] | None = None,
+    exclude: Mapping[EdgeType, tuple[ArrayLike, ArrayLike]] | tuple[ArrayLike, ArrayLike] | None = None,
     seed_times: Mapping[str, ArrayLike] | ArrayLike | None = None,
     options: SampleOptions = _DEFAULT,
 ) -> SampledBlocks:
@@ -146,6 +146,8 @@ def sample_blocks(
     In a temporal sample (`seed_times`) each seed has a neighbourhood of its own, in which no edge is later than the
     seed's time. A node that several seeds find occurs once for each of them. Edges of relations without times are used
     at any time.
+
+    Of a graph of one node type or relation, `seeds`, `capacities` and `exclude` may be what a dict would have for it.
 
     Args:
         key: jax.random key; the same key gives the same sample.
@@ -186,7 +188,7 @@ def sample_blocks(
         topology,
         counts,
         fan_outs,
-        capacities,
+        of_the_only(topology.node_types, capacities),
         *bounds,
         copies=times is not None,
         together=lambda pieces: draw_keys(topology, pieces, options),
@@ -344,6 +346,7 @@ def _checked_seeds(topology: HeteroTopology, seeds: Seeds) -> dict[str, Array]:
                 f"{len(seeds)}"
             )
         seeds = {seeds[0]: seeds[1]}
+    seeds = of_the_only(topology.node_types, seeds)
     if not isinstance(seeds, Mapping):
         raise TypeError(f"sample_blocks: `seeds` must be a dict by node type, got {type(seeds).__name__}")
     found = dict.fromkeys(topology.node_types, jnp.zeros(0, jnp.int32))
@@ -400,11 +403,9 @@ def _checked_times(
     return found
 
 
-def _checked_pairs(
-    topology: HeteroTopology, exclude: Mapping[EdgeType, tuple[ArrayLike, ArrayLike]] | None
-) -> dict[int, tuple[Array, Array]]:
+def _checked_pairs(topology: HeteroTopology, exclude: Any) -> dict[int, tuple[Array, Array]]:
     found = {}
-    for edge_type, given in (exclude or {}).items():
+    for edge_type, given in (of_the_only(topology.edge_types, exclude) or {}).items():
         number = topology.number_of(edge_type)
         if len(given) != 2:
             raise ValueError(

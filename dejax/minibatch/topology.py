@@ -16,11 +16,12 @@ from jax.typing import ArrayLike
 from dejax._pytrees import pytree
 from dejax.datasets import HeteroDataset
 from dejax.host_gather import HostTable
+from dejax.host_gather._weights import alias_tables
 from dejax.host_gather.sampling import EdgeWeights
 from dejax.host_gather.topology import Rows
 from dejax.minibatch import _building, _folder, visits
 from dejax.minibatch._building import EdgeType, Part
-from dejax.minibatch._checks import checked_counts, checked_relations, need_wide, one_for_each
+from dejax.minibatch._checks import checked_counts, checked_relations, need_wide, one_for_each, with_names
 
 __all__ = ["EdgeLists", "EdgeType", "HeteroTopology", "Relation"]
 
@@ -98,16 +99,19 @@ class HeteroTopology:
     @classmethod
     def from_edges(
         cls,
-        edges: Mapping[EdgeType, Any],
-        num_nodes: Mapping[str, int],
+        edges: Mapping[EdgeType, Any] | Any,
+        num_nodes: Mapping[str, int] | int,
         *,
-        weights: Mapping[EdgeType, ArrayLike] | None = None,
-        times: Mapping[EdgeType, ArrayLike] | None = None,
+        weights: Mapping[EdgeType, ArrayLike] | ArrayLike | None = None,
+        times: Mapping[EdgeType, ArrayLike] | ArrayLike | None = None,
         keep_edge_ids: bool = True,
         on_host: bool = False,
         folder: str | os.PathLike[str] | None = None,
     ) -> HeteroTopology:
         """Sorts edge lists by receiver with numpy, a part at a time, so that it needs little memory besides the result.
+
+        A graph of one node type and relation needs no names: `num_nodes` is a number, and what is given by relation is
+        that of the only one. The type is then "node", and the relation ("node", "to", "node").
 
         Args:
             edges: for each (source type, name, destination type) the senders and receivers: two int[edges], or one
@@ -128,11 +132,12 @@ class HeteroTopology:
             ValueError: unknown node types, lists of different lengths, ids out of range, weights that are negative or
                 not finite; 2**31 edges of a relation without jax's 64-bit mode.
         """
-        counts = checked_counts(num_nodes)
+        nodes, edges, *values = with_names(num_nodes, edges, weights, times)
+        counts = checked_counts(nodes)
         lists = checked_relations(edges, counts)
         given = {
-            "weights": one_for_each("weights", weights, lists),
-            "times": one_for_each("times", times, lists),
+            "weights": one_for_each("weights", values[0], lists),
+            "times": one_for_each("times", values[1], lists),
         }
         parts, relations = _building.plan(lists, counts, given, keep_edge_ids)
         if folder is not None:
@@ -166,9 +171,10 @@ class HeteroTopology:
     @classmethod
     def from_csc(
         cls,
-        lists: Mapping[EdgeType, tuple[Any, Any]],
-        num_nodes: Mapping[str, int],
+        lists: Mapping[EdgeType, tuple[Any, Any]] | tuple[Any, Any],
+        num_nodes: Mapping[str, int] | int,
         *,
+        weights: Mapping[EdgeType, Any] | Any = None,
         on_host: bool = False,
     ) -> HeteroTopology:
         """A topology from lists that are already sorted by receiver. HostTables stay where they are.
@@ -176,15 +182,26 @@ class HeteroTopology:
         Args:
             lists: for each relation (starts, senders). starts, int[receivers + 1], has the first edge of each receiver
                 and at its end the number of edges. senders is int[edges]. The id of an edge is its position.
+            weights: as in `from_edges`, in the order of the senders.
             num_nodes, on_host: as in `from_edges`.
 
         Raises:
             TypeError, ValueError: as `from_edges`; starts that do not ascend from 0 to the number of edges.
+
+        >>> HeteroTopology.from_csc(([0, 2, 2, 3], [1, 2, 0]), 3)
+        HeteroTopology(nodes={'node': 3}, edges={('node', 'to', 'node'): 3})
         """
-        counts = checked_counts(num_nodes)
+        nodes, lists, weights = with_names(num_nodes, lists, weights)
+        counts = checked_counts(nodes)
         if not isinstance(lists, Mapping):
             raise TypeError(f"`lists` must be a dict of (starts, senders) by relation, got {type(lists).__name__}")
         parts = [_building.from_csc(edge_type, pair, counts) for edge_type, pair in lists.items()]
+        by_relation = dict(zip(lists, parts, strict=True))
+        given = {edge_type: as_numpy(own) for edge_type, own in (weights or {}).items()}
+        senders = {edge_type: (part.senders,) for edge_type, part in by_relation.items()}
+        for edge_type, own in one_for_each("weights", given, senders).items():
+            part = by_relation[edge_type]
+            part.alias, part.logs = alias_tables(as_numpy(part.starts).astype(np.int64), own.astype(np.float64))
         edge_types = [(edge_type, number, 0) for number, edge_type in enumerate(lists)]
         described = tuple(Relation(*fields) for fields in _building.described(edge_types, parts))
         return cls._of_parts(parts, described, counts, on_host, built=False)

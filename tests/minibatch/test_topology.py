@@ -273,3 +273,33 @@ def test_edges_of_weight_0_are_never_drawn(weights):
         assert set(found) <= {1, 2}
     starts, senders = topology.drawable(to)
     assert starts.tolist() == [0, 2, 3, 3, 3, 3] and senders.tolist() == [1, 2, 4]
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_graph_of_one_type_needs_no_names(on_host):
+    to, rng = ("node", "to", "node"), np.random.default_rng(0)
+    edges, values = rng.integers(0, 9, (2, 40)), {"weights": rng.random(40), "times": rng.integers(0, 9, 40)}
+    named = {name: {to: some} for name, some in values.items()}
+    short = HeteroTopology.from_edges(edges, 9, on_host=on_host, **values)
+    long = HeteroTopology.from_edges({to: edges}, {"node": 9}, on_host=on_host, **named)
+    assert jax.tree.structure(short) == jax.tree.structure(long)
+    jax.tree.map(np.testing.assert_array_equal, short.csc(to), long.csc(to))
+    key, exclude = jax.random.key(0), edges[:, :5]
+    sample = sample_blocks(key, short, [3, 1], [2], capacities=[3], exclude=exclude)
+    other = sample_blocks(key, long, ("node", [3, 1]), [2], capacities={"node": [3]}, exclude={to: exclude})
+    jax.tree.map(np.testing.assert_array_equal, sample, other)
+    np.testing.assert_array_equal(sample.nodes, sample.node_ids["node"])
+
+
+@pytest.mark.parametrize("wrap", [np.asarray, HostTable.from_numpy])
+def test_sorted_lists_take_weights(wrap):
+    to, receivers = ("node", "to", "node"), np.array([0, 0, 0, 2])
+    senders, weights = np.array([1, 2, 0, 1], np.int32), np.array([1.0, 0.0, 3.0, 2.0])
+    want = HeteroTopology.from_edges((senders, receivers), 3, weights=weights).lists[0].weights
+    starts = np.array([0, 3, 3, 4], np.int32)
+    found = HeteroTopology.from_csc((wrap(starts), wrap(senders)), 3, weights=wrap(weights)).lists[0].weights
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    with pytest.raises(ValueError, match=r"must have shape \(4,\), got \(1,\)"):
+        HeteroTopology.from_csc((starts, senders), 3, weights=[1.0])
+    with pytest.raises(ValueError, match="relation must be one of"):
+        HeteroTopology.from_csc({to: (starts, senders)}, {"node": 3}, weights={("a", "b", "c"): weights})
