@@ -23,6 +23,7 @@ import optax
 from benchmarks.peers.cpu_gather import numpy_take, torch_select
 from benchmarks.peers.neighbor_sampler import NeighborSampler
 from dejax import host_gather as hg
+from dejax.minibatch import HeteroTopology, SampledBlocks, sample_blocks
 
 Run = Callable[[Any, jax.Array], Any]  # (carry, keys of the steps) -> (carry, the last loss)
 _SCATTER = 2_654_435_761  # a prime: rank -> node spreads popular nodes over the whole table
@@ -60,12 +61,12 @@ def sampling(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Sampling and numbering, compared with a sampler on the CPU's threads."""
     nodes, edges, seeds = args.graph
     starts, senders = power_law_graph(nodes, edges, nodes)
-    topology = hg.Topology.from_csc(starts, senders, num_nodes=nodes, on_host=True)
+    topology = HeteroTopology.from_csc((starts, senders), nodes, on_host=True)
     chosen = np.random.default_rng(2).permutation(nodes)[:seeds].astype(np.int32)
 
     @jax.jit
-    def sample(key: jax.Array, topology: hg.Topology, seeds: jax.Array) -> hg.LocalGraph:
-        return hg.sample_graph(key, topology, seeds, args.fan_outs)
+    def draw(key: jax.Array, topology: HeteroTopology, seeds: jax.Array) -> SampledBlocks:
+        return sample_blocks(key, topology, seeds, args.fan_outs)
 
     def timed(call: Callable[[int], Any], repeats: int = 5) -> float:
         jax.block_until_ready(call(0))
@@ -76,18 +77,18 @@ def sampling(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         return 1e3 * (time.perf_counter() - start) / repeats
 
     seeds_there = jnp.asarray(chosen)
-    graph = sample(jax.random.key(0), topology, seeds_there)
+    sample = draw(jax.random.key(0), topology, seeds_there)
     cell: dict[str, Any] = {"nodes": nodes, "edges": len(senders), "seeds": seeds, "fan_outs": args.fan_outs}
-    cell |= {"sampled_nodes": int(graph.node_mask.sum()), "sampled_edges": int(graph.edge_mask.sum())}
-    del graph
-    cell["milliseconds"] = timed(lambda k: sample(jax.random.key(k), topology, seeds_there))
+    cell |= {"sampled_nodes": int(sample.found.sum()), "sampled_edges": int(sample.edges_found[-1])}
+    del sample
+    cell["milliseconds"] = timed(lambda k: draw(jax.random.key(k), topology, seeds_there))
     peer = NeighborSampler(starts, senders)
     node_ids, peer_edges, _ = peer(chosen, args.fan_outs, 0)
     cell |= {"cpu_nodes": len(node_ids), "cpu_edges": len(peer_edges), "cpu_threads": peer.threads}
     cell["cpu_milliseconds"] = timed(lambda k: peer(chosen, args.fan_outs, k)[0].sum())
     yield cell
-    on_device = hg.Topology.from_csc(starts, senders, num_nodes=nodes)
-    milliseconds = timed(lambda k: sample(jax.random.key(k), on_device, seeds_there))
+    on_device = HeteroTopology.from_csc((starts, senders), nodes)
+    milliseconds = timed(lambda k: draw(jax.random.key(k), on_device, seeds_there))
     yield {"nodes": nodes, "lists": "on the device", "milliseconds": milliseconds}
 
 
@@ -102,33 +103,28 @@ def _init(key: jax.Array, sizes: list[int]) -> list[dict[str, jax.Array]]:
     ]
 
 
-def _graphsage(
-    layers: list[dict[str, jax.Array]], graph: hg.LocalGraph, x: jax.Array, fan_outs: list[int]
-) -> jax.Array:
+def _graphsage(layers: list[dict[str, jax.Array]], sample: SampledBlocks, x: jax.Array) -> jax.Array:
     """Each layer computes the rows that later layers need. Edges of a hop are [nodes, fan_out]: their mean is dense."""
-    blocks = [edges // fan_out for edges, fan_out in zip(graph.hop_edges, fan_outs, strict=True)]
     for k, layer in enumerate(layers):
-        hops, means, first = len(fan_outs) - k, [], 0
-        for block, fan_out in zip(blocks[:hops], fan_outs[:hops], strict=True):
-            here = slice(first, first + block * fan_out)
-            messages = x.at[graph.senders[here].reshape(block, fan_out)].get(mode="fill", fill_value=0)
-            count = graph.edge_mask[here].reshape(block, fan_out, 1).sum(1)
+        hops, means = sample.num_layers - k, []
+        for numbers in sample.numbers[:hops]:
+            messages = x.at[numbers].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+            count = (numbers >= 0).sum(1, keepdims=True)
             means.append(messages.sum(1) / jnp.maximum(count, 1))
-            first += block * fan_out
-        x = x[: sum(blocks[:hops])] @ layer["own"] + jnp.concatenate(means) @ layer["other"]
+        x = x[: sample.layout.count(hops - 1)] @ layer["own"] + jnp.concatenate(means) @ layer["other"]
         x = jax.nn.relu(x) if k + 1 < len(layers) else x
     return x
 
 
-def _bounds(masks: list[np.ndarray], seeds: int, fan_outs: list[int]) -> tuple[int, ...]:
-    """`max_nodes` of each hop. New nodes come after the bounds of earlier hops, even if these are not full."""
-    found, start, end, frontier = [seeds], 0, seeds, seeds
-    for fan_out in fan_outs:
-        start, frontier = end, frontier * fan_out
-        end = min(end + frontier, masks[0].shape[0])
-        new = max(int(mask[start:end].sum()) for mask in masks)
-        found.append(found[-1] + min(-(-new * 11 // 10 // 1024) * 1024, end - start))
-    return tuple(found[1:])
+def _bounds(found: list[np.ndarray], most: tuple[int, ...]) -> tuple[int, ...]:
+    """The most new nodes of each hop: a tenth more than the largest of some batches.
+
+    Args:
+        found: int[hops], how many nodes each hop of a batch found.
+        most: how many it can find.
+    """
+    largest = np.max(found, axis=0).tolist()
+    return tuple(min(-(-new * 11 // 10 // 1024) * 1024, size) for new, size in zip(largest, most, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,17 +132,17 @@ class _Training:
     """What all ways to gather the features share.
 
     Attributes:
-      sample: (key, topology, `max_nodes` or None) -> a local graph.
-      train: (carry, local graph, its features, labels) -> (carry, loss).
-      bounds: `max_nodes` of `sample`.
+      sample: (key, topology, `capacities` or None) -> a sample.
+      train: (carry, sample, its features, labels) -> (carry, loss).
+      bounds: `capacities` of `sample`.
       topology: of the graph.
       labels: int32[nodes].
     """
 
-    sample: Callable[..., hg.LocalGraph]
+    sample: Callable[..., SampledBlocks]
     train: Callable[..., tuple[Any, jax.Array]]
     bounds: tuple[int, ...]
-    topology: hg.Topology
+    topology: HeteroTopology
     labels: jax.Array
 
     def one_by_one(self, features: Any) -> Run:
@@ -154,8 +150,8 @@ class _Training:
 
         @jax.jit
         def step(carry: Any, key: jax.Array, topology: Any, features: Any, labels: jax.Array) -> Any:
-            graph = self.sample(key, topology, self.bounds)
-            return self.train(carry, graph, features[graph.node_ids], labels)
+            sample = self.sample(key, topology, self.bounds)
+            return self.train(carry, sample, features[sample.nodes], labels)
 
         def run(carry: Any, keys: jax.Array) -> Any:
             for key in keys:
@@ -170,16 +166,16 @@ class _Training:
         @jax.jit
         def steps(carry: Any, keys: jax.Array, topology: Any, features: Any, labels: jax.Array) -> Any:
             def body(state: Any, key: jax.Array) -> Any:
-                carry, graph, x = state
+                carry, sample, x = state
                 following = self.sample(key, topology, self.bounds)
-                pending, carry = hg.gather_start(features, following.node_ids, before=carry)
-                carry, value = self.train(carry, graph, x, labels)
+                pending, carry = hg.gather_start(features, following.nodes, before=carry)
+                carry, value = self.train(carry, sample, x, labels)
                 rows, carry = hg.gather_done(pending, after=carry)
                 return (carry, following, rows), value
 
-            graph = self.sample(keys[0], topology, self.bounds)
-            (carry, graph, x), _ = jax.lax.scan(body, (carry, graph, features[graph.node_ids]), keys[1:])
-            return self.train(carry, graph, x, labels)
+            sample = self.sample(keys[0], topology, self.bounds)
+            (carry, sample, x), _ = jax.lax.scan(body, (carry, sample, features[sample.nodes]), keys[1:])
+            return self.train(carry, sample, x, labels)
 
         return lambda carry, keys: steps(carry, keys, self.topology, features, self.labels)
 
@@ -187,49 +183,49 @@ class _Training:
         """The CPU's threads gather the next batch's rows while the device trains on this one."""
         sample, train = jax.jit(self.sample, static_argnums=2), jax.jit(self.train)
 
-        def fetch(graph: Any, ids: jax.Array, places: jax.Array) -> jax.Array:
+        def fetch(drawn: Any, ids: jax.Array, places: jax.Array) -> jax.Array:
             rows = rows_of(np.asarray(ids))
-            return _placed(rows if isinstance(rows, jax.Array) else jnp.from_dlpack(rows), places, graph)
+            return _placed(rows if isinstance(rows, jax.Array) else jnp.from_dlpack(rows), places, drawn)
 
         def run(carry: Any, keys: jax.Array) -> Any:
-            graph = sample(keys[0], self.topology, self.bounds)
-            x = fetch(graph, *_packed(graph))
+            drawn = sample(keys[0], self.topology, self.bounds)
+            x = fetch(drawn, *_packed(drawn))
             value = None
             for key in [*keys[1:], None]:
                 following = None if key is None else sample(key, self.topology, self.bounds)
                 wanted = None if following is None else _packed(following)
-                carry, value = train(carry, graph, x, self.labels)  # the device works while the CPU gathers
+                carry, value = train(carry, drawn, x, self.labels)  # the device works while the CPU gathers
                 if following is not None:
-                    graph, x = following, fetch(following, *wanted)
+                    drawn, x = following, fetch(following, *wanted)
             return carry, value
 
         return run
 
 
 @jax.jit
-def _packed(graph: hg.LocalGraph) -> tuple[jax.Array, jax.Array]:
+def _packed(sample: SampledBlocks) -> tuple[jax.Array, jax.Array]:
     """The valid ids and their places: the rows that a CPU has to gather."""
-    bound = graph.node_ids.shape[0]
-    places = jnp.nonzero(graph.node_mask, size=bound, fill_value=bound)[0]
-    return graph.node_ids.at[places].get(mode="fill", fill_value=0), places
+    bound = sample.nodes.shape[0]
+    places = jnp.nonzero(sample.nodes >= 0, size=bound, fill_value=bound)[0]
+    return sample.nodes.at[places].get(mode="fill", fill_value=0), places
 
 
 @jax.jit
-def _placed(rows: jax.Array, places: jax.Array, graph: hg.LocalGraph) -> jax.Array:
-    return jnp.zeros((graph.node_ids.shape[0], rows.shape[1])).at[places].set(rows, mode="drop")
+def _placed(rows: jax.Array, places: jax.Array, sample: SampledBlocks) -> jax.Array:
+    return jnp.zeros((sample.nodes.shape[0], rows.shape[1])).at[places].set(rows, mode="drop")
 
 
-def _trainer(optimizer: optax.GradientTransformation, batch: int, fan_outs: list[int]) -> Callable[..., Any]:
-    """A step of the optimizer on a local graph whose first `batch` nodes are the seeds."""
+def _trainer(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """A step of the optimizer on a sample of one node type."""
 
-    def train(carry: Any, graph: hg.LocalGraph, x: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+    def train(carry: Any, sample: SampledBlocks, x: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
         layers, state = carry
-        target = labels[jnp.maximum(graph.node_ids[:batch], 0)]
+        seeds = sample.nodes[: sample.layout.count(0)]
+        target = labels[jnp.maximum(seeds, 0)]
 
         def loss(layers: Any) -> jax.Array:
-            logits = _graphsage(layers, graph, x, fan_outs)[:batch]
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, target)
-            return jnp.where(graph.node_mask[:batch], losses, 0).mean()
+            losses = optax.softmax_cross_entropy_with_integer_labels(_graphsage(layers, sample, x), target)
+            return jnp.where(seeds >= 0, losses, 0).mean()
 
         value, gradient = jax.value_and_grad(loss)(layers)
         updates, state = optimizer.update(gradient, state)
@@ -252,31 +248,32 @@ def epoch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     nodes, edges, active, batch, steps = args.epoch
     width, classes, fan_outs = 100, 64, args.fan_outs
     starts, senders = power_law_graph(nodes, edges, active)
-    topology = hg.Topology.from_csc(starts, senders, num_nodes=nodes, on_host=True)
+    topology = HeteroTopology.from_csc((starts, senders), nodes, on_host=True)
     features = args.arena.table(nodes, width)
     labels = jnp.asarray(np.random.default_rng(3).integers(0, classes, nodes, np.int32))
     layers = _init(jax.random.key(0), [width, *[128] * (len(fan_outs) - 1), classes])
     optimizer = optax.adam(1e-3)
     carry = (layers, optimizer.init(layers))
 
-    def sample(key: jax.Array, topology: hg.Topology, most: tuple[int, ...] | None) -> hg.LocalGraph:
+    def sample(key: jax.Array, topology: HeteroTopology, most: tuple[int, ...] | None) -> SampledBlocks:
         rank = jax.random.randint(key, (batch,), 0, active)
         seeds = _modular_product(rank, nodes)
-        return hg.sample_graph(key, topology, seeds, fan_outs, max_nodes=most)
+        return sample_blocks(key, topology, seeds, fan_outs, capacities=most)
 
     keys = jax.random.split(jax.random.key(7), steps)
     sample_only = jax.jit(sample, static_argnums=2)
     # Bounds as a user would set them: for each hop, a tenth more rows than the largest of a few batches.
-    probe = [np.asarray(sample_only(key, topology, None).node_mask) for key in keys[:4]]
-    valid = [int(mask.sum()) for mask in probe]
-    bounds = _bounds(probe, batch, fan_outs)
-    graph = sample_only(keys[0], topology, bounds)
-    bound, dropped = graph.node_ids.shape[0], int(graph.dropped)
-    del probe, graph
+    probe = [sample_only(key, topology, None) for key in keys[:4]]
+    found = [np.asarray(one.found)[:, 0] for one in probe]
+    bounds = _bounds([one[1:] for one in found], tuple(size for (size,) in probe[0].layout.sizes[1:]))
+    cut = sample_only(keys[0], topology, bounds)
+    bound, dropped = cut.nodes.shape[0], int(cut.lost.sum())
+    valid = [int(one.sum()) for one in found]
+    del probe, cut
     common = {"nodes": nodes, "edges": len(senders), "table_gib": features.nbytes / 2**30, "batch": batch,
               "fan_outs": fan_outs, "rows_a_step": float(np.mean(valid)), "padded_rows": bound, "dropped": dropped,
               "hot_rows": None}  # fmt: skip
-    ways = _Training(sample, _trainer(optimizer, batch, fan_outs), bounds, topology, labels)
+    ways = _Training(sample, _trainer(optimizer), bounds, topology, labels)
 
     def timed(name: str, run: Run, keys: jax.Array) -> dict[str, Any]:
         return {**common, "pipeline": name, **_timed(run, carry, keys)}

@@ -46,8 +46,8 @@ MAG_EDGES = {
     ("paper", "has_topic", "field"): 7_505_078,
 }
 AM_NODES, AM_EDGES, AM_RELATIONS, AM_TYPES = 1_885_136, 5_668_682, 54, 7
-# The same steps composed by hand of `sample_graph`, `RelGraph.build_traced`, a table and layers, without relations in
-# the sampler, on an H200: milliseconds as a caller sees them.
+# The same steps composed by hand of a sampler for one node type, `RelGraph.build_traced`, a table and layers, without
+# relations in the sampler, on an H200: milliseconds as a caller sees them.
 BY_HAND = {
     "mag": {"whole": 2.32, "sampling": 0.53, "edge types": 0.11, "blocks": 1.08, "rows": 0.61, "layers": 0.97},
     "am": {"whole": 6.64, "sampling": 0.81, "edge types": 0.16, "blocks": 1.43, "rows": 2.90, "layers": 2.62},

@@ -9,8 +9,8 @@ From plain JAX, with the features on the device, two lines change:
     -    features = jnp.asarray(features)
     +    features = HostTable.from_numpy(features)
          ...
-    -    x = features.at[graph.node_ids].get(mode="fill", fill_value=0)
-    +    x = features[graph.node_ids]
+    -    x = features.at[sample.nodes].get(mode="fill", fill_value=0)
+    +    x = features[sample.nodes]
 
 The graph is synthetic: edges are random, and the class of a node follows from its features and its neighbours'
 features.
@@ -28,16 +28,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dejax.host_gather import HostTable, LocalGraph, Topology, sample_graph
+from dejax import rgnn
+from dejax.host_gather import HostTable
+from dejax.minibatch import Block, HeteroTopology, SampledBlocks, make_blocks, sample_blocks
 
 
-def make_graph(nodes: int, edges: int, width: int, classes: int) -> tuple[Topology, HostTable, jax.Array]:
+def make_graph(nodes: int, edges: int, width: int, classes: int) -> tuple[HeteroTopology, HostTable, jax.Array]:
     """A graph whose senders lie near their receivers, features in host memory, and classes."""
     rng = np.random.default_rng(0)
     receivers = np.sort(rng.integers(0, nodes, edges, dtype=np.int64))
     senders = ((receivers + rng.geometric(1e-2, edges)) % nodes).astype(np.int32)
     starts = np.searchsorted(receivers, np.arange(nodes + 1)).astype(np.int32 if edges < 2**31 else np.int64)
-    topology = Topology.from_csc(starts, senders, num_nodes=nodes, on_host=True)
+    topology = HeteroTopology.from_csc((starts, senders), nodes, on_host=True)
     labels = (np.arange(nodes) // max(1, nodes // (8 * classes)) % classes).astype(np.int32)
     centres = rng.standard_normal((classes, width)).astype(np.float32)
     features = HostTable.empty((nodes, width))
@@ -60,15 +62,16 @@ def init(key: jax.Array, sizes: list[int]) -> list[dict[str, jax.Array]]:
     return layers
 
 
-def graphsage(layers: list[dict[str, jax.Array]], graph: LocalGraph, x: jax.Array) -> jax.Array:
+@rgnn.program
+def mean_of_neighbours(g: rgnn.RelGraph, x: jax.Array) -> jax.Array:
+    return g.mean_to_dst(g.src(x))
+
+
+def graphsage(layers: list[dict[str, jax.Array]], blocks: list[Block], x: jax.Array) -> jax.Array:
     """Mean aggregation: x <- relu(x W + mean of x over incoming edges W' + b), and no relu after the last layer."""
-    nodes = x.shape[0]
-    ones = graph.edge_mask.astype(x.dtype)
-    degree = jnp.maximum(jax.ops.segment_sum(ones, graph.receivers, nodes), 1)
-    for k, layer in enumerate(layers):
-        messages = x.at[graph.senders].get(mode="fill", fill_value=0)  # senders of padding edges are out of range
-        mean = jax.ops.segment_sum(messages, graph.receivers, nodes) / degree[:, None]
-        x = x @ layer["own"] + mean @ layer["other"] + layer["bias"]
+    for k, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
+        mean = mean_of_neighbours(block.bipartite, x)
+        x = x[: block.num_destinations] @ layer["own"] + mean @ layer["other"] + layer["bias"]
         x = jax.nn.relu(x) if k + 1 < len(layers) else x
     return x
 
@@ -100,25 +103,25 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
     topology, features, labels = make_graph(args.nodes, args.edges, args.width, args.classes)
-    print(f"{topology.num_nodes} nodes, {args.edges} edges, {features}: {features.nbytes / 1e9:.2f} GB")
+    print(f"{args.nodes} nodes, {args.edges} edges, {features}: {features.nbytes / 1e9:.2f} GB")
     hidden = [args.hidden] * (len(args.fan_outs) - 1)
     layers = init(jax.random.key(0), [args.width, *hidden, args.classes])
     optimizer = optax.adam(3e-3)
     state = optimizer.init(layers)
 
-    def sample(key: jax.Array, topology: Topology) -> tuple[jax.Array, LocalGraph]:
+    def draw(key: jax.Array, topology: HeteroTopology) -> tuple[jax.Array, SampledBlocks]:
         seeds = jax.random.randint(key, (args.batch,), 0, args.nodes)
-        return seeds, sample_graph(key, topology, seeds, args.fan_outs)
+        return seeds, sample_blocks(key, topology, seeds, args.fan_outs)
 
-    def train(layers: Any, state: Any, graph: LocalGraph, x: jax.Array, labels: jax.Array) -> tuple[Any, Any, Any]:
-        valid = graph.node_mask[: args.batch]
-        target = labels[jnp.maximum(graph.node_ids[: args.batch], 0)]
+    def train(
+        layers: Any, state: Any, seeds: jax.Array, sample: SampledBlocks, x: jax.Array, labels: jax.Array
+    ) -> tuple[Any, Any, Any]:
+        target, blocks = labels[seeds], make_blocks(sample)
 
         def loss(layers: Any) -> tuple[jax.Array, jax.Array]:
-            logits = graphsage(layers, graph, x)[: args.batch]
+            logits = graphsage(layers, blocks, x)[sample.seed_positions["node"]]
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, target)
-            hits = (logits.argmax(-1) == target) & valid
-            return (losses * valid).sum() / valid.sum(), hits.sum() / valid.sum()
+            return losses.mean(), (logits.argmax(-1) == target).mean()
 
         (_, accuracy), gradient = jax.value_and_grad(loss, has_aux=True)(layers)
         updates, state = optimizer.update(gradient, state)
@@ -126,20 +129,22 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
     @jax.jit
     def step(
-        layers: Any, state: Any, key: jax.Array, topology: Topology, features: HostTable, labels: jax.Array
+        layers: Any, state: Any, key: jax.Array, topology: HeteroTopology, features: HostTable, labels: jax.Array
     ) -> Any:
-        _, graph = sample(key, topology)
-        x = features[graph.node_ids]
-        return train(layers, state, graph, x, labels)
+        seeds, sample = draw(key, topology)
+        x = features[sample.nodes]
+        return train(layers, state, seeds, sample, x, labels)
 
-    sample_only, train_only = jax.jit(sample), jax.jit(train)
+    draw_only, train_only = jax.jit(draw), jax.jit(train)
     view = features.numpy()
 
-    def cpu_step(layers: Any, state: Any, key: jax.Array, topology: Topology, _: HostTable, labels: jax.Array) -> Any:
-        _, graph = sample_only(key, topology)
-        ids = np.asarray(graph.node_ids)
+    def cpu_step(
+        layers: Any, state: Any, key: jax.Array, topology: HeteroTopology, _: HostTable, labels: jax.Array
+    ) -> Any:
+        seeds, sample = draw_only(key, topology)
+        ids = np.asarray(sample.nodes)
         rows = np.where(ids[:, None] >= 0, view[np.maximum(ids, 0)], np.float32(0))
-        return train_only(layers, state, graph, jnp.asarray(rows), labels)
+        return train_only(layers, state, seeds, sample, jnp.asarray(rows), labels)
 
     run = step if args.pipeline == "dejax" else cpu_step
     accuracies, start, busy = [], 0.0, 0.0

@@ -93,15 +93,6 @@ def test_projections_of_both_libraries_agree() -> None:
 # ------------------------------------------------------------------------------------------------ tables in host memory
 
 
-def test_local_graphs() -> None:
-    graph = host_gather.Topology.from_edges([1, 2], [0, 0], num_nodes=3, on_host=False)
-    key = jax.random.key(0)
-    found = jax.jit(host_gather.sample_neighbors, static_argnums=3)(key, graph, jnp.array([0]), 2)
-    assert isinstance(found, host_gather.Neighbors) and sorted(found.senders[0].tolist()) == [1, 2]
-    local = jax.jit(host_gather.sample_graph, static_argnums=3)(key, graph, jnp.array([0]), (2,))
-    assert isinstance(local, host_gather.LocalGraph)
-
-
 def test_a_started_gather() -> None:
     table = host_gather.HostTable.from_numpy(np.arange(6, dtype=np.float32).reshape(3, 2))
 

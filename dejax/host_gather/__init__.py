@@ -5,7 +5,6 @@
 * `gather` reads rows by ids inside `jax.jit`, without a copy of the table on the device and without a host callback.
 * `scatter`, `scatter_add`, and the optimizers `sgd`, `adagrad` and `adam` write rows in place.
 * `gather_start`, `gather_done` and `prefetched_scan` overlap reads with compute.
-* `sample_neighbors` and `sample_graph` sample local graphs around seeds.
 * `typed_linear` multiplies rows by the matrix of their type, in the kernel that reads them.
 
 docs/host_gather.md is the guide, docs/performance/host_gather.md has the measurements.
@@ -17,24 +16,19 @@ from dejax.host_gather.gradient import RowGradient, value_and_grad
 from dejax.host_gather.linear import typed_linear
 from dejax.host_gather.pipeline import PendingRows, gather_done, gather_start, prefetched_scan
 from dejax.host_gather.placed import DeviceTable, SplitTable
-from dejax.host_gather.sampling import LocalGraph, Neighbors, sample_graph, sample_neighbors
 from dejax.host_gather.table import HostTable, TableClosedError, shardings
-from dejax.host_gather.topology import Topology
 from dejax.host_gather.update import Optimizer, OptimizerState, adagrad, adam, scatter, scatter_add, sgd
 
 __all__ = [
     "CachedTable",
     "DeviceTable",
     "HostTable",
-    "LocalGraph",
-    "Neighbors",
     "Optimizer",
     "OptimizerState",
     "PendingRows",
     "RowGradient",
     "SplitTable",
     "TableClosedError",
-    "Topology",
     "adagrad",
     "adam",
     "check_errors",
@@ -43,8 +37,6 @@ __all__ = [
     "gather_done",
     "gather_start",
     "prefetched_scan",
-    "sample_graph",
-    "sample_neighbors",
     "scatter",
     "scatter_add",
     "sgd",

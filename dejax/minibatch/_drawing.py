@@ -16,12 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax.host_gather._draws import below, below_by_bits, draw_weighted, draw_weighted_subset, subset_of
 from dejax.host_gather._operands import ReadableTable
 from dejax.host_gather.deferred import deferrable_gather
-from dejax.host_gather.topology import Rows
+from dejax.minibatch._draws import below, below_by_bits, draw_weighted, draw_weighted_subset, subset_of
 from dejax.minibatch._layout import Layout, Piece
-from dejax.minibatch.topology import EdgeLists, HeteroTopology
+from dejax.minibatch.topology import EdgeLists, HeteroTopology, Rows
 from dejax.rgnn.graphs.sorting_traced import take as read
 from dejax.rgnn.graphs.static_tables import on_device
 

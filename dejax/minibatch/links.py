@@ -13,13 +13,12 @@ from jax.typing import ArrayLike
 
 from dejax._promotion import broadcasting
 from dejax._pytrees import pytree
-from dejax.host_gather._draws import below
 from dejax.host_gather._ids import checked_ids, in_range
-from dejax.host_gather.topology import Rows
 from dejax.minibatch._checks import EdgeType
 from dejax.minibatch._drawing import take
+from dejax.minibatch._draws import below
 from dejax.minibatch.sampling import SampledBlocks
-from dejax.minibatch.topology import HeteroTopology
+from dejax.minibatch.topology import HeteroTopology, Rows
 
 Negatives = Literal["uniform", "degree", "in_batch"]
 

@@ -16,16 +16,32 @@ from jax.typing import ArrayLike
 from dejax._pytrees import pytree
 from dejax.datasets import HeteroDataset
 from dejax.host_gather import HostTable
-from dejax.host_gather._weights import alias_tables
-from dejax.host_gather.sampling import EdgeWeights
-from dejax.host_gather.topology import Rows
+from dejax.host_gather._operands import ReadableTable
 from dejax.minibatch import _building, _folder, visits
 from dejax.minibatch._building import EdgeType, Part
 from dejax.minibatch._checks import checked_counts, checked_relations, need_wide, one_for_each, with_names
+from dejax.minibatch._weights import alias_tables
 
-__all__ = ["EdgeLists", "EdgeType", "HeteroTopology", "Relation"]
+__all__ = ["EdgeLists", "EdgeType", "EdgeWeights", "HeteroTopology", "Relation"]
 
 _PIECE = 1 << 26  # edges that go to the device at once
+
+Rows = ReadableTable | Array
+"""A list of edges: an array on the device, or a table of any kind."""
+
+
+@pytree
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class EdgeWeights:
+    """Weights of edges, in the forms that draws need. A pytree.
+
+    Attributes:
+        alias: int32[edges, 2], an alias table for each receiver: the bits of a share as float32, and another edge.
+        logs: float32[edges], log(weight / the receiver's largest weight).
+    """
+
+    alias: Rows
+    logs: Rows
 
 
 @pytree
@@ -177,7 +193,7 @@ class HeteroTopology:
         weights: Mapping[EdgeType, Any] | Any = None,
         on_host: bool = False,
     ) -> HeteroTopology:
-        """A topology from lists that are already sorted by receiver. HostTables stay where they are.
+        """A topology from lists that are already sorted by receiver. Tables of any kind stay where they are.
 
         Args:
             lists: for each relation (starts, senders). starts, int[receivers + 1], has the first edge of each receiver
@@ -268,7 +284,7 @@ class HeteroTopology:
         """
         lists = (
             dataclasses.replace(some, starts=jax.numpy.array(as_numpy(some.starts)))
-            if isinstance(some.starts, HostTable)
+            if isinstance(some.starts, ReadableTable)
             else some
             for some in self.lists
         )
@@ -389,12 +405,12 @@ def as_numpy(rows: Any) -> np.ndarray:
 
 def _in_place(rows: Any) -> Any:
     """A list where it lies: a view of host memory, or the array on the device."""
-    return rows.numpy() if isinstance(rows, HostTable) else rows
+    return rows.numpy() if isinstance(rows, ReadableTable) else rows
 
 
 def _placed(part: Part, on_host: bool, built: bool) -> EdgeLists:
     def place(array: Any) -> Any:
-        if array is None or isinstance(array, HostTable):
+        if array is None or isinstance(array, ReadableTable):
             return array
         if not on_host:
             return jax.numpy.asarray(array)

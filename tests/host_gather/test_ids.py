@@ -12,15 +12,12 @@ from dejax.host_gather import (
     CachedTable,
     HostTable,
     RowGradient,
-    Topology,
     adam,
     count_ids,
     gather,
     gather_done,
     gather_start,
     prefetched_scan,
-    sample_graph,
-    sample_neighbors,
     scatter,
     scatter_add,
     sgd,
@@ -29,16 +26,6 @@ from dejax.host_gather import (
 from dejax.host_gather._ids import checked_ids
 
 ROWS = np.random.default_rng(0).standard_normal((300, 4)).astype(np.float32)
-NODES, RELATIONS = 300, 7
-GRAPH = {
-    "senders": np.arange(NODES * RELATIONS) % NODES,
-    "receivers": np.arange(NODES * RELATIONS) // RELATIONS,
-    "relation": np.arange(NODES * RELATIONS) % RELATIONS,
-}
-
-
-def topology() -> Topology:
-    return Topology.from_edges(**GRAPH, num_nodes=NODES, num_relations=RELATIONS)
 
 
 def table() -> HostTable:
@@ -75,8 +62,6 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
     "typed_linear types": lambda ids: typed_linear(
         table(), np.full(len(ids), 3), ids, np.ones((300, 4, 2), np.float32)
     ),
-    "sample_neighbors": lambda ids: sample_neighbors(jax.random.key(0), topology(), ids, 2).senders,
-    "sample_graph": lambda ids: sample_graph(jax.random.key(0), topology(), ids, (2,)).node_ids,
     "count_ids": lambda ids: count_ids(jnp.zeros(300, jnp.int32), ids),
     "hit_rate": lambda ids: cached().hit_rate(ids),
 }
@@ -101,8 +86,6 @@ def test_wide_ids_do_not_wrap(name: str) -> None:
     clipped = np.array([3, 2**31 - 1, -1, 2**31 - 1, -1, 2**31 - 1, 299, 300], np.int32)
     want = np.asarray(entry(clipped))
     np.testing.assert_array_equal(entry(wide), want)
-    if name.startswith("sample"):  # slow to compile again; test_topology.py has wide lists
-        return
     with jax.enable_x64(True):
         for given in (wide, jnp.asarray(wide)):
             np.testing.assert_allclose(np.asarray(entry(given), np.float64), np.asarray(want, np.float64), rtol=1e-6)
@@ -121,19 +104,6 @@ def test_other_dtypes_are_refused(name: str) -> None:
     ):
         with pytest.raises(TypeError, match=match):
             ENTRIES[name](wrong)
-
-
-neighbors = jax.jit(sample_neighbors, static_argnames=("fan_out", "replace"))
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int16, np.int32])
-def test_narrow_seeds_beyond_nodes_times_relations(dtype: type) -> None:
-    """Seven relations of 300 nodes are 2,100 groups, more than 8 bits can count."""
-    seeds = np.array([0, 1, 36, 37, 100, 127], dtype)
-    got = neighbors(jax.random.key(0), topology(), jnp.asarray(seeds), fan_out=2)
-    want = (seeds.astype(int)[:, None] * RELATIONS + np.arange(RELATIONS)) % NODES
-    np.testing.assert_array_equal(np.asarray(got.senders)[:, ::2], want)
-    assert np.asarray(got.mask)[:, ::2].all() and not np.asarray(got.mask)[:, 1::2].any()
 
 
 def test_narrow_ids_and_long_counts() -> None:

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from dejax.host_gather import HostTable
+from dejax.host_gather import CachedTable, HostTable
 from dejax.minibatch import HeteroTopology, SampleOptions, _building, edge_ids, sample_blocks
 
 pytestmark = pytest.mark.sample(3)
@@ -291,14 +291,23 @@ def test_a_graph_of_one_type_needs_no_names(on_host):
     np.testing.assert_array_equal(sample.nodes, sample.node_ids["node"])
 
 
-@pytest.mark.parametrize("wrap", [np.asarray, HostTable.from_numpy])
+def cached(array):
+    return CachedTable.from_ids(HostTable.from_numpy(array), [1, 0])
+
+
+@pytest.mark.parametrize("wrap", [np.asarray, HostTable.from_numpy, cached])
 def test_sorted_lists_take_weights(wrap):
+    """Lists in tables stay where they are, of which rows may be cached on the device."""
     to, receivers = ("node", "to", "node"), np.array([0, 0, 0, 2])
     senders, weights = np.array([1, 2, 0, 1], np.int32), np.array([1.0, 0.0, 3.0, 2.0])
     want = HeteroTopology.from_edges((senders, receivers), 3, weights=weights).lists[0].weights
     starts = np.array([0, 3, 3, 4], np.int32)
-    found = HeteroTopology.from_csc((wrap(starts), wrap(senders)), 3, weights=wrap(weights)).lists[0].weights
-    jax.tree.map(np.testing.assert_array_equal, found, want)
+    topology = HeteroTopology.from_csc((wrap(starts), wrap(senders)), 3, weights=wrap(weights))
+    jax.tree.map(np.testing.assert_array_equal, topology.lists[0].weights, want)
+    if wrap is cached:
+        assert isinstance(topology.lists[0].starts, CachedTable)
+        sample = jax.jit(lambda t: sample_blocks(jax.random.key(0), t, [0, 2], [3]))(topology)
+        assert sorted(sample.positions[0].tolist()) == [-1] * 3 + [0, 2, 3]  # not the edge of weight 0
     with pytest.raises(ValueError, match=r"must have shape \(4,\), got \(1,\)"):
         HeteroTopology.from_csc((starts, senders), 3, weights=[1.0])
     with pytest.raises(ValueError, match="relation must be one of"):

@@ -46,12 +46,6 @@ def _upper_product(x: Array, y: Array) -> Array:
     return x1 * y1 + (right >> 16) + (left >> 16) + (middle >> 16)
 
 
-def draw_subset(key: Array, degree: Array, fan_out: int) -> tuple[Array, Array]:
-    """A uniform subset of `fan_out` positions below `degree`, or all if there are no more; see `subset_of`."""
-    last = degree[:, None] - fan_out + jnp.arange(fan_out, dtype=degree.dtype)
-    return subset_of(below(key, last.shape, last + 1), degree)
-
-
 def subset_of(drawn: Array, degree: Array) -> tuple[Array, Array]:
     """Floyd's algorithm: a uniform subset of `fan_out` positions below `degree`, or all if there are no more.
 
