@@ -9,7 +9,7 @@ import argparse
 import json
 from pathlib import Path
 
-from dejax.offload._curve import Point, draw
+from dejax.offload.plan.curve import Point, draw
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30

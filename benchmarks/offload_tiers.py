@@ -23,7 +23,8 @@ def drive(disk: str, gib: float = 4.0) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from dejax.offload import ActivationStore, _calls
+    from dejax.offload import ActivationStore
+    from dejax.offload.activations import calls
 
     chunk, count = 8 << 20, int(gib * GIB) // (8 << 20)
     memory = mmap.mmap(-1, chunk)
@@ -45,7 +46,7 @@ def drive(disk: str, gib: float = 4.0) -> dict[str, Any]:
 
     tensor = GIB >> 3
     x = jax.random.bits(jax.random.key(0), (tensor // 4,), jnp.uint32)
-    put = jax.jit(lambda x: _calls.store(x, store_id=0, site=10**6, ring_bytes=2 * tensor))
+    put = jax.jit(lambda x: calls.store(x, store_id=0, site=10**6, ring_bytes=2 * tensor))
 
     def through_store(engine: Any) -> float:
         with ActivationStore(disk, host_bytes=4 * tensor, engine=engine, io_threads=8) as store:
@@ -88,7 +89,7 @@ def planned(
     import jax.numpy as jnp
 
     from dejax.offload import ActivationStore, plan_stack
-    from dejax.offload._profile import scan_layers, training_step
+    from dejax.offload.plan.profile import scan_layers, training_step
 
     def layer(w: Any, x: Any) -> Any:
         for _ in range(passes):

@@ -266,7 +266,7 @@ def largest_batch(num: int, batch: int, sequence: int, width: int) -> dict[str, 
     import jax.numpy as jnp
 
     from dejax.offload import ActivationStore
-    from dejax.offload._profile import residuals_of, ring_of
+    from dejax.offload.plan.profile import residuals_of, ring_of
 
     _, params, x, bodies = gpt_model(num, batch, sequence, width)
     # Autotuning matrix products for each size would take most of the time.

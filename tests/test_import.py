@@ -103,6 +103,10 @@ LAYERS = (
     ("dejax.minibatch",),
     ("dejax.datasets",),
     ("dejax.host_gather", "dejax.offload", "dejax.rgnn"),
+    ("dejax.offload.plan",),
+    ("dejax.offload.state",),
+    ("dejax.offload.activations",),
+    ("dejax.offload.telemetry", "dejax.offload._evaluation", "dejax.offload._files"),
     ("dejax.rgnn.layers",),
     ("dejax.rgnn.compiler",),
     ("dejax.rgnn.lowering",),
@@ -250,7 +254,7 @@ def test_what_needs_a_missing_package_or_the_extension_says_which() -> None:
         + ["import dejax.minibatch.linen", "import dejax.offload.nnx", "import dejax.offload.linen"],
         "optax": ["from dejax.offload import optimizer; optimizer(None)"],
         "jraph": [f"{graph}; interop.to_graphs_tuple(graph)"],
-        "matplotlib": ["from dejax.offload._telemetry import Recording; Recording.plot(None, '')"],
+        "matplotlib": ["from dejax.offload.telemetry import Recording; Recording.plot(None, '')"],
     }
     expected = [
         (snippet, f"needs {package}, which is not installed: pip install {package}")

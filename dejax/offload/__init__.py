@@ -10,20 +10,20 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from dejax.offload._layerwise import StackState, StackStep, stack_step
-from dejax.offload._master import MasterState, master_weights
-from dejax.offload._names import NamesPlan, NamesWay, plan_names
-from dejax.offload._optimizer import optimizer
-from dejax.offload._planner import CHOICES, Prediction, StackPlan, plan_stack
-from dejax.offload._region import region
-from dejax.offload._residuals import Residual
-from dejax.offload._state_store import DiskArray, StateStore, restore
-from dejax.offload._stats import StoreStats
-from dejax.offload._step_plan import StepPlan, StepWay, plan_step
-from dejax.offload._store import ActivationStore, default_store
-from dejax.offload._telemetry import Recording
-from dejax.offload._transform import offload
-from dejax.offload._ways import Plan
+from dejax.offload.activations.region import region
+from dejax.offload.activations.residuals import Residual
+from dejax.offload.activations.stats import StoreStats
+from dejax.offload.activations.store import ActivationStore, default_store
+from dejax.offload.activations.transform import offload
+from dejax.offload.plan.layers import CHOICES, Prediction, StackPlan, plan_stack
+from dejax.offload.plan.names import NamesPlan, NamesWay, plan_names
+from dejax.offload.plan.step import StepPlan, StepWay, plan_step
+from dejax.offload.plan.ways import Plan
+from dejax.offload.state.master import MasterState, master_weights
+from dejax.offload.state.optimizer import optimizer
+from dejax.offload.state.stack_step import StackState, StackStep, stack_step
+from dejax.offload.state.store import DiskArray, StateStore, restore
+from dejax.offload.telemetry import Recording
 
 _LAZY = ("linen", "nnx")  # these import flax
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from dejax._optional import optional
-from dejax.offload._store import ActivationStore
-from dejax.offload._transform import MIN_BYTES, Inputs, Options, Policy, wrap
+from dejax.offload.activations.store import ActivationStore
+from dejax.offload.activations.transform import MIN_BYTES, Inputs, Options, Policy, wrap
 
 with optional("flax", of="dejax.offload.nnx"):
     from flax import nnx

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 import dejax
-from dejax.offload import ActivationStore, _current, default_store
+from dejax.offload import ActivationStore, default_store
+from dejax.offload.activations import current
 from dejax.reporting import _hlo, _liveness, _measure, _traffic
 from dejax.reporting._kernels import Kernel, kernels_of
 from dejax.reporting._liveness import Timeline
@@ -87,7 +88,7 @@ def report(
     waits: dict[str, float] = {}
     if not why:
         offloads = any(i.target.startswith("dejax_offload") for i, _ in module.instructions())
-        mine = store or ((_current.innermost() or default_store()) if offloads else None)
+        mine = store or ((current.innermost() or default_store()) if offloads else None)
         measured, moved, waits = _run(jitted, args, kwargs, donated, calls, mine)
     events, on_gpu = (measured.events if measured else []), jax.default_backend() == "gpu"
     kernels = kernels_of(module, events, calls, traced(), on_gpu=on_gpu)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dejax.distributed import failing
-from dejax.offload import _memory
+from dejax.offload.activations import memory
 from tests.distributed import processes
 
 PROGRAM = """
@@ -64,7 +64,7 @@ with ActivationStore(folder + "/drive", host_bytes=1 << 15, engine="direct", chu
 
 def marks() -> set[int]:
     """Processes with a mark of a store of default size."""
-    folder = _memory._folder()
+    folder = memory._folder()
     return {int(path.name.split("-")[0]) for path in folder.iterdir()}
 
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax.offload import ActivationStore, _current, default_store, offload
+from dejax.offload import ActivationStore, default_store, offload
+from dejax.offload.activations import current as _current
 from tests.offload.layers import LAYERS, assert_same_bits, layer, loss_of, offloaded_inputs, operands, step
 from tests.offload.processes import python
 

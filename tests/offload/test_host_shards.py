@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from dejax.offload import _optimizer, optimizer, restore
+from dejax.offload import optimizer, restore
+from dejax.offload.state import optimizer as _optimizer
 from tests.offload.test_disk_shards import (
     IN_CI,
     PAIRS,

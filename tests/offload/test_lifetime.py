@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from dejax.offload import ActivationStore, _files, _store, default_store
+from dejax.offload import ActivationStore, _files, default_store
+from dejax.offload.activations import store as _store
 from tests.offload.held import assert_given_back, eventually, held
 from tests.offload.processes import popen, python
 from tests.offload.tensors import MIB, Tensors
@@ -22,7 +23,8 @@ ENGINES = ["tensorstore", "direct", "buffered"]
 
 KILLED_AT = """
 import os, signal, sys
-from dejax.offload import ActivationStore, _files
+from dejax.offload import ActivationStore
+from dejax.offload import _files
 from tests.offload.tensors import MIB, Tensors
 path, engine, point = sys.argv[1], sys.argv[2], int(sys.argv[3])
 store = ActivationStore(path, host_bytes=2 * MIB, engine=engine, chunk_bytes=MIB, io_threads=1)
@@ -172,7 +174,7 @@ def test_threads_that_cannot_be_started(engine, tmp_path):
     code = """
 import os, resource, sys
 from dejax.offload import ActivationStore
-from dejax.offload._store import _open
+from dejax.offload.activations.store import _open
 from tests.offload.held import eventually
 import jax, tensorstore
 jax.devices()

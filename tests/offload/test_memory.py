@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from dejax.offload import _memory
+from dejax.offload.activations import memory
 from tests.offload.processes import popen
 
 GIB = 1 << 30
@@ -73,18 +73,18 @@ def group(folder, limit, used, cache=0, version=2):
     ],
 )  # fmt: skip
 def test_control_groups(files, gib, tmp_path):
-    assert _memory.available_memory(machine(tmp_path, files)) == gib * GIB
+    assert memory.available_memory(machine(tmp_path, files)) == gib * GIB
 
 
 def test_this_machine():
-    assert 0 < _memory.available_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < memory.available_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_shares():
-    assert _memory.share(1200, 1, 1) == 600
+    assert memory.share(1200, 1, 1) == 600
     for launched in (2, 4, 8):  # each gets the same, whoever comes first
-        assert {_memory.share(1600, k, launched) for k in range(1, launched + 1)} == {800 // launched}
-    assert sum(_memory.share(10**9, k, 1) for k in range(1, 200)) < 10**9
+        assert {memory.share(1600, k, launched) for k in range(1, launched + 1)} == {800 // launched}
+    assert sum(memory.share(10**9, k, 1) for k in range(1, 200)) < 10**9
 
 
 @pytest.mark.parametrize(
@@ -96,19 +96,20 @@ def test_shares():
     ],
 )  # fmt: skip
 def test_number_of_processes_from_launchers(variables, count, monkeypatch):
-    for name in _memory._LAUNCHERS:
+    for name in memory._LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert _memory.launched_processes() == count
+    assert memory.launched_processes() == count
 
 
 # Tests that run at the same time have stores, too: these processes use another folder for their files.
 PROCESS = """
 import sys
 from pathlib import Path
-from dejax.offload import ActivationStore, _memory
-_memory._folder = lambda: Path(sys.argv[1])
+from dejax.offload import ActivationStore
+from dejax.offload.activations import memory
+memory._folder = lambda: Path(sys.argv[1])
 store = ActivationStore()
 other = ActivationStore()  # of the same process: it shares with itself
 assert abs(other.host_bytes - store.host_bytes) < 1 << 28
@@ -122,7 +123,7 @@ def test_processes_that_share_a_machine(tmp_path):
     """Together they get no more than there is; a killed process does not count any more."""
     import subprocess
 
-    available = _memory.available_memory()
+    available = memory.available_memory()
     processes = []
 
     def share() -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from dejax.offload._mixing import why_not_by_layers
+from dejax.offload.state.mixing import why_not_by_layers
 
 RNG = np.random.default_rng(0)
 

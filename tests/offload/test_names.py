@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from dejax.offload import ActivationStore, NamesPlan, NamesWay, _names, _profile, plan_names
+from dejax.offload import ActivationStore, NamesPlan, NamesWay, plan_names
+from dejax.offload.plan import names, profile
 
 
 def test_a_plan_by_names_where_other_work_disturbed_the_shorter_stack(monkeypatch):
     times = itertools.cycle((3.0, 1.0))
-    monkeypatch.setattr(_profile, "profile", lambda step, params, x: (1e6, next(times)))
-    monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
+    monkeypatch.setattr(profile, "profile", lambda step, params, x: (1e6, next(times)))
+    monkeypatch.setattr(profile, "_PROFILE_SECONDS", 0.0)
     ws, x = jax.random.normal(jax.random.key(0), (6, 64, 64)) / 8, jnp.ones((512, 64))
     body = lambda w, x: x + jnp.tanh(checkpoint_name(x @ w, "product")) @ w.T  # noqa: E731
     with ActivationStore() as store:
@@ -26,8 +27,8 @@ def test_a_plan_by_names_where_other_work_disturbed_the_shorter_stack(monkeypatc
 
 @pytest.mark.full
 def test_a_plan_by_names_with_a_drive(tmp_path, monkeypatch):
-    monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
-    monkeypatch.setattr(_profile.drive_bandwidths, "__defaults__", (1 << 22,))
+    monkeypatch.setattr(profile, "_PROFILE_SECONDS", 0.0)
+    monkeypatch.setattr(profile.drive_bandwidths, "__defaults__", (1 << 22,))
     ws = jax.random.normal(jax.random.key(0), (6, 64, 64)) / 8
     x = jax.random.normal(jax.random.key(1), (512, 64))
     tensor = x.nbytes
@@ -49,10 +50,10 @@ def test_a_plan_by_names_with_a_drive(tmp_path, monkeypatch):
         least = min(plan.ways, key=lambda way: way.peak_bytes)
         plan.budget_bytes = 1000
         with pytest.raises(ValueError, match="nothing fits budget_bytes=1000; the least is about"):
-            _names._choose(plan, ws, x)
+            names._choose(plan, ws, x)
         plan.chosen = everything
         np.testing.assert_allclose(
-            grad(plan.apply), grad(lambda ws, x: _profile.scan_layers(body, ws, x)), rtol=1e-5, atol=1e-6
+            grad(plan.apply), grad(lambda ws, x: profile.scan_layers(body, ws, x)), rtol=1e-5, atol=1e-6
         )
         assert store.stats().stored_bytes == 6 * 3 * tensor
         plan.chosen = least

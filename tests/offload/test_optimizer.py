@@ -9,7 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
-from dejax.offload import DiskArray, _first_state, master_weights, optimizer
+from dejax.offload import DiskArray, master_weights, optimizer
+from dejax.offload.state import first_state
 
 PARAMS = {"a": jnp.linspace(-1, 1, 4096).reshape(64, 64), "b": {"c": jnp.ones(64), "d": jnp.full((32, 64), 0.5)}}
 
@@ -193,14 +194,14 @@ def test_the_first_state_takes_no_memory_of_the_device(on_disk, tmp_path, monkey
     params = {name: jnp.ones((256, 1024), jnp.bfloat16) for name in "abcd"}
     tx = optimizer(master_weights(optax.adam(1e-2)), piece_bytes=1 << 14, **({"path": tmp_path} if on_disk else {}))
     before, seen = device_bytes(), [0]
-    real = _first_state.LazyArray._part
+    real = first_state.LazyArray._part
 
     def part(*args):
         value = real(*args)
         seen.append(device_bytes() - before)
         return value
 
-    monkeypatch.setattr(_first_state.LazyArray, "_part", part)
+    monkeypatch.setattr(first_state.LazyArray, "_part", part)
     state = tx.init(params)
     assert 0 < max(seen) <= 4 << 14 < params["a"].nbytes
     far = [x for x in jax.tree.leaves(state) if x.nbytes > 1 << 14]

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax.offload import CHOICES, ActivationStore, Plan, Prediction, StackPlan, _profile, plan_stack
-from dejax.offload._planner import Part, _compositions, _refined, _way, _ways_of
-from dejax.offload._profile import Tiers, place
-from dejax.offload._ways import Cost
+from dejax.offload import CHOICES, ActivationStore, Plan, Prediction, StackPlan, plan_stack
+from dejax.offload.plan import profile
+from dejax.offload.plan.layers import Part, _compositions, _refined, _way, _ways_of
+from dejax.offload.plan.profile import Tiers, place
+from dejax.offload.plan.ways import Cost
 
 COSTS = {
     "offload": Cost(10, 1, 0.0, 3.0, stored_bytes=100, ring_bytes=50),
@@ -74,7 +75,7 @@ def test_unequal_parts():
 
 @pytest.mark.full
 def test_a_plan_of_dense_layers_and_experts(monkeypatch):
-    monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
+    monkeypatch.setattr(profile, "_PROFILE_SECONDS", 0.0)
     keys = jax.random.split(jax.random.key(0), 4)
     dense = jax.random.normal(keys[0], (2, 32, 32)) / 6
     experts = {"route": jax.random.normal(keys[1], (5, 32, 3)), "w": jax.random.normal(keys[2], (5, 3, 32, 32)) / 6}
@@ -98,7 +99,7 @@ def test_a_plan_of_dense_layers_and_experts(monkeypatch):
 
         def plain(ws, x):
             for body, some in zip(bodies, ws, strict=True):
-                x = _profile.scan_layers(body, some, x)
+                x = profile.scan_layers(body, some, x)
             return x
 
         for a, b in zip(*(jax.tree.leaves(grad(f)) for f in (plan.apply, plain)), strict=True):
@@ -112,7 +113,7 @@ def test_a_plan_of_dense_layers_and_experts(monkeypatch):
 
 
 def test_a_plan(tmp_path, monkeypatch):
-    monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
+    monkeypatch.setattr(profile, "_PROFILE_SECONDS", 0.0)
     ws = jax.random.normal(jax.random.key(0), (6, 64, 64)) / 8
     x = jax.random.normal(jax.random.key(1), (512, 64))
 

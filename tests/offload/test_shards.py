@@ -276,7 +276,7 @@ import os, signal
 import jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from dejax.offload import ActivationStore, offload
-from dejax.offload._memory import launched_processes
+from dejax.offload.activations.memory import launched_processes
 
 (path,), index = arguments, jax.process_index()
 mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dejax.offload import ActivationStore, _profile, offload
-from dejax.offload._stack import scan_pieces
+from dejax.offload import ActivationStore, offload
+from dejax.offload.plan import profile
+from dejax.offload.plan.loops import scan_pieces
 
 
 def test_layers_run_in_several_ways_share_parameters_and_gradients():
@@ -29,7 +30,7 @@ def test_layers_run_in_several_ways_share_parameters_and_gradients():
         (jax.checkpoint(body), 2),
         (body, 3),
     ]
-    plain = compiled(lambda params, x: _profile.scan_layers(body, params, x))
+    plain = compiled(lambda params, x: profile.scan_layers(body, params, x))
     with ActivationStore() as store:
         mixed = compiled(lambda params, x: scan_pieces(pieces, params, x))
         got = mixed(params, x)

@@ -10,11 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from dejax.offload import StepPlan, StepWay, _profile, plan_step
-from dejax.offload._copy_cost import FREE, Carried, CopyCosts, _slopes, copy_costs, duplex_bandwidth
-from dejax.offload._profile import Tiers, Traffic
-from dejax.offload._step_cost import FREED, NO_DRIVE, Cost, Drive, KeptGradients, Leaf, predict
-from dejax.offload._step_plan import _choose
+from dejax.offload import StepPlan, StepWay, plan_step
+from dejax.offload.plan import profile
+from dejax.offload.plan.copy_cost import FREE, Carried, CopyCosts, _slopes, copy_costs, duplex_bandwidth
+from dejax.offload.plan.profile import Tiers, Traffic
+from dejax.offload.plan.step import _choose
+from dejax.offload.plan.step_cost import FREED, NO_DRIVE, Cost, Drive, KeptGradients, Leaf, predict
 
 from .test_layerwise import batch, body, embed, head, model
 
@@ -170,12 +171,12 @@ def test_prediction_with_state_on_a_drive():
 
 def test_times_are_right_where_other_work_runs_for_a_while(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(_profile, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def run(seconds):
         now[0] += seconds * (5 if 10 <= now[0] % 100 < 50 else 1)
 
-    assert _profile.fastest([lambda: run(1.0), lambda: run(4.0)], seconds=60) == [1.0, 4.0]
+    assert profile.fastest([lambda: run(1.0), lambda: run(4.0)], seconds=60) == [1.0, 4.0]
 
 
 def test_both_directions_are_measured_by_the_copies_of_a_step():
@@ -185,8 +186,8 @@ def test_both_directions_are_measured_by_the_copies_of_a_step():
 
 
 def test_a_plan_with_a_drive(monkeypatch, tmp_path):
-    monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
-    monkeypatch.setattr(_profile.state_bandwidths, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(profile, "_PROFILE_SECONDS", 0.0)
+    monkeypatch.setattr(profile.state_bandwidths, "__defaults__", (1 << 20,))
     outer, layers = model()
     layers = jax.tree.map(lambda x: np.concatenate([x] * 6), layers)  # 30 of them: few are on their way at a time
     how = {"min_bytes": 100, "streams": True, "path": tmp_path, "device_bytes": 1 << 40}
@@ -207,7 +208,7 @@ def test_a_plan_with_a_drive(monkeypatch, tmp_path):
 
 
 def test_a_plan(monkeypatch):
-    monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
+    monkeypatch.setattr(profile, "_PROFILE_SECONDS", 0.0)
     outer, layers = model()
     how = {"min_bytes": 100, "streams": True, "host_bytes": 1 << 30}
     tx = optax.adamw(1e-2)
@@ -241,7 +242,7 @@ def test_a_plan(monkeypatch):
 
 @pytest.mark.full
 def test_a_plan_with_a_limit_and_frozen_parameters(monkeypatch):
-    monkeypatch.setattr(_profile, "_PROFILE_SECONDS", 0.0)
+    monkeypatch.setattr(profile, "_PROFILE_SECONDS", 0.0)
     outer, layers = model()
     how = {"min_bytes": 100, "streams": True, "host_bytes": 1 << 30, "device_bytes": 1 << 40}
     how |= {"clip_norm": 1.0, "frozen": lambda path, _: path == "layers['b']"}

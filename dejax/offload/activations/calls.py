@@ -1,0 +1,167 @@
+"""The FFI calls of `dejax.offload`: `store` a tensor, which returns a handle; `fetch` a handle's tensor; `guard`.
+
+XLA takes them for functions without side effects. So a tensor that nobody fetches is never stored, `jax.checkpoint`
+may recompute them, and data flow orders them: `store` returns a handle, and `fetch` takes it.
+
+XLA on GPUs folds slices into calls that take or return them. jax 0.11 then kept the replaced call where its result had
+other uses, and fetched a tensor twice, which fails once its memory is reused. XLA does not look through barriers, so
+each call has one on both sides, and a batch of calls has them inside of its loop.
+
+Under `vmap`, a tensor that is not batched is stored and fetched once. A batch is stored one example at a time and
+fetched in reverse, so that the last examples never leave the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.interpreters.ad
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax import _compat, _native
+from dejax.offload.activations import shards
+
+HANDLE = jax.ShapeDtypeStruct((2,), jnp.uint32)
+DEVICE = -1
+"""In place of a binding: the tensor is its own handle and stays, with the same barriers in the program."""
+
+
+def store(x: Array, *, store_id: int, site: int, ring_bytes: int) -> Array:
+    """Stores a copy of `x`; returns its handle, uint32[2].
+
+    Args:
+        x: at least one element, of a dtype of whole bytes.
+        store_id: the store's binding, see `current.py`. 0: the current store.
+        site: number of the call in its program.
+        ring_bytes: size of the device's ring for this program, where the store was given none.
+    """
+    if store_id == DEVICE:
+        return jax.lax.optimization_barrier(x)
+    _native.extension("offload")
+
+    def on_shard(x: Array, layout: int, share: float) -> Array:
+        x = jax.lax.optimization_barrier(x)
+        ring = np.int64(np.ceil(ring_bytes * share))
+        with jax.named_scope("offload_store"):
+            ffi = jax.ffi.ffi_call("dejax_offload_store", HANDLE)
+            return ffi(x, store=np.int64(store_id), site=np.int64(site), ring=ring, layout=np.int64(layout))
+
+    def of_batch(batch: int) -> Any:
+        """With so many axes in front."""
+
+        @jax.custom_batching.custom_vmap
+        def batchable(x: Array) -> Array:
+            return shards.store(x, on_shard, site=site, batch=batch)
+
+        @batchable.def_vmap
+        def rule(_: int, batched: Sequence[bool], x: Array) -> tuple[Array, bool]:
+            return of_batch(batch + 1)(x), True
+
+        return batchable
+
+    call = jax.custom_jvp(of_batch(0))
+    call.defjvp(_no_second_derivative)
+    return call(x)
+
+
+def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, site: int) -> Array:
+    """The tensor of a handle.
+
+    Args:
+        handle: uint32[2], from `store`.
+        like: its shape and dtype.
+        after: the fetch waits for these.
+        store_id: as in `store`.
+        site: as in `store`.
+    """
+    if store_id == DEVICE:
+        return jax.lax.optimization_barrier(handle)
+
+    def of_shard(handle: Array, shape: tuple[int, ...], layout: int, after: Sequence[Array]) -> Array:
+        handle, *after = jax.lax.optimization_barrier((handle, *after))
+        with jax.named_scope("offload_fetch"):
+            ffi = jax.ffi.ffi_call("dejax_offload_fetch", jax.ShapeDtypeStruct(shape, like.dtype))
+            x = ffi(handle, *after, site=np.int64(site), layout=np.int64(layout))
+        return jax.lax.optimization_barrier(x)
+
+    def of_batch(batch: int) -> Any:
+        """With so many axes in front."""
+
+        @jax.custom_batching.custom_vmap
+        def batchable(handle: Array, *after: Array) -> Array:
+            return shards.fetch(handle, after, like, of_shard, site=site, batch=batch)
+
+        @batchable.def_vmap
+        def rule(_: int, batched: Sequence[bool], handle: Array, *after: Array) -> tuple[Array, bool]:
+            if not batched[0]:  # it may begin once the cotangents of all examples are there
+                return batchable(handle, *after), False
+            return of_batch(batch + 1)(handle, *after), True
+
+        return batchable
+
+    call = jax.custom_jvp(of_batch(0))
+    call.defjvp(_no_second_derivative)
+    return _sharded_as(call(handle, *after), like)
+
+
+def guard(x: Array, after: Sequence[Array], *, store_id: int) -> Array:
+    """`x`, or NaN where a store or a fetch of this run has failed on one of several devices.
+
+    The fetches of such a run return NaN, so that no device waits for another one. A dtype without NaN cannot show that:
+    then the guard fills the cotangents. On one device a failure ends the step, and `x` needs no guard.
+
+    Args:
+        x: floating-point; its memory is reused.
+        after: fetched tensors of a dtype without NaN.
+        store_id: as in `store`.
+    """
+    if store_id == DEVICE:
+        return x
+
+    def on_shard(x: Array, *after: Array) -> Array:
+        x, *after = jax.lax.optimization_barrier((x, *after))
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        ffi = jax.ffi.ffi_call("dejax_offload_guard", out, input_output_aliases={0: 0})
+        return jax.lax.optimization_barrier(ffi(x, *after))
+
+    @jax.custom_batching.custom_vmap
+    def batchable(x: Array, *after: Array) -> Array:
+        return shards.guard(x, after, on_shard)
+
+    @batchable.def_vmap
+    def rule(_: int, batched: Sequence[bool], x: Array, *after: Array) -> tuple[Array, bool]:
+        return batchable(x, *after), batched[0]  # a run fails for all examples
+
+    call = jax.custom_jvp(batchable)
+    call.defjvp(_no_second_derivative)
+    return call(x, *after)
+
+
+def _sharded_as(x: Array, like: Any) -> Array:
+    """`x` with the sharding of `like`, which is a part of its type on a mesh with explicit axes."""
+    sharding: Any = getattr(like, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding) or not any(sharding.spec):
+        return x
+    if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
+def has_nan(dtype: Any) -> bool:
+    """Whether a value with all bits set is NaN."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact)) and "fnuz" not in np.dtype(dtype).name
+
+
+def _no_second_derivative(primals: Any, tangents: Any, **params: Any) -> NoReturn:
+    raise NotImplementedError(
+        "offload: a second derivative was asked for. JAX cannot differentiate through a tensor that comes back from a "
+        "store. Use the function without offload there, or jax.checkpoint"
+    )
+
+
+# jax 0.10 drops rules of `custom_jvp` as it differentiates a loop, and comes to the operators inside.
+jax.interpreters.ad.primitive_jvps[_compat.sharding_group_p] = _no_second_derivative

@@ -1,0 +1,125 @@
+"""Forward and backward of a function that is more than one layer: tensors are stored and fetched one by one.
+
+The equations are evaluated in order. A tensor is stored after the equation that computes it, and the next large
+equation waits for the copy. It is fetched before the first equation of backward that uses it, which waits for the value
+that backward computed last. Otherwise XLA could keep all tensors until forward ends, or fetch all as backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.extend import core
+
+from dejax.offload._evaluation import _equation
+from dejax.offload.activations.calls import has_nan
+from dejax.offload.activations.residuals import Plan
+
+# Elementwise equations do not wait: XLA fuses them.
+_LARGE = frozenset(
+    ("dot_general", "conv_general_dilated", "scan", "while", "cond", "jit", "pjit", "remat2", "checkpoint")
+    + ("custom_vjp_call", "custom_jvp_call", "shard_map", "pallas_call", "ffi_call")
+)
+
+
+def forward(
+    plan: Plan, operands: Sequence[Any], put: Callable[[Array, int], Array], handles: dict[int, Any]
+) -> list[Any]:
+    """Evaluates `plan.jaxpr`; adds the handles of stored tensors, by source, to `handles`."""
+    jaxpr = plan.jaxpr.jaxpr
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, plan.jaxpr.consts, strict=True))
+    known.update(zip(jaxpr.invars, operands, strict=True))
+    number_of = {s.var: i for i, s in enumerate(plan.sources) if s.stored and s.argument is None}
+    fresh: list[int] = []  # stored since the last large equation
+
+    def read(var: Any) -> Any:
+        return var.val if isinstance(var, core.Literal) else known[var]
+
+    for eqn in jaxpr.eqns:
+        waiting = next((var for var in eqn.invars if not isinstance(var, core.Literal) and var.aval.ndim > 0), None)
+        if fresh and waiting is not None and eqn.primitive.name in _LARGE:
+            now, copied = jax.lax.optimization_barrier((known[waiting], [handles[i] for i in fresh]))
+            handles.update(zip(fresh, copied, strict=True))
+            fresh.clear()
+            before, known[waiting] = known[waiting], now
+            out = _equation(jaxpr, eqn, read)
+            known[waiting] = before
+        else:
+            out = _equation(jaxpr, eqn, read)
+        known.update(zip(eqn.outvars, out, strict=True))
+        for var in eqn.outvars:
+            if var in number_of:
+                number = number_of[var]
+                handles[number] = put(known[var], number)
+                fresh.append(number)
+    return [read(var) for var in jaxpr.outvars]
+
+
+def backward(
+    plan: Plan,
+    handed: Sequence[Any],
+    cotangents: Sequence[Any],
+    fetch: Callable[[int, Array, Sequence[Array]], Array],
+    guard: Callable[[Array, Sequence[Array]], Array],
+) -> tuple[Any, ...]:
+    """The cotangents of the operands. Sources that are stored are fetched at their first use."""
+    arrays = [i for i, ct in enumerate(cotangents) if is_array(ct)]
+
+    def run(values: list[Any], given: list[Any]) -> list[Any]:
+        every = list(cotangents)
+        for i, ct in zip(arrays, given, strict=True):
+            every[i] = ct
+        found.extend(plan.rebuild(values)(every))
+        return [ct for ct in found if is_array(ct)]
+
+    found: list[Any] = []  # as traced
+    avals = [source.var.aval for source in plan.sources]
+    closed = jax.make_jaxpr(run)(avals, [jax.typeof(cotangents[i]) for i in arrays])
+    jaxpr = closed.jaxpr
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    sources = jaxpr.invars[: len(avals)]
+    known.update(zip(jaxpr.invars[len(avals) :], [cotangents[i] for i in arrays], strict=True))
+    away = {var: i for i, (var, source) in enumerate(zip(sources, plan.sources, strict=True)) if source.stored}
+    known.update((var, handed[i]) for i, var in enumerate(sources) if var not in away)
+    # What depends on a cotangent: values that are there once backward has come so far.
+    late = set(jaxpr.invars[len(avals) :])
+    last = jaxpr.invars[len(avals)] if arrays else None
+
+    def read(var: Any) -> Any:
+        return var.val if isinstance(var, core.Literal) else known[var]
+
+    def bring(var: Any) -> None:
+        nonlocal last
+        number = away.pop(var)
+        known[var] = fetch(number, handed[number], [] if last is None else [known[last]])
+        if last is not None and not has_nan(plan.sources[number].info.dtype):
+            known[last] = guard(known[last], [known[var]])
+
+    for eqn in jaxpr.eqns:
+        used = [var for var in eqn.invars if not isinstance(var, core.Literal)]
+        for var in dict.fromkeys(used):
+            if var in away:
+                bring(var)
+        known.update(zip(eqn.outvars, _equation(jaxpr, eqn, read), strict=True))
+        if any(var in late for var in used):
+            late.update(eqn.outvars)
+            last = next((v for v in eqn.outvars if jax.numpy.issubdtype(v.aval.dtype, jax.numpy.inexact)), last)
+    for var in dict.fromkeys(jaxpr.outvars):
+        if not isinstance(var, core.Literal) and var in away:
+            bring(var)
+    results = iter([read(var) for var in jaxpr.outvars])
+    # A cotangent without values may be a tracer of what was traced above: of random keys that a scan takes apart.
+    return tuple(next(results) if is_array(ct) else _without_values(ct) for ct in found)
+
+
+def _without_values(ct: Any) -> Any:
+    return np.zeros(ct.shape, jax.dtypes.float0) if hasattr(ct, "dtype") else ct
+
+
+def is_array(ct: Any) -> bool:
+    """Whether a cotangent is one of a floating-point value."""
+    return getattr(ct, "dtype", jax.dtypes.float0) != jax.dtypes.float0

@@ -1,0 +1,397 @@
+"""`ActivationStore` holds offloaded tensors between forward and backward."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from dejax import _compat, _native
+from dejax.offload import _files
+from dejax.offload.activations import current, memory
+from dejax.offload.activations.calls import DEVICE
+from dejax.offload.activations.notes import notes
+from dejax.offload.activations.stats import StoreStats
+from dejax.offload.activations.tensorstore import TensorStoreIO
+from dejax.offload.telemetry import Recording
+
+Engine = Literal["auto", "tensorstore", "direct", "buffered"]
+_PAGE = 4096
+
+_open: dict[int, _Resources] = {}
+"""The resources of open stores, by `id`, for the end of the process. Changes are atomic under the GIL."""
+_entered: list[ActivationStore] = []
+"""Stores inside their `with`: they stay open without other references."""
+_default_lock = threading.Lock()
+_default: ActivationStore | None = None
+
+
+class _Resources:
+    """The resources of a store. Released once: by `close`, with the store's last reference, or as the process ends."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.claims: list[_files.Claim] = []
+        self.io: Any = None
+        self.native: Any = None
+        self.shares_memory = False
+        self._to_close = [None]
+        _open[id(self)] = self
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._to_close) and self.process == os.getpid()
+
+    def close(self) -> None:
+        if self.process != os.getpid():
+            return  # a forked child: threads, memory and files belong to its parent
+        try:
+            self._to_close.pop()
+        except IndexError:
+            return
+        try:
+            if self.native is not None:
+                self.native.begin_close()
+                if self.io is not None:
+                    self.io.join()
+                self.native.close()
+        finally:
+            for claim in self.claims:
+                claim.release()
+            if self.shares_memory:
+                memory.presence.leave()
+            _open.pop(id(self), None)
+
+    def abandon(self) -> None:
+        """Closes a store without references. The garbage collector may call this in any thread."""
+        if not self.is_open:
+            return
+        if self.io is not None and self.io.is_worker():  # a worker cannot wait for itself
+            with contextlib.suppress(RuntimeError):  # without a thread the end of the process closes it
+                threading.Thread(target=self.close, name="dejax-offload-close").start()
+            return
+        self.close()
+
+    def forget(self) -> None:
+        """In a forked child: a file's lock would last as long as any process has the file open."""
+        for claim in self.claims:
+            claim.forget()
+
+
+class ActivationStore:
+    """Holds the tensors that forward passes hand to backward passes, in three tiers: device ring, host memory, disk.
+
+    A context manager: steps that this thread dispatches inside `with` use it, unless they were traced with their own
+    `store=`. Leaving waits for these steps and closes the store. Other threads enter it themselves, with `with` or
+    `use`; leaving the last `with` closes it. Tensors move down a tier only when the tier above is full. The last ones
+    of a forward pass stay highest: backward fetches them first.
+
+    Args:
+        path: a folder, or several, for the disk tier; chunks are striped over them. None: no disk tier. The store makes
+            a folder in each and removes it as it closes. It first removes folders that dead processes left.
+            "{process_index}" in a path stands for the number of this process in `jax.distributed`.
+        device_bytes: size of the ring on each device. None: the bytes that one call of an offloaded function stores;
+            where its arithmetic takes less time than the bus, twice that, and eight tensors at least. 0: no ring; the
+            compute stream then waits for each copy.
+        host_bytes: cap of pinned (on the CPU: ordinary) host memory. 0: none; then only tensors that stay in the ring
+            can be stored. None: half of the available memory, by the machine and by control groups, shared among the
+            machine's processes: those that the launcher started, or that have such a store already.
+        disk_bytes: cap of the files' size, used or not. 0: no disk tier, whatever the path. None: no cap.
+        engine: how files are written: "tensorstore", "direct" (O_DIRECT where the file system has it; takes the least
+            processor time), "buffered" (through the page cache), or "auto", which is "tensorstore".
+        checksum: verify chunks that are read from disk. A damaged file is then an error, never a wrong gradient.
+        chunk_bytes: size of a read or write, a multiple of 4,096.
+        io_threads: number of chunks that are read or written at a time.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, PermissionError: a path cannot be used; the message has the reason.
+        OSError: a path cannot be used for another reason: a full file system, too many open files.
+        ValueError: a size is out of range.
+        RuntimeError: the files or the I/O threads cannot be made.
+        NativeExtensionError: the extension is missing.
+
+    >>> with ActivationStore(host_bytes=1 << 30) as store:
+    ...     print(store.stats().stored_bytes)
+    0
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        *,
+        device_bytes: int | None = None,
+        host_bytes: int | None = None,
+        disk_bytes: int | None = None,
+        engine: Engine = "auto",
+        checksum: bool = True,
+        chunk_bytes: int = 8 << 20,
+        io_threads: int = 8,
+    ) -> None:
+        extension = _native.extension("ActivationStore")
+        _check_sizes(device_bytes, host_bytes, disk_bytes, chunk_bytes, io_threads)
+        if engine not in ("auto", "direct", "buffered", "tensorstore"):
+            raise ValueError(
+                f"ActivationStore: `engine` must be 'auto', 'direct', 'buffered' or 'tensorstore', got {engine!r}"
+            )
+        paths = [] if path is None else [path] if isinstance(path, (str, os.PathLike)) else list(path)
+        self.device_bytes = device_bytes
+        self.disk_bytes = disk_bytes
+        self.engine: Engine = "tensorstore" if engine == "auto" else engine
+        self.paths = tuple(Path(_of_process(os.fspath(p))).absolute() for p in paths)
+        self._began = time.monotonic()
+        self._recording: Recording | None = None
+        self._depth = 0
+        self._depth_lock = threading.Lock()
+        # As given: programs carry a hash of these, and the values that stand in for None differ between machines.
+        options = (
+            tuple(os.fspath(place) for place in paths),
+            device_bytes,
+            host_bytes,
+            disk_bytes,
+            engine,
+            chunk_bytes,
+        )
+        self._resources = _Resources()
+        try:
+            for place in self.paths if disk_bytes != 0 else ():
+                self._resources.claims.append(_files.claim(place))
+            self.host_bytes = self._share_of_memory() if host_bytes is None else host_bytes
+            self._open_native(extension, chunk_bytes, io_threads, checksum)
+        except BaseException:
+            self._resources.close()
+            raise
+        self._binding = current.own_binding(self, options)
+        self._sectors = [_files.sectors_written(claim.device) for claim in self._resources.claims]
+        # Not at the end of the process, when jax may be gone: _close_all runs earlier.
+        weakref.finalize(self, self._resources.abandon).atexit = False
+
+    def _share_of_memory(self) -> int:
+        self._resources.shares_memory = True
+        processes = memory.presence.enter()
+        return memory.share(memory.available_memory(), processes, memory.launched_processes())
+
+    def _open_native(self, extension: Any, chunk_bytes: int, io_threads: int, checksum: bool) -> None:
+        folders = [claim.folder for claim in self._resources.claims]
+        self._resources.native = extension.OffloadStore.open(
+            device_bytes=-1 if self.device_bytes is None else self.device_bytes,
+            host_bytes=self.host_bytes,
+            disk_bytes=-1 if self.disk_bytes is None else self.disk_bytes,
+            folders=[str(folder) for folder in folders],
+            chunk_bytes=chunk_bytes,
+            num_threads=io_threads,
+            direct=self.engine == "direct",
+            checksum=checksum,
+            external=self.engine == "tensorstore",
+        )
+        if folders and self.engine == "tensorstore":
+            self._resources.io = TensorStoreIO(self._resources.native, folders, io_threads)
+
+    @property
+    def _native(self) -> Any:
+        return self._resources.native
+
+    def __repr__(self) -> str:
+        where = ", ".join(map(str, self.paths)) or "host memory"
+        return f"ActivationStore({where}{'' if self.is_open else ', closed'})"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the store can be used: it is not closed, and belongs to this process."""
+        return self._resources.is_open
+
+    @property
+    def id(self) -> int:
+        """Its number among the stores that are open in this process."""
+        return self._native.id
+
+    def __enter__(self) -> ActivationStore:
+        self._require_open()
+        current.enter(self)
+        with self._depth_lock:
+            self._depth += 1
+        _entered.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(ValueError):
+            _entered.remove(self)
+        if self._resources.process != os.getpid():
+            return  # a forked child leaves its parent's `with`
+        try:
+            current.wait_for_steps()
+        finally:
+            current.leave(self)
+            with self._depth_lock:
+                self._depth -= 1
+                last = self._depth <= 0
+            if last:
+                self._close()
+        if kind is None:
+            _raise_failure_of_shards()
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[ActivationStore]:
+        """Like `with` on the store itself, but leaving does not close it: for one thread of several.
+
+        Raises:
+            RuntimeError: the store is closed.
+        """
+        self._require_open()
+        current.enter(self)
+        try:
+            yield self
+        finally:
+            try:
+                current.wait_for_steps()
+            finally:
+                current.leave(self)
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise RuntimeError("ActivationStore: the store is closed; make another")
+
+    def close(self) -> None:
+        """Waits for the steps that this thread has dispatched, then frees the memory and removes the files.
+
+        Steps of other threads that still use the store fail. A second call does nothing.
+        """
+        if self.is_open:
+            current.wait_for_steps()
+        self._close()
+
+    def _close(self) -> None:
+        if self.is_open:
+            self._final = self.stats()
+            current.forget(self)
+        self._resources.close()
+
+    def check(self) -> None:
+        """Raises the error that an earlier step met on one of several devices, if any; later steps raise it, too."""
+        self.stats()  # raises in a process that only inherited the store
+        _raise_failure_of_shards()
+
+    def clear(self) -> None:
+        """Drops all tensors that are not fetched yet, for example after an interrupted step. Not while a step runs."""
+        self._native.clear()
+
+    def drain(self) -> None:
+        """Waits until nothing is being read or written, and frees disk space that no tensor uses."""
+        self._native.drain()
+
+    def stats(self) -> StoreStats:
+        """The counters since the store was opened."""
+        if not self.is_open and hasattr(self, "_final"):
+            return self._final
+        sectors = 0
+        for claim, before in zip(self._resources.claims, self._sectors, strict=True):
+            now = _files.sectors_written(claim.device)
+            sectors += now - before if now is not None and before is not None else 0
+        return StoreStats(
+            **self._native.stats(), drive_written_bytes=sectors, open_seconds=time.monotonic() - self._began
+        )
+
+    def record(self, interval: float = 0.002) -> Recording:
+        """Samples the counters every `interval` seconds inside `with store.record() as recording:`."""
+        self._recording = Recording(self, interval)
+        return self._recording
+
+    def plot(self, path: str | Path) -> None:
+        """Draws the tiers and the waits of the last recording, see `record`."""
+        if self._recording is None:
+            raise RuntimeError("ActivationStore.plot: nothing was recorded; run steps inside `with store.record():`")
+        self._recording.plot(path)
+
+    def summary(self, *, endurance_bytes: float | None = None) -> str:
+        """The main counters as text; `endurance_bytes` is the drive's rated endurance (its TBW)."""
+        return "\n".join([self.stats().summary(endurance_bytes=endurance_bytes), *notes()])
+
+
+def binding_of(store: ActivationStore | Literal["device"] | None) -> int:
+    """The binding that a program carries for a store.
+
+    Raises:
+        ValueError: `store` is no store, and not "device" or None.
+        RuntimeError: the store is closed.
+    """
+    if isinstance(store, str):
+        if store != "device":
+            raise ValueError(f"offload: `store` must be an ActivationStore, 'device' or None, got {store!r}")
+        return DEVICE
+    if store is None:
+        default_store()
+        return current.current_binding()
+    if not isinstance(store, ActivationStore):
+        raise ValueError(
+            f"offload: `store` must be an ActivationStore, 'device' or None, got {type(store).__name__}; for a path "
+            "write store=ActivationStore(path)"
+        )
+    if not store.is_open:
+        raise RuntimeError("offload: `store` is closed; make another")
+    return store._binding
+
+
+def default_store() -> ActivationStore:
+    """The store that steps use outside of any `with`: host memory only, for the life of the process.
+
+    >>> from dejax.offload import default_store
+    >>> default_store() is default_store(), default_store().stats().disk_bytes
+    (True, 0)
+    """
+    global _default
+    with _default_lock:
+        if _default is None or not _default.is_open:
+            _default = ActivationStore()
+            current.bind_default(_default)
+        return _default
+
+
+def _of_process(path: str) -> str:
+    return path.replace("{process_index}", str(_compat.process_index()))
+
+
+def _raise_failure_of_shards() -> None:
+    """Raises what failed on one device of several: such a step itself goes on, with NaN (together.h)."""
+    if why := _native.extension("ActivationStore").take_failure_of_shards():
+        raise RuntimeError(why)
+
+
+def _check_sizes(
+    device_bytes: int | None, host_bytes: int | None, disk_bytes: int | None, chunk_bytes: int, io_threads: int
+) -> None:
+    for name, value in (("device_bytes", device_bytes), ("host_bytes", host_bytes), ("disk_bytes", disk_bytes)):
+        if value is not None and value < 0:
+            raise ValueError(f"ActivationStore: `{name}` must be at least 0 or None, got {value}")
+    if chunk_bytes <= 0 or chunk_bytes % _PAGE:
+        raise ValueError(f"ActivationStore: `chunk_bytes` must be a positive multiple of {_PAGE}, got {chunk_bytes}")
+    if io_threads < 1:
+        raise ValueError(f"ActivationStore: `io_threads` must be at least 1, got {io_threads}")
+
+
+@atexit.register
+def _close_all() -> None:
+    for resources in list(_open.values()):
+        resources.close()
+
+
+def _after_fork() -> None:
+    """In a forked child: forgets its parent's stores, and locks that other threads may hold."""
+    global _default, _default_lock
+    _default, _default_lock = None, threading.Lock()
+    for resources in list(_open.values()):
+        resources.forget()
+    _open.clear()
+    _entered.clear()
+    memory.presence.forget()
+    current.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

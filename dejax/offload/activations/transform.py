@@ -1,0 +1,294 @@
+"""`offload`: a function whose residuals are in an `ActivationStore` between forward and backward."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import jax
+import numpy as np
+
+from dejax import _compat
+from dejax.offload.activations.boundary import Choice, Names, Traced
+from dejax.offload.activations.residuals import Residual
+from dejax.offload.activations.store import ActivationStore, binding_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+Policy = Callable[[Residual], bool]
+Inputs = Literal["auto", "all", "none"] | int | Sequence[int]
+
+MIN_BYTES = 1 << 20
+
+
+def offload(
+    fn: F,
+    *,
+    policy: Policy | Iterable[str] | None = None,
+    store: ActivationStore | Literal["device"] | None = None,
+    inputs: Inputs = "auto",
+    min_bytes: int = MIN_BYTES,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+) -> F:
+    """Offloads the residuals of `fn`: used like `jax.checkpoint`, but tensors are moved instead of recomputed.
+
+    The result computes what `fn` computes. Between forward and backward the residuals of at least `min_bytes` are in
+    the store: in the device's ring, in host memory or on disk. Parameters and other arguments stay where they are;
+    equal tensors and views of one tensor are stored once, and casts and views in their smallest form. Gradients have
+    the bits of those with `store="device"`, and equal those of `fn` to rounding: XLA may fuse, and so round, otherwise.
+
+    Works under `jit`, `scan`, `vmap`, `shard_map`, gradient accumulation, inside and around `jax.checkpoint`.
+    `offload(jax.checkpoint(fn))` stores only the inputs of `fn` and recomputes the rest.
+
+    Outside of `jit` each call traces `fn` again, as `jax.checkpoint` does, and runs it operator by operator. Put the
+    whole step into `jax.jit`: then the step is traced and compiled once.
+
+    Args:
+        fn: a function of pytrees of arrays, to a pytree of arrays.
+        policy: which residuals to store: names given with `jax.ad_checkpoint.checkpoint_name`, or a function from a
+            `Residual` to a bool. None: every one. Not one of `jax.checkpoint_policies`.
+        store: None: the store that is current in the thread that dispatches the step (`with ActivationStore(...)`), or
+            `default_store()`. "device": all tensors stay, with the same barriers in the program.
+        inputs: which arguments are activations, and so may be stored where backward needs them. "auto": each array with
+            the shape and dtype of one of the outputs, like a layer's input (of several, the last one); "all"; "none";
+            or positions. The others (parameters, tables) stay.
+        min_bytes: smaller tensors stay on the device.
+        static_argnums, static_argnames: positions and names of arguments that are not arrays, as in `jax.jit`.
+
+    Raises:
+        NotImplementedError: for a second derivative, for forward mode, or if `fn` has side effects that JAX does not
+            allow under derivatives.
+        TypeError: an argument is neither an array nor static, or is a `jax.Ref`; `policy` is one of
+            `jax.checkpoint_policies`, or returns no bool.
+        ValueError: `inputs` names no argument, or is another word; `policy` has a name that no tensor of `fn` has.
+        NativeExtensionError: the extension is missing.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from dejax.offload import ActivationStore, offload
+    >>> layer = offload(lambda w, x: jnp.tanh(x @ w), min_bytes=0)
+    >>> with ActivationStore() as store:
+    ...     gradient = jax.grad(lambda w: layer(w, jnp.ones((2, 3))).sum())(jnp.eye(3))
+    >>> gradient.shape
+    (3, 3)
+    """
+    return wrap(fn, Options.of(policy, store, inputs, min_bytes), static_argnums, static_argnames)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `offload`.
+
+    Attributes:
+        policy, min_bytes: which residuals are stored.
+        store: an ActivationStore, "device" or None.
+        inputs: which arguments may be stored.
+        kept_argnums: arguments that are never stored.
+        on_demand: each tensor leaves and comes back by itself, see `region`.
+    """
+
+    policy: Policy
+    min_bytes: int
+    store: ActivationStore | Literal["device"] | None
+    inputs: Inputs
+    kept_argnums: tuple[int, ...] = ()
+    on_demand: bool = False
+
+    @staticmethod
+    def of(
+        policy: Policy | Iterable[str] | None,
+        store: ActivationStore | Literal["device"] | None,
+        inputs: Inputs,
+        min_bytes: int,
+        kept_argnums: tuple[int, ...] = (),
+        *,
+        on_demand: bool = False,
+    ) -> Options:
+        """Checks the options that can be checked before a call."""
+        return Options(_as_function(policy), min_bytes, store, inputs, kept_argnums, on_demand)
+
+
+def wrap(
+    fn: Callable[..., Any],
+    options: Options,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+) -> Any:
+    """`offload`, also for the Flax bindings."""
+    static = _as_tuple(static_argnums)
+    static_names = _as_tuple(static_argnames)
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call = _Call.of(fn, options, args, kwargs, static, static_names)
+        _check_leaves(call.leaves)
+        out_tree, traced, consts = _trace(call)
+        out = traced(binding_of(options.store), [*consts, *call.leaves])
+        return jax.tree.unflatten(out_tree, out)
+
+    return wrapped
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of an offloaded function, with static arguments apart from arrays.
+
+    Attributes:
+        fixed: static arguments by position, static keyword arguments by name.
+        num_args: number of positional arguments.
+        leaves, treedef: of the other arguments, `(list of positional, dict of keyword)`.
+        owner: for each leaf its argument's position, -1 for keyword arguments.
+    """
+
+    fn: Callable[..., Any]
+    options: Options
+    fixed: dict[int | str, Any]
+    num_args: int
+    leaves: list[Any]
+    treedef: Any
+    owner: tuple[int, ...]
+
+    @staticmethod
+    def of(
+        fn: Callable[..., Any],
+        options: Options,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        static: tuple[int, ...],
+        static_names: tuple[str, ...],
+    ) -> _Call:
+        fixed: dict[int | str, Any] = {i % len(args): args[i] for i in static if -len(args) <= i < len(args)}
+        fixed |= {name: kwargs[name] for name in static_names if name in kwargs}
+        moving = {i: arg for i, arg in enumerate(args) if i not in fixed}
+        named = {name: arg for name, arg in kwargs.items() if name not in fixed}
+        leaves, treedef = jax.tree.flatten((list(moving.values()), named))
+        owner = [i for i, arg in moving.items() for _ in jax.tree.leaves(arg)]
+        owner += [-1] * (len(leaves) - len(owner))
+        return _Call(fn, options, fixed, len(args), leaves, treedef, tuple(owner))
+
+    def flat(self) -> Callable[..., Any]:
+        """The call as a function of its leaves; it holds none of them."""
+        fn, fixed, treedef, num_args = self.fn, self.fixed, self.treedef, self.num_args
+
+        def flat(*leaves: Any) -> Any:
+            moving, named = jax.tree.unflatten(treedef, leaves)
+            rest = iter(moving)
+            args = [fixed[i] if i in fixed else next(rest) for i in range(num_args)]
+            names = {name: value for name, value in fixed.items() if isinstance(name, str)}
+            return fn(*args, **named, **names)
+
+        return flat
+
+
+def _trace(call: _Call) -> tuple[Any, Traced, list[Any]]:
+    """The tree of the outputs, the traced function, and the arrays that it closes over: its first arguments."""
+    # Tracing turns the arrays that the function closes over, such as a model's parameters, into arguments.
+    closed, shapes = jax.make_jaxpr(call.flat(), return_shape=True)(*call.leaves)
+    _check_no_references(call, [*closed.consts, *call.leaves])
+    _check_effects(call, closed)
+    options = call.options
+    avals = [jax.typeof(x) for x in [*closed.consts, *call.leaves]]
+    flags = _activations(
+        options.inputs, call.num_args, closed.in_avals, call.owner, jax.tree.leaves(shapes), options.kept_argnums
+    )
+    name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
+    choice = Choice(options.policy, options.min_bytes, options.on_demand)
+    flags = [False] * len(closed.consts) + flags
+    traced = Traced(name, _compat.without_consts(closed), avals, flags, choice)
+    return jax.tree.structure(shapes), traced, list(closed.consts)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, (int, str)) else tuple(value)
+
+
+def _is_reference(x: Any) -> bool:
+    return "AbstractRef" in type(jax.typeof(x)).__name__
+
+
+def _check_no_references(call: _Call, operands: Sequence[Any]) -> None:
+    if any(map(_is_reference, operands)):
+        name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
+        raise TypeError(
+            f"offload: `{name}` must not be given or close over a jax.Ref: backward could not know its earlier value. "
+            "Read it before the call, give the value as an argument, and write the function's result after the call"
+        )
+
+
+def _check_effects(call: _Call, closed: Any) -> None:
+    if _compat.staging_trace() is None:
+        return  # outside of `jit` side effects happen as they come
+    if refused := _compat.effects_refused_under_derivatives(closed.effects):
+        name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
+        raise NotImplementedError(
+            f"offload: `{name}` has side effects that JAX does not allow where a derivative is defined: "
+            f"{', '.join(map(str, refused))}. Move them out of the offloaded function: return the values that they "
+            "need, and use those outside"
+        )
+
+
+def _check_leaves(leaves: Sequence[Any]) -> None:
+    for leaf in leaves:
+        if isinstance(leaf, jax.Ref):
+            continue  # refused below, together with references that are closed over
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+            raise TypeError(
+                f"offload: arguments must be arrays or static, got {type(leaf).__name__}; name its position in "
+                "static_argnums, or close over it"
+            )
+
+
+def _as_function(policy: Policy | Iterable[str] | None) -> Policy:
+    if policy is None:
+        return lambda _: True
+    if callable(policy):
+        function = policy.func if isinstance(policy, functools.partial) else policy
+        module = getattr(function, "__module__", None) or type(function).__module__
+        if module.partition(".")[0] == "jax":
+            raise TypeError(
+                "offload: `policy` must be names or a function of a Residual, got a policy of jax.checkpoint; to store "
+                "tensors by name write policy=['name']. To recompute the others, too: "
+                "offload(jax.checkpoint(fn, policy=...))"
+            )
+        return policy
+    if isinstance(policy, str):
+        raise ValueError(
+            f"offload: `policy` must be a set of names or a function, got {policy!r}; for one name write "
+            f"policy=[{policy!r}]"
+        )
+    return Names(frozenset(policy))
+
+
+def _activations(
+    inputs: Inputs,
+    num_args: int,
+    avals: Sequence[Any],
+    owner: Sequence[int],
+    outputs: Sequence[Any],
+    kept_argnums: Sequence[int],
+) -> list[bool]:
+    free = [position not in kept_argnums for position in owner]
+    if inputs == "all":
+        return free
+    if inputs == "none":
+        return [False] * len(avals)
+    if inputs == "auto":
+        # As many as there are outputs of this shape and dtype, the last ones: a parameter may have the shape of an
+        # activation by chance, and parameters come first by custom.
+        left = collections.Counter((tuple(out.shape), out.dtype) for out in outputs)
+        flags = [False] * len(avals)
+        for i in reversed(range(len(avals))):
+            kind = (tuple(avals[i].shape), avals[i].dtype)
+            if free[i] and left[kind] > 0:
+                left[kind] -= 1
+                flags[i] = True
+        return flags
+    if isinstance(inputs, str):
+        raise ValueError(f"offload: `inputs` must be 'auto', 'all', 'none' or positions of arguments, got {inputs!r}")
+    positions = {inputs} if isinstance(inputs, int) else set(inputs)
+    if wrong := [p for p in positions if not -num_args <= p < num_args]:
+        raise ValueError(f"offload: `inputs` must be positions of the {num_args} arguments, got {wrong[0]}")
+    chosen = {p % num_args for p in positions}
+    return [position in chosen for position in owner]

@@ -1,0 +1,1 @@
+"""Parameters and optimizer state off the device: their files, the optimizer, and the step layer by layer."""

@@ -1,0 +1,338 @@
+"""Optimizer state in pinned host memory or on disk, brought to the device piece by piece for the update."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from dejax import _native
+from dejax._optional import optional
+from dejax.offload._evaluation import Demand, inlined
+from dejax.offload.state import disk_shards
+from dejax.offload.state.first_state import LazyArray, first_state, placed
+from dejax.offload.state.moments import shardings_of
+from dejax.offload.state.placements import Placements, explicit_shardings, shardings_in
+from dejax.offload.state.store import StateStore, is_on_disk, store_at
+from dejax.offload.state.stream.pieces import PIECE_BYTES, stream_state, unit_of
+from dejax.offload.state.stream.shard_pieces import stream_shards, why_no_shards
+
+_HOST = jax.memory.Space.Host
+
+
+def optimizer(
+    tx: Any,
+    *,
+    min_bytes: int = 1 << 16,
+    streams: bool | None = None,
+    piece_bytes: int = PIECE_BYTES,
+    ahead: int = 2,
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | StateStore | None = None,
+) -> Any:
+    """Keeps the state of an Optax transformation (Adam's moments) in pinned host memory or on disk between steps.
+
+    The update is `tx`'s own, to rounding. It is traced once and evaluated parameter by parameter: the state of each is
+    copied to the device before its update and back after it. Values that all parameters share (a count, a norm of all
+    gradients) are computed once. The bus sets the least time: AdamW moves 8 bytes each way for each float32 parameter.
+
+    A jitted step that donates this state must say where its arguments and results lie: jax 0.10 to 0.12 may otherwise
+    pair a donated array on the host with a result on the device, which ends the process. A step that does not donate
+    the state copies it first.
+
+        where = jax.tree.map(lambda x: x.sharding, (params, state))
+        step = jax.jit(step, donate_argnums=(0, 1), in_shardings=where, out_shardings=where)
+
+    `init` makes the state array by array where it belongs. Constants, such as Adam's zeros, never come to the device,
+    and copies of parameters pass through it in pieces. State of sharded parameters is sharded as they are. In
+    `jax.jit`, or where `tx.init` cannot be traced, the device holds the whole state first.
+
+    Wrap gradient accumulation in it, `optimizer(optax.MultiSteps(tx, 4))`, not the other way round: `MultiSteps` would
+    choose between state on the host and state on the device, which XLA refuses.
+
+    Args:
+        tx: an `optax.GradientTransformation` whose `update` can be traced.
+        min_bytes: smaller arrays of the state stay on the device.
+        streams: True: dejax copies, on one stream for each direction and ahead of need, in pieces of a parameter where
+            its update is elementwise. Both directions of the bus are busy at once, and no array of state is on the
+            device as a whole. Where a mesh divides the state, each device copies its own shards. Not under `jax.vmap`.
+            False: XLA copies, parameter by parameter, one direction after the other. None: dejax where it can, else
+            XLA. dejax needs the native extension and GPUs. On several GPUs it also needs a state that this
+            transformation's `init` has placed on one mesh, outside of `jax.jit`, or whose mesh has explicit axes; and
+            an update outside of `jax.shard_map`. Make a transformation for each mesh.
+        piece_bytes: with `streams`: size of a piece of one array. Device memory for staging, outside of XLA's pool:
+            `2 * (ahead + 1)` pieces of each array of state that a parameter has (two for Adam).
+        ahead: with `streams`: number of pieces that are copied to the device before they are needed.
+        path: keeps the state on disk, in files of this folder (or several, or a `StateStore`) on a fast drive. Pieces
+            are read `ahead`, and written while later ones are updated; host memory holds no others. `init` runs outside
+            of `jax.jit` and `update` inside. State of parameters that a mesh divides is divided as they are: each
+            device reads and writes its own shards; of those that hold the same part, one writes. `StateStore` says how
+            long the files live.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs` with the same `init` and `update`; its state is a pytree like `tx`'s,
+        whose large arrays lie in memory of kind "pinned_host", or are a `DiskArray` each.
+
+    Raises:
+        TypeError: `tx` has no `init` and `update`.
+        ValueError: `piece_bytes` or `ahead` is not positive; `path` with `streams=False`; with `streams=True` or
+            `path`: as `init` runs: parameters on several devices have no mesh in common; as `update` runs, with divided
+            state: inside of `jax.shard_map`; with `streams=True`: state on several devices that `init` has not placed;
+            with `path`: as `init` runs inside of `jax.jit`, or `update` outside.
+        FileNotFoundError, PermissionError: as `init` runs: `path` cannot be used.
+        RuntimeError: as `init` runs: the drive is full.
+        NativeExtensionError: with `streams=True` or `path`, the extension is missing.
+    """
+    with optional("optax", of="offload.optimizer"):
+        import optax
+
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(f"offload.optimizer: `tx` must be an Optax transformation, got {type(tx).__name__}")
+    if piece_bytes < 1 or ahead < 1:
+        raise ValueError(
+            f"offload.optimizer: `piece_bytes` and `ahead` must be at least 1, got {piece_bytes} and {ahead}"
+        )
+    if path is not None and streams is False:
+        raise ValueError("offload.optimizer: `streams` must be True or None with a path, got False: XLA reads no files")
+    tx = optax.with_extra_args_support(tx)
+    moved = _Moved(min_bytes, path, piece_bytes)
+    copies = _Copies(streams)
+
+    def init(params: Any) -> Any:
+        if path is not None or streams:
+            why = "with streams=True" if path is None else "with a path"
+            disk_shards.require_one_mesh(params, "offload.optimizer", why)
+        state = first_state(tx.init, params, moved.is_large, moved.put, piece_bytes)
+        state = state if state is not None else moved.put_all(tx.init(params), params)
+        copies.note(state, params)
+        return state
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        traced = _trace_update(tx, state, (updates, params, extra))
+        on_disk = any(map(is_on_disk, traced.state))
+        far = [is_on_disk(x) if on_disk else moved.is_large(x) for x in traced.state]
+        # Outside of jit one operation follows the other: nothing could overlap.
+        inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((traced.state, traced.others)))
+        if on_disk and not inside:
+            raise ValueError("offload.optimizer: a state on disk must be updated in jax.jit, got arrays outside of it")
+        streamed, shardings = copies.of(traced.state, far, inside)
+        evaluation = traced.demand(far, streamed)
+        outputs: list[Any] = [None] * len(traced.jaxpr.outvars)
+        if shardings is not None:
+            stream_shards(
+                evaluation, traced.state, shardings, streamed, traced.num_updates, outputs, piece_bytes, ahead
+            )
+        elif any(streamed):
+            stream_state(evaluation, traced.state, streamed, traced.num_updates, outputs, piece_bytes, ahead)
+        for i in _order(traced.jaxpr, traced.num_updates, far):
+            if outputs[i] is None:
+                value = evaluation.value(traced.jaxpr.outvars[i])
+                at = i - traced.num_updates
+                outputs[i] = jax.device_put(value, _HOST) if at >= 0 and far[at] else value
+        return jax.tree.unflatten(traced.out_tree, outputs)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Which arrays of the state lie elsewhere, and where."""
+
+    min_bytes: int
+    path: Any
+    piece_bytes: int
+
+    @functools.cached_property
+    def disk(self) -> StateStore:
+        return store_at(self.path)
+
+    def is_large(self, x: Any) -> bool:
+        if not (hasattr(x, "dtype") and hasattr(x, "size")) or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            return False  # a random key is no memory
+        return x.size * np.dtype(x.dtype).itemsize >= max(1, self.min_bytes)
+
+    def put_all(self, state: Any, params: Any) -> Any:
+        """A state that `tx.init` has made as a whole, in its place."""
+        leaves, treedef = jax.tree.flatten(state)
+        if self.path is None and any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return jax.tree.map(self.put, state)
+        return jax.tree.unflatten(treedef, map(self.put, leaves, shardings_of(state, params)))
+
+    def put(self, x: Any, sharding: Any = None) -> Any:
+        """An array of the state in its place.
+
+        Args:
+            x: the array, or a `LazyArray`.
+            sharding: of its parameter, on several devices.
+        """
+        if not self.is_large(x):
+            return x
+        if self.path is None:
+            return _in_host_memory(x, sharding)
+        if x.ndim == 0:
+            value = jnp.asarray(x.on_devices() if isinstance(x, LazyArray) else x)
+            return value if sharding is None else placed(value, sharding)
+        if isinstance(x, jax.core.Tracer):
+            raise ValueError("offload.optimizer: `init` must run outside of jax.jit with a path, got traced arrays")
+        if not disk_shards.divided(sharding):
+            return self.disk.put(x, unit_of(x.shape, x.dtype, self.piece_bytes))
+        if isinstance(x, LazyArray):
+            x = x.on_devices() if x.constant is None else np.broadcast_to(np.asarray(x.constant, x.dtype), x.shape)
+        return self.disk.put(x, unit_of(sharding.shard_shape(x.shape), x.dtype, self.piece_bytes), sharding)
+
+
+def _in_host_memory(x: Any, sharding: Any) -> Any:
+    if sharding is None:
+        return jax.device_put(np.asarray(x) if isinstance(x, LazyArray) else x, _HOST)
+    if not isinstance(x, LazyArray) or (value := x.constant) is None:
+        whole = x.on_devices() if isinstance(x, LazyArray) else x
+        return jax.device_put(whole, sharding.with_memory_kind("pinned_host"))  # each device has its part
+
+    def part(index: Any) -> np.ndarray[Any, Any]:
+        shape = [len(range(*at.indices(size))) for at, size in zip(index, x.shape, strict=True)]
+        return np.full(shape, value, x.dtype)
+
+    return jax.make_array_from_callback(x.shape, sharding.with_memory_kind("pinned_host"), part)
+
+
+class _Copies:
+    """Who copies a state between host memory and devices.
+
+    Args:
+        streams: see `optimizer`.
+    """
+
+    def __init__(self, streams: bool | None) -> None:
+        self._streams = streams
+        self._seen: Placements[tuple[Any, ...]] = Placements()
+
+    def note(self, state: Any, params: Any) -> None:
+        """Remembers how the devices divide a state that `init` has made for parameters on one mesh."""
+        leaves, given = jax.tree.leaves(state, is_leaf=is_on_disk), jax.tree.leaves(params)
+        if any(isinstance(x, jax.core.Tracer) for x in (*leaves, *given)):
+            return
+        if len({getattr(at, "mesh", None) for at in shardings_in(given) if disk_shards.divided(at)}) <= 1:
+            self._seen.note(leaves, shardings_in(leaves))
+
+    def of(self, state: Sequence[Any], far: Sequence[bool], inside: bool) -> tuple[list[bool], Any]:
+        """For each array of a state, whether dejax copies it; and, on several devices, the shardings of all.
+
+        Args:
+            state: its arrays.
+            far: which of them do not lie on the device.
+            inside: of `jax.jit`.
+        """
+        if any(map(is_on_disk, state)):
+            shardings = shardings_in([x if is_on_disk(x) else None for x in state])
+            return [is_on_disk(x) for x in state], shardings if any(map(disk_shards.divided, shardings)) else None
+        host = [is_far and x.ndim > 0 and _is_on_host(x) for x, is_far in zip(state, far, strict=True)]
+        nothing = [False] * len(state)
+        if not inside or not any(host) or not (_by_default() if self._streams is None else self._streams):
+            return nothing, None
+        if jax.device_count() == 1:
+            return host, None
+        found = self._known(state, host)
+        divided = [at for at in found if any(map(disk_shards.divided, _chosen(at, host)))]
+        if self._streams is None:
+            can = len(found) == len(divided) == 1 and why_no_shards(_chosen(found[0], host)) is None
+            return (host, found[0]) if can else (nothing, None)
+        if not divided:
+            return host, None
+        if len(found) > 1:
+            raise ValueError(
+                "offload.optimizer: `state` must be divided as `init` divides every state of these shapes with "
+                f"streams=True, got {len(found)} ways; make an optimizer for each"
+            )
+        return host, found[0]
+
+    def _known(self, state: Sequence[Any], host: Sequence[bool]) -> list[tuple[Any, ...]]:
+        """How the arrays in host memory may be divided."""
+        explicit = explicit_shardings(_chosen(state, host))
+        if explicit is None:
+            return self._seen.of(state)
+        rest = iter(explicit)
+        return [tuple(next(rest) if yes else None for yes in host)]
+
+
+def _chosen(values: Sequence[Any], where: Sequence[bool]) -> list[Any]:
+    return [value for value, yes in zip(values, where, strict=True) if yes]
+
+
+def _by_default() -> bool:
+    return jax.default_backend() == "gpu" and _native.unavailable_reason() is None
+
+
+@dataclass(frozen=True, slots=True)
+class _TracedUpdate:
+    """An update as a jaxpr: state, other arguments -> updates, new state."""
+
+    closed: core.ClosedJaxpr
+    state: list[Any]
+    others: list[Any]
+    num_updates: int
+    out_tree: Any
+
+    @property
+    def jaxpr(self) -> core.Jaxpr:
+        return self.closed.jaxpr
+
+    def demand(self, far: Sequence[bool], streamed: Sequence[bool]) -> Demand:
+        """An evaluation of the update with every input but the streamed ones."""
+        evaluation = Demand(self.closed)
+        for var, leaf, is_far, is_streamed in zip(self.jaxpr.invars, self.state, far, streamed, strict=False):
+            if not is_streamed:
+                evaluation.give(var, leaf, is_far)
+        for var, leaf in zip(self.jaxpr.invars[len(self.state) :], self.others, strict=True):
+            evaluation.give(var, leaf, False)
+        return evaluation
+
+
+def _trace_update(tx: Any, state: Any, others: tuple[Any, Any, Any]) -> _TracedUpdate:
+    state_leaves, state_tree = jax.tree.flatten(state, is_leaf=is_on_disk)
+    other_leaves, others_tree = jax.tree.flatten(others)
+
+    def flat(*leaves: Any) -> tuple[Any, Any]:
+        state = jax.tree.unflatten(state_tree, leaves[: len(state_leaves)])
+        updates, params, extra = jax.tree.unflatten(others_tree, leaves[len(state_leaves) :])
+        return tx.update(updates, state, params, **extra)
+
+    def shape(x: Any) -> Any:
+        if is_on_disk(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        aval = jax.typeof(x)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+    closed, out = jax.make_jaxpr(flat, return_shape=True)(*map(shape, (*state_leaves, *other_leaves)))
+    num_updates = len(jax.tree.leaves(out[0]))
+    return _TracedUpdate(inlined(closed), state_leaves, other_leaves, num_updates, jax.tree.structure(out))
+
+
+def _is_on_host(x: Any) -> bool:
+    return getattr(jax.typeof(x), "memory_space", None) == _HOST
+
+
+def _order(jaxpr: core.Jaxpr, num_updates: int, far: Sequence[bool]) -> list[int]:
+    """An order of the outputs in which those that need the same arrays of the host follow one another."""
+    on_host = [var for var, is_far in zip(jaxpr.invars, far, strict=False) if is_far]
+    needs: dict[Any, frozenset[int]] = {var: frozenset((i,)) for i, var in enumerate(on_host)}
+    for eqn in jaxpr.eqns:
+        found = frozenset().union(*(needs.get(v, frozenset()) for v in eqn.invars if not isinstance(v, core.Literal)))
+        needs.update(dict.fromkeys(eqn.outvars, found))
+    group: dict[int, int] = {}
+    outs = [frozenset() if isinstance(v, core.Literal) else needs.get(v, frozenset()) for v in jaxpr.outvars]
+    for i in range(num_updates):
+        for need in outs[i]:
+            group.setdefault(need, i)
+
+    def place(i: int) -> tuple[int, int]:
+        if i < num_updates:
+            return (i, 0)
+        return (min((group.get(need, num_updates) for need in outs[i]), default=num_updates), 1)
+
+    return sorted(range(len(outs)), key=place)

@@ -1,0 +1,169 @@
+"""What a step layer by layer is told: its functions, where arrays lie, and which parameters are trained."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from dejax.offload.activations.store import ActivationStore
+from dejax.offload.state.moments import Tier
+from dejax.offload.state.placements import shardings_in
+from dejax.offload.state.store import StateStore, is_on_disk, store_at
+
+Place = Tier | Callable[[str, Any], Tier]
+Kept = Literal["freed", "device", "host"]
+
+
+class StackState(NamedTuple):
+    """What a training step changes.
+
+    Attributes:
+        outer: parameters outside of the stack (embeddings, the last norm).
+        layers: parameters of the stack, arrays [layers, ...].
+        outer_moments: the optimizer's state of `outer`.
+        layer_moments: the optimizer's state of each layer, arrays [layers, ...].
+        norm: float32, the norm of all gradients of the last step whose gradients were finite, before clipping; 0 at
+            first. Without `clip_norm` None.
+        gradients: memory for gradients that lie in host memory, arrays [layers, ...]; otherwise None.
+        skipped: int32, the number of steps whose gradients were not all finite.
+        scale: float32, with `loss_scale`: the factor of the next step's loss; otherwise None.
+        healthy: int32, with `loss_scale`: the number of steps since the factor changed; otherwise None.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from dejax.offload import StackState, stack_step
+    >>> step = stack_step(
+    ...     lambda outer, x: x * outer["scale"],
+    ...     lambda w, x: x + jnp.tanh(x @ w),
+    ...     lambda outer, x, batch: jnp.mean(x**2),
+    ...     optax.sgd(0.1),
+    ...     moments="device",
+    ... )
+    >>> state = step.init({"scale": jnp.ones(())}, jnp.ones((4, 8, 8)) / 8)
+    >>> isinstance(state, StackState), state.layers.shape
+    (True, (4, 8, 8))
+    """
+
+    outer: Any
+    layers: Any
+    outer_moments: Any
+    layer_moments: Any
+    norm: Any = None
+    gradients: Any = None
+    skipped: Any = None
+    scale: Any = None
+    healthy: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """How the arrays of a state are divided: traced arrays do not tell.
+
+    Attributes:
+        layers: shardings of the arrays [layers, ...]; None where they are not known.
+        outer: of `outer` and `outer_moments`.
+    """
+
+    layers: tuple[Any, ...] = ()
+    outer: tuple[Any, ...] = ()
+
+    @classmethod
+    def in_state(cls, state: StackState) -> Seen:
+        trees = ((state.layers, state.layer_moments, state.gradients), (state.outer, state.outer_moments))
+        return cls(*(shardings_in(jax.tree.leaves(tree, is_leaf=is_on_disk)) for tree in trees))
+
+    def of(self, arrays: Sequence[Any]) -> list[Any]:
+        """Of each array [layers, ...] of a state, as far as it is known."""
+        known = [*self.layers, *[None] * len(arrays)]
+        return [x.sharding if is_on_disk(x) else known[i] for i, x in enumerate(arrays)]
+
+
+@dataclass(frozen=True, eq=False)  # jax.jit keeps it by identity, in a weak reference
+class StackSettings:
+    """The arguments of `stack_step`."""
+
+    embed: Callable[[Any, Any], Any]
+    body: Callable[[Any, Any], Any]
+    head: Callable[[Any, Any, Any], Any]
+    tx: Any
+    params: Place = "device"
+    moments: Place = "host"
+    activations: Tier = "device"
+    microbatches: int = 1
+    clip_norm: float | None = None
+    loss_scale: float | None = None
+    gradients: Kept = "freed"
+    frozen: Callable[[str, Any], bool] | None = None
+    streams: bool | None = None
+    store: ActivationStore | None = None
+    min_bytes: int = 1 << 16
+    ahead: int = 1
+    path: Any = None
+
+    @functools.cached_property
+    def disk(self) -> StateStore:
+        """The files of arrays on disk."""
+        return store_at(self.path)
+
+    def places(self, place: Place, tree: Any) -> list[Tier]:
+        """For each array of a tree: where it lies. Rows of less than `min_bytes` stay on the device."""
+        found: list[Tier] = []
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_on_disk):
+            row = math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize
+            wanted = place(jax.tree_util.keystr(path), leaf) if callable(place) else place
+            if wanted not in ("device", "host", "disk"):
+                raise ValueError(f"stack_step: a place must be 'device', 'host' or 'disk', got {wanted!r}")
+            if wanted == "disk" and self.path is None:
+                raise ValueError("stack_step: `path` must name a folder for arrays on disk, got None")
+            found.append(wanted if row >= max(1, self.min_bytes) else "device")
+        return found
+
+    def split(self, outer: Any, layers: Any) -> tuple[Split, Split]:
+        """Which parameters are trained, outside of the stack and in it."""
+        return _split("outer", outer, self.frozen), _split("layers", layers, self.frozen)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which arrays of a pytree are trained.
+
+    Attributes:
+        treedef: of the pytree.
+        frozen: for each array.
+    """
+
+    treedef: Any
+    frozen: tuple[bool, ...]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Positions of the trained arrays among all."""
+        return [i for i, frozen in enumerate(self.frozen) if not frozen]
+
+    def trained(self, leaves: Sequence[Any]) -> Any:
+        """The pytree with None in the place of each frozen array."""
+        return self.treedef.unflatten([None if no else x for x, no in zip(leaves, self.frozen, strict=True)])
+
+    def join(self, trained: Any, leaves: Sequence[Any]) -> Any:
+        """The pytree of trained arrays, as `trained` gives it, and of the frozen ones of `leaves`."""
+        rest = iter(jax.tree.leaves(trained))
+        return self.treedef.unflatten([x if no else next(rest) for x, no in zip(leaves, self.frozen, strict=True)])
+
+
+def _split(name: str, tree: Any, frozen: Callable[[str, Any], bool] | None) -> Split:
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_on_disk):
+        no = frozen is not None and bool(frozen(name + jax.tree_util.keystr(path), leaf))
+        if not no and not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
+            where = name + jax.tree_util.keystr(path)
+            raise ValueError(
+                f"stack_step: a trained parameter must have a floating-point dtype, got {leaf.dtype} for {where}; name "
+                "it in `frozen`"
+            )
+        found.append(no)
+    return Split(jax.tree.structure(tree, is_leaf=is_on_disk), tuple(found))

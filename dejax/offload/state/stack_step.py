@@ -1,0 +1,367 @@
+"""A training step of a stack of equal layers, layer by layer.
+
+Backward goes through the stack once. As soon as a layer's gradient is there, its parameters are updated, and the
+gradient's memory is free: no gradient of the whole model ever exists. Parameters and the optimizer's state of a layer
+may lie in host memory; they travel one layer ahead of their use, in both directions of the bus at once. With an exact
+limit of the norm of all gradients, these are kept, and a second loop updates the layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax import _compat
+from dejax.offload.activations.store import ActivationStore
+from dejax.offload.state.disk_shards import divided, require_one_mesh, shard_bytes
+from dejax.offload.state.mixing import depends_on_inputs
+from dejax.offload.state.moments import Tier, shardings_of, tier_of
+from dejax.offload.state.placements import Placements
+from dejax.offload.state.stack_loops import Run, count
+from dejax.offload.state.stack_settings import Kept, Place, Seen, Split, StackSettings, StackState
+from dejax.offload.state.store import StateStore, is_on_disk
+from dejax.offload.state.stream.shard_rows import require_whole_rows
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+_SPACE = {"device": _DEVICE, "host": _HOST}
+
+
+@dataclass(frozen=True, eq=False)
+class StackStep(StackSettings):
+    """A training step, made by `stack_step`: (state, batch) -> (state, loss). Its attributes are the arguments.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from dejax.offload import stack_step
+    >>> step = stack_step(
+    ...     lambda outer, x: x * outer["scale"],
+    ...     lambda w, x: x + jnp.tanh(x @ w),
+    ...     lambda outer, x, batch: jnp.mean(x**2),
+    ...     optax.sgd(0.1),
+    ...     moments="device",
+    ... )
+    >>> state = step.init({"scale": jnp.ones(())}, jnp.ones((4, 8, 8)) / 8)
+    >>> state, loss = step.jit(state)(state, jnp.ones((2, 8)))
+    >>> loss.shape
+    ()
+    """
+
+    def init(self, outer: Any, layers: Any) -> StackState:
+        """The state of the first step, each array in its place.
+
+        The optimizer's state is made array by array, so that the device holds one that belongs on the host at a time.
+        The parameters that lie in their place already become part of the state, and so of what `jit` gives away.
+
+        Args:
+            outer: parameters outside of the stack.
+            layers: pytree of arrays [layers, ...]; those that belong on the host may lie there.
+        """
+        outer, layers = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, layers))
+        if self.streams or self.path is not None:
+            why = "with streams=True" if self.path is None else "with a path"
+            require_one_mesh((outer, layers), "stack_step", why)
+        flat, layers_tree = jax.tree.flatten(layers)
+        count(flat)
+        outer_split, split = self.split(outer, layers)
+        where = self.places(self.params, layers)
+        known = shardings_of(layers, layers)
+        flat = [self._put(x, at, sharding) for x, at, sharding in zip(flat, where, known, strict=True)]
+        trained = outer_split.trained(jax.tree.leaves(outer))
+        outside, outside_tree = jax.tree.flatten(self.tx.init(trained))
+        mine = {id(x) for x in jax.tree.leaves(outer)}
+        outside = [jnp.copy(x) if id(x) in mine else x for x in outside]
+        near = shardings_of(jax.tree.unflatten(outside_tree, outside), outer)
+        outside = [x if at is None else jax.device_put(x, at) for x, at in zip(outside, near, strict=True)]
+        moments = self._moments(split.trained(jax.tree.leaves(layers)))
+        scalars = [jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros((), jnp.int32)]
+        norm, skipped, scale, healthy = _zeros(scalars, shardings_of(scalars, layers))
+        scaled = self.loss_scale is not None
+        state = StackState(
+            outer,
+            jax.tree.unflatten(layers_tree, flat),
+            jax.tree.unflatten(outside_tree, outside),
+            moments,
+            None if self.clip_norm is None else norm,
+            self._kept(split, layers) if self.gradients == "host" else None,
+            skipped,
+            scale + self.loss_scale if scaled else None,
+            healthy if scaled else None,
+        )
+        self._note(state)
+        return state
+
+    def _put(self, x: Any, at: Tier, sharding: Any) -> Any:
+        """An array [layers, ...] in its place, in which each device has its shard."""
+        several = divided(sharding)
+        if several and (at == "disk" or (at == "host" and self.streams)):
+            require_whole_rows(x, sharding)
+        if several and at != "disk" and not divided(x.sharding):  # not on the mesh yet
+            return jax.device_put(x, sharding.with_memory_kind("pinned_host" if at == "host" else None))
+        if tier_of(x) == at:
+            return x
+        if at != "disk":
+            return jax.device_put(x, _SPACE[at])
+        row = shard_bytes(sharding, x.shape, x.dtype) // x.shape[0]
+        return self.disk.put(x, row, sharding if several else None)
+
+    def _moments(self, layers: Any) -> Any:
+        """The optimizer's state of the trained parameters of the stack."""
+        make = jax.vmap(self.tx.init)
+        layer_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layers)
+        shapes = jax.eval_shape(make, layer_shapes) if jax.tree.leaves(layers) else self.tx.init(layers)
+        leaves, treedef = jax.tree.flatten(shapes)
+        by_values = depends_on_inputs(make, layer_shapes) if leaves else []
+        made = []
+        for i, (leaf, place, sharding) in enumerate(
+            zip(leaves, self.places(self.moments, shapes), shardings_of(shapes, layers), strict=True)
+        ):
+            if by_values[i]:  # a copy of the parameters, for example
+                here = jax.tree.map(lambda x: jax.device_put(x, _DEVICE), layers)
+                # `jit` returns an argument's own memory as a result, and a state is given away array by array.
+                value = jax.jit(lambda p, i=i: jnp.copy(jax.tree.leaves(make(p))[i]))(here)
+            else:
+                one = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), layer_shapes)
+                first = jax.tree.leaves(self.tx.init(one))[i]
+                near = place == "device" or isinstance(first, jax.core.Tracer)
+                # Not jnp's: the device never holds an array that belongs elsewhere.
+                value = jnp.broadcast_to(first, leaf.shape) if near else np.broadcast_to(np.asarray(first), leaf.shape)
+            if sharding is not None and place != "disk":
+                value = jax.device_put(value, sharding.with_memory_kind("pinned_host") if place == "host" else sharding)
+            made.append(self._put(value, place, sharding))
+        return jax.tree.unflatten(treedef, made)
+
+    def _kept(self, split: Split, layers: Any) -> Any:
+        """Memory for the gradients of the trained parameters, in host memory where their rows are large enough."""
+        leaves, treedef = jax.tree.flatten(split.trained(jax.tree.leaves(layers)))
+        tree = jax.tree.unflatten(treedef, leaves)
+        made = _zeros(leaves, shardings_of(tree, layers))
+        places = self.places("host", tree)
+        made = [jax.device_put(x, _HOST) if at == "host" else x for x, at in zip(made, places, strict=True)]
+        return jax.tree.unflatten(treedef, made)
+
+    def jit(self, state: StackState) -> Any:
+        """The step, jitted for a state that is donated: the new state takes the memory of the old one."""
+        seen = self._note(state)
+        where = jax.tree.map(lambda x: x.sharding, state)
+        return jax.jit(self._step_of(seen), donate_argnums=0, in_shardings=(where, None), out_shardings=(where, None))
+
+    def __call__(self, state: StackState, batch: Any) -> tuple[StackState, Array]:
+        """One step: the new state, and the loss (mean over microbatches) before it."""
+        return self._traced(state, batch).step(batch)
+
+    def _step_of(self, seen: Seen) -> Callable[[StackState, Any], tuple[StackState, Array]]:
+        """The step for states that are divided so, always the same function: `jit` traces it once for them."""
+        if not any(map(divided, seen.layers)):
+            return self
+
+        def step(state: StackState, batch: Any) -> tuple[StackState, Array]:
+            return self._traced(state, batch, seen).step(batch)
+
+        return self._steps.setdefault(seen, step)
+
+    @functools.cached_property
+    def _steps(self) -> dict[Seen, Callable[[StackState, Any], tuple[StackState, Array]]]:
+        return {}
+
+    @functools.cached_property
+    def _seen(self) -> Placements[Seen]:
+        """Of the states that `init` has made or `jit` got."""
+        return Placements()
+
+    def _note(self, state: StackState) -> Seen:
+        seen = Seen.in_state(state)
+        self._seen.note(_leaves(state), seen)
+        return seen
+
+    def loss(self, state: StackState, batch: Any) -> Array:
+        """The loss of a batch, for validation: forward alone. The state stays as it is.
+
+        Parameters in host memory travel layer by layer, as in a step. Call it as `jax.jit(step.loss)(state, batch)`.
+        """
+        return self._traced(state, batch).loss(batch)
+
+    def _traced(self, state: StackState, batch: Any, seen: Seen | None = None) -> Run:
+        found = self._seen.of(_leaves(state)) if seen is None else [seen]
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch)))
+        inside = traced or _compat.staging_trace() is not None
+        run = Run(self, state, found[-1] if found else Seen(), certain=inside and len(found) == 1)
+        if run.moved and not inside:
+            if _compat.searches_for_nan():
+                return self._near(state, batch)
+            raise ValueError(
+                "stack_step: a step with state in host memory must run in jax.jit, got arrays outside of it; call "
+                "step.jit(state) or jax.jit(step.loss), or give streams=False"
+            )
+        return run
+
+    def _near(self, state: StackState, batch: Any) -> Run:
+        """With a copy of the state on the device: how JAX, which has found a NaN, calls the step to say where."""
+        gradients: Kept = "freed" if self.gradients == "freed" else "device"
+        near = dataclasses.replace(
+            self, params="device", moments="device", gradients=gradients, streams=False, path=None
+        )
+        copies = jax.tree.map(
+            lambda x: x.on_devices() if is_on_disk(x) else jax.device_put(x, _DEVICE), state, is_leaf=is_on_disk
+        )
+        return near._traced(copies, batch)
+
+    def bytes_by_tier(self, outer: Any, layers: Any) -> dict[str, int]:
+        """Bytes of the state on the device, in host memory and on disk; arguments are arrays or their shapes."""
+        outer_split, split = self.split(outer, layers)
+        trained = split.trained(jax.tree.leaves(layers))
+        shapes = jax.eval_shape(jax.vmap(self.tx.init), trained)
+        total = {"device": 0, "host": 0, "disk": 0}
+        trees: list[tuple[Any, Place]] = [(layers, self.params), (shapes, self.moments)]
+        if self.gradients == "host":
+            trees.append((trained, "host"))
+        for tree, place in trees:
+            for leaf, at in zip(jax.tree.leaves(tree), self.places(place, tree), strict=True):
+                total[at] += math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+        outer_trained = outer_split.trained(jax.tree.leaves(outer))
+        for leaf in jax.tree.leaves((outer, jax.eval_shape(self.tx.init, outer_trained))):
+            total["device"] += math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+        return total
+
+
+def stack_step(
+    embed: Callable[[Any, Any], Any],
+    body: Callable[[Any, Any], Any],
+    head: Callable[[Any, Any, Any], Any],
+    tx: Any,
+    *,
+    params: Place = "device",
+    moments: Place | None = None,
+    activations: Literal["device", "host"] = "device",
+    microbatches: int = 1,
+    clip_norm: float | None = None,
+    loss_scale: float | None = None,
+    gradients: Kept | None = None,
+    frozen: Callable[[str, Any], bool] | None = None,
+    streams: bool | None = None,
+    store: ActivationStore | None = None,
+    min_bytes: int = 1 << 16,
+    ahead: int = 1,
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | StateStore | None = None,
+) -> StackStep:
+    """A training step of `head(scan(body, embed(batch)))` whose state lies on the device, in host memory or on disk.
+
+    Forward keeps the input of each layer. Backward computes a layer again, takes its gradient, and updates its
+    parameters at once with `tx`. So the gradient of the whole stack never exists. A layer's arrays in host memory come
+    to the device `ahead` layers before they are needed, and go back while the next layer computes. Where arrays lie
+    changes the memory and the time of a step, but not its numbers.
+
+    `tx` updates each layer as a model of its own, and `outer` as another one: it gets the arrays of one layer, without
+    their first axis. So the update of a layer must not depend on other layers or on `outer`. Norms of one array (LAMB,
+    Adafactor) and `optax.MultiSteps` do not; a norm of all gradients, `optax.apply_if_finite` and noise do, and are an
+    error. Limit the norm of all gradients with `clip_norm`, in place of `optax.clip_by_global_norm`:
+
+    - By default the limit is exact. Gradients of the stack are kept until all are known (`gradients="device"`, or
+      "host"), and a second loop updates the layers. In it nothing hides the time of the bus.
+    - With `gradients="freed"` a layer is still updated as soon as its gradient is there. The norm is then taken to be
+      that of the last step, or of the gradients so far if it is larger. A sudden large gradient is scaled too little.
+
+    A step whose gradients are not all finite is skipped, as by `optax.apply_if_finite`: parameters and the optimizer's
+    state stay as they are, and `state.skipped` counts it. With `gradients="freed"` the layers whose gradients come
+    first, the last ones of the stack, are already updated when a later gradient is not finite; the others are skipped.
+
+    Args:
+        embed: (outer, batch) -> x, the first layer's input: an array.
+        body: (parameters of one layer, x) -> x.
+        head: (outer, x, batch) -> loss, a scalar.
+        tx: an Optax transformation.
+        params: where the parameters of the stack lie: "device", "host", "disk", or a function that returns one of these
+            for an array's path (as `jax.tree_util.keystr` writes it) and the array.
+        moments: likewise, for the optimizer's state. None: "disk" with `path`, else "host".
+        activations: where the layers' inputs lie between forward and backward. "host": in the store.
+        microbatches: number of parts of a batch, along the first axis of its arrays. Each layer computes one part after
+            the other and adds their gradients. So parameters travel once for the whole batch. Gradients of narrower
+            dtypes are added in float32 and rounded once: one layer's and those of `outer` then take 4 bytes each.
+        clip_norm: the largest norm of all gradients; larger ones are scaled to it. `state.norm` has the last step's.
+        loss_scale: the first factor by which the loss is multiplied, so that gradients of float16 do not become 0. The
+            optimizer gets the gradients of the loss itself, divided in float32. Steps that are skipped halve the
+            factor; 2,000 others in a row double it. `state.scale` has it. None: no factor.
+        gradients: "freed": a gradient lives until its layer is updated, in backward. "device", "host": gradients of the
+            stack are kept there until backward ends. None: "device" with `clip_norm`, else "freed".
+        frozen: (path, array) -> whether a parameter stays as it is. Paths begin with "outer" or "layers", as
+            "layers['w']". A frozen parameter has no gradient and no optimizer state, may have any dtype, and is never
+            written back to host memory.
+        streams: who copies between host memory and device. True: dejax; where a mesh divides the state, each device its
+            shards. False: XLA. None: dejax where it can, else XLA. dejax needs the native extension. On several devices
+            it also needs a state that this step's `init` has placed on one mesh, or that `jit` got, and a call inside
+            of `jax.jit` and outside of `jax.shard_map`; the mesh divides other axes than the first one. If this step
+            has seen states of equal shapes on two meshes, call `jit`. What is on disk dejax always copies.
+        store: for activations; None: the current one.
+        min_bytes: arrays with fewer bytes per layer stay on the device.
+        ahead: number of layers whose arrays are on their way to the device at one time.
+        path: of arrays on disk: a folder on a fast drive, several folders, or a `StateStore`. Of arrays that a mesh
+            divides each device reads and writes its own shards.
+
+    Returns:
+        The step: `state = step.init(outer, layers)`, `run = step.jit(state)`, then `state, loss = run(state, batch)`.
+
+    Raises:
+        TypeError: `tx` is no Optax transformation.
+        ValueError: a number or a place is out of range; as `init` runs, with `path` or `streams=True`: parameters on
+            several devices have no mesh in common, or one that divides the first axis of `layers`; as it is traced:
+            `tx` mixes layers, the batch cannot be divided, the stack has no layers or not equally many in each
+            array, or the state lies elsewhere. The step runs outside of `jit`, with state in host memory, or inside of
+            `jax.shard_map`, with state that a mesh divides.
+        FileNotFoundError, PermissionError: as `init` runs: `path` cannot be used.
+        RuntimeError: as `init` runs: the drive is full.
+        NativeExtensionError: with `streams=True` or `path`, the extension is missing.
+    """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(f"stack_step: `tx` must be an Optax transformation, got {type(tx).__name__}")
+    moments = ("host" if path is None else "disk") if moments is None else moments
+    for name, value in (("params", params), ("moments", moments)):
+        if not callable(value) and value not in ("device", "host", "disk"):
+            raise ValueError(f"stack_step: `{name}` must be 'device', 'host' or 'disk', got {value!r}")
+        if value == "disk" and path is None:
+            raise ValueError(f"stack_step: `path` must name a folder with {name}='disk', got None")
+    if activations not in ("device", "host"):
+        raise ValueError(f"stack_step: `activations` must be 'device' or 'host', got {activations!r}")
+    if gradients not in (None, "freed", "device", "host"):
+        raise ValueError(f"stack_step: `gradients` must be 'freed', 'device', 'host' or None, got {gradients!r}")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"stack_step: `clip_norm` must be positive or None, got {clip_norm}")
+    if loss_scale is not None and not 1 <= loss_scale < math.inf:
+        raise ValueError(f"stack_step: `loss_scale` must be at least 1 or None, got {loss_scale}")
+    if microbatches < 1 or ahead < 1:
+        raise ValueError(f"stack_step: `microbatches` and `ahead` must be at least 1, got {microbatches} and {ahead}")
+    return StackStep(
+        embed=embed,
+        body=body,
+        head=head,
+        tx=tx,
+        params=params,
+        moments=moments,
+        activations=activations,
+        microbatches=microbatches,
+        clip_norm=None if clip_norm is None else float(clip_norm),
+        loss_scale=None if loss_scale is None else float(loss_scale),
+        gradients=gradients or ("freed" if clip_norm is None else "device"),
+        frozen=frozen,
+        streams=streams,
+        store=store,
+        min_bytes=min_bytes,
+        ahead=ahead,
+        path=path,
+    )
+
+
+def _leaves(state: StackState) -> list[Any]:
+    return jax.tree.leaves(state, is_leaf=is_on_disk)
+
+
+def _zeros(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    found = [jnp.zeros(x.shape, x.dtype) for x in leaves]
+    return [x if at is None else jax.device_put(x, at) for x, at in zip(found, shardings, strict=True)]

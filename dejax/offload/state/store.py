@@ -1,0 +1,464 @@
+"""Files that hold a training state between steps: optimizer state and parameters beyond host memory.
+
+`native/offload/state_disk.h` says how arrays lie in files. In a state such an array is a `DiskArray`: its ticket, which
+programs carry as data, says which array it is and which version.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import jax
+import jax.extend.random
+import jax.numpy as jnp
+import numpy as np
+
+from dejax import _native
+from dejax._pytrees import of_this_process
+from dejax.offload import _files
+from dejax.offload.state import disk_shards
+
+_PAGE = 4096
+_open: weakref.WeakSet[StateStore] = weakref.WeakSet()
+_REMEDY = "read the array first: np.asarray(array), with is_leaf=lambda x: isinstance(x, DiskArray) in jax.tree.map"
+
+
+class _Refuse:
+    """What JAX calls to draw random numbers with a ticket, and what pickle meets in one."""
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"DiskArray: a ticket must not be used as a value; {_REMEDY}")
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"DiskArray: an array on disk must not be pickled; {_REMEDY}")
+
+
+@functools.cache
+def _ticket_type(words: int) -> Any:
+    """The type of tickets: a kind of random keys, because JAX refuses arithmetic and conversion of keys everywhere."""
+    refuse = _Refuse()
+    return jax.extend.random.define_prng_impl(
+        key_shape=(words,),
+        seed=refuse,
+        split=refuse,
+        random_bits=refuse,
+        fold_in=refuse,
+        name=f"dejax_disk_array_{words}",
+        tag=f"ticket of a DiskArray; {_REMEDY}",
+    )
+
+
+@of_this_process("its ticket names an open store of this process. Export a function of the arrays")
+@jax.tree_util.register_pytree_with_keys_class
+class DiskArray:
+    """An array of a training state that lies in the files of a `StateStore`.
+
+    `np.asarray(array)` and `array[begin:end]` read it. A step that goes on from a state writes the next version of its
+    arrays. The version before stays readable until the step after that.
+
+    For JAX it is a pytree with one leaf, the ticket, as an array of a type of its own. JAX copies, donates and divides
+    such arrays. Arithmetic and conversion raise an error: a function of a state's values must read the array first.
+
+    Attributes:
+        shape, dtype: of the array.
+        ticket: uint32[4] on the device: which store, which array, which version, 0. Of an array that a mesh divides:
+            uint32[devices, 5], a row on each device for its own shard, with a mark of the division in place of 0, and
+            the device's place in the mesh.
+        unit_bytes: bytes of the array, or of a shard, that are read and written together.
+        store: of its files, which live as long as any array in them.
+        sharding: a `NamedSharding` on several devices, or None.
+    """
+
+    def __init__(
+        self, ticket: Any, shape: tuple[int, ...], dtype: Any, unit_bytes: int, store: StateStore, sharding: Any = None
+    ) -> None:
+        words = None if ticket is None else jnp.asarray(ticket)
+        self._leaf: Any = None if words is None else jax.random.wrap_key_data(words, impl=_ticket_type(words.shape[-1]))
+        self.shape = shape
+        self.dtype = np.dtype(dtype)
+        self.unit_bytes = unit_bytes
+        self.store = store
+        self.sharding = sharding
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        return ((jax.tree_util.GetAttrKey("ticket"), self._leaf),), self.tree_flatten()[1]
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return (self._leaf,), (self.shape, self.dtype, self.unit_bytes, self.store, self.sharding)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> DiskArray:
+        self = object.__new__(cls)
+        (self._leaf,) = children
+        self.shape, self.dtype, self.unit_bytes, self.store, self.sharding = aux
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"DiskArray: an array on disk must not be pickled; {_REMEDY}")
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError(f"DiskArray: an array on disk must not be used as a value; {_REMEDY}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __neg__ = __abs__ = __float__ = __int__ = _refuse
+
+    @property
+    def ticket(self) -> Any:
+        return jax.random.key_data(self._leaf)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def next_version(self, ticket: Any) -> DiskArray:
+        """The array after an update; `ticket`: its ticket, waited for."""
+        ticket = ticket + np.array([0, 0, 1, *[0] * (ticket.shape[-1] - 3)], np.uint32)
+        return DiskArray(ticket, self.shape, self.dtype, self.unit_bytes, self.store, self.sharding)
+
+    def shard(self, ticket: Any) -> DiskArray:
+        """One device's shard, by its row of the ticket."""
+        return DiskArray(ticket, self.sharding.shard_shape(self.shape), self.dtype, self.unit_bytes, self.store)
+
+    def shards(self) -> dict[Any, tuple[Any, DiskArray]]:
+        """For each device of this process: its index into the array, and its shard."""
+        rows = disk_shards.rows_of_tickets(self.ticket, self.sharding)
+        places = self.sharding.addressable_devices_indices_map(self.shape)
+        return {device: (index, self.shard(rows[device])) for device, index in places.items()}
+
+    def on_devices(self, memory_kind: str | None = None) -> jax.Array:
+        """Reads the array to where its parameter lies, each device its own shard: what several processes can save.
+
+        Args:
+            memory_kind: "pinned_host" leaves device memory alone. None: the device's memory.
+        """
+        if self.sharding is None:
+            device = jax.sharding.SingleDeviceSharding(next(iter(self.ticket.devices())), memory_kind=memory_kind)
+            return jax.device_put(np.asarray(self), device)
+        sharding = self.sharding if memory_kind is None else self.sharding.with_memory_kind(memory_kind)
+        parts = []
+        for device, (_, shard) in self.shards().items():
+            place = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            parts.append(jax.device_put(np.asarray(shard), place))
+        return jax.make_array_from_single_device_arrays(self.shape, sharding, parts)
+
+    def __repr__(self) -> str:
+        return f"DiskArray({self.dtype}{list(self.shape)})"
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError("DiskArray: `copy` must not be False, got False: the array lies on a drive")
+        if self.sharding is not None:
+            whole = self._rows(0, self.shape[0])
+        else:
+            whole = self._read(0, self.nbytes).view(self.dtype).reshape(self.shape)
+        return whole if dtype is None else whole.astype(dtype, copy=False)
+
+    def __getitem__(self, rows: int | slice) -> np.ndarray[Any, Any]:
+        """Reads rows along the first axis: an int, or a slice with step 1."""
+        if isinstance(rows, (int, np.integer)):
+            at = range(self.shape[0])[rows]
+            return self._rows(at, at + 1)[0]
+        if not isinstance(rows, slice) or rows.step not in (None, 1):
+            raise TypeError(
+                f"DiskArray: rows must be an int or a slice with step 1, got {rows!r}; read np.asarray first"
+            )
+        begin, end, _ = rows.indices(self.shape[0])
+        return self._rows(begin, max(begin, end))
+
+    def _rows(self, begin: int, end: int) -> np.ndarray[Any, Any]:
+        if self.sharding is not None:
+            if not self.sharding.is_fully_addressable:
+                raise RuntimeError(
+                    "DiskArray: an array must have all its shards in this process to be read as numpy, got shards in "
+                    "several processes; read it with on_devices(), each process its own"
+                )
+            return disk_shards.read_rows(self.shards(), self.shape, self.dtype, begin, end)  # type: ignore[no-any-return]
+        row = self.nbytes // max(1, self.shape[0])
+        first = begin * row // self.unit_bytes * self.unit_bytes
+        last = min(self.nbytes, -(-end * row // self.unit_bytes) * self.unit_bytes)
+        units = self._read(first, last)[begin * row - first : end * row - first]
+        return units.view(self.dtype).reshape(end - begin, *self.shape[1:])
+
+    def _read(self, begin: int, end: int) -> np.ndarray[Any, Any]:
+        out = np.empty(end - begin, np.uint8)
+        _, array, version, *_ = map(int, np.asarray(self.ticket))
+        if end > begin:
+            self.store._require_open()
+            self.store._native.get(
+                array=array, version=version, offset=begin, address=out.ctypes.data, nbytes=end - begin
+            )
+        return out
+
+
+class StateStore:
+    """Files that hold the arrays of training states between steps.
+
+    Give it, or just a path, to `offload.optimizer(tx, path=...)` or `stack_step(..., path=...)`. The files are scratch:
+    they go with the store and with the process, so save checkpoints elsewhere. Each array has room for two versions,
+    because an update leaves the old one whole until the new one is there. Only what is on its way lies in host memory.
+    Each device of a process has its own threads and host memory, and all share the files.
+
+    Args:
+        path: a folder, or several on several drives.
+        disk_bytes: cap of the files' size. None: no cap.
+        host_bytes: cap of host memory for what waits to be written, for each device. A step waits while it is reached.
+            None: as much as the staging memory of a step. What the step reads ahead comes on top.
+        engine: "direct" (O_DIRECT where the file system has it) or "buffered" (through the page cache).
+        io_threads: number of reads and writes at a time, for each device; writes take at most half of them.
+        chunk_bytes: size of a read or write, a multiple of 4,096.
+        checksum: verify what is read. A damaged file is then an error, never a wrong number.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, PermissionError: a path cannot be used.
+        ValueError: a size is out of range.
+        NativeExtensionError: the extension is missing.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, StateStore(folder, io_threads=2) as store:
+    ...     store.stats()["disk_bytes"]
+    0
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        disk_bytes: int | None = None,
+        host_bytes: int | None = None,
+        engine: Literal["direct", "buffered"] = "direct",
+        io_threads: int = 8,
+        chunk_bytes: int = 8 << 20,
+        checksum: bool = True,
+    ) -> None:
+        extension = _native.extension("StateStore")
+        for name, value in (("disk_bytes", disk_bytes), ("host_bytes", host_bytes)):
+            if value is not None and value < 0:
+                raise ValueError(f"StateStore: `{name}` must be at least 0 or None, got {value}")
+        if engine not in ("direct", "buffered"):
+            raise ValueError(f"StateStore: `engine` must be 'direct' or 'buffered', got {engine!r}")
+        if io_threads < 1:
+            raise ValueError(f"StateStore: `io_threads` must be at least 1, got {io_threads}")
+        if chunk_bytes <= 0 or chunk_bytes % _PAGE:
+            raise ValueError(f"StateStore: `chunk_bytes` must be a positive multiple of {_PAGE}, got {chunk_bytes}")
+        paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+        if not paths:
+            raise ValueError("StateStore: `path` must name at least one folder, got none")
+        self.paths = tuple(Path(place) for place in paths)
+        self._process = os.getpid()
+        self._claims: list[_files.Claim] = []
+        try:
+            for place in self.paths:
+                self._claims.append(_files.claim(place, "StateStore"))
+            self._native = extension.StateDisk.open(
+                folders=[str(claim.folder) for claim in self._claims],
+                disk_bytes=-1 if disk_bytes is None else disk_bytes,
+                host_bytes=-1 if host_bytes is None else host_bytes,
+                chunk_bytes=chunk_bytes,
+                num_threads=io_threads,
+                direct=engine == "direct",
+                checksum=checksum,
+            )
+        except BaseException:
+            for claim in self._claims:
+                claim.release()
+            raise
+        self._close = weakref.finalize(self, _release, self._native, self._claims, self._process)
+        self._close.atexit = False
+        _open.add(self)
+
+    def __repr__(self) -> str:
+        return f"StateStore({', '.join(map(str, self.paths))}{'' if self.is_open else ', closed'})"
+
+    @property
+    def is_open(self) -> bool:
+        return self._close.alive and self._process == os.getpid()
+
+    def __enter__(self) -> StateStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def put(self, array: Any, unit_bytes: int | None = None, sharding: Any = None) -> DiskArray:
+        """Writes an array to the files.
+
+        Args:
+            array: numpy or jax, or a `DiskArray`, which is copied.
+            unit_bytes: bytes that steps read and write together; as of a `DiskArray`. None: all.
+            sharding: a `NamedSharding` on several devices, each of which gets its own shard, or None.
+
+        Raises:
+            RuntimeError: the drive is full, `disk_bytes` is reached, or a write failed.
+        """
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(array)):
+            raise ValueError(
+                "StateStore: a state on disk must be made outside of jax.jit, got traced arrays; call init without jit"
+            )
+        self._require_open()
+        dtype, shape = np.dtype(array.dtype), tuple(array.shape)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes == 0:
+            raise ValueError(f"StateStore: `array` must have elements, got shape {shape}")
+        nbytes = disk_shards.shard_bytes(sharding, shape, dtype)
+        unit = min(nbytes, unit_bytes or nbytes)
+        if disk_shards.divided(sharding):
+            sharding = sharding.with_memory_kind(None)
+            ticket = disk_shards.put_shards(self, array, sharding, lambda part, lane: self._write(part, unit, lane))
+            return DiskArray(ticket, shape, dtype, unit, self, sharding)
+        number = self._write(array, unit)
+        ticket = jnp.asarray(np.array([self._native.number, number, 0, 0], np.uint32))
+        return DiskArray(ticket, shape, dtype, unit, self)
+
+    def _write(self, array: Any, unit: int, lane: int = 0) -> int:
+        """Writes an array that is not divided; returns its number."""
+        nbytes = math.prod(array.shape) * np.dtype(array.dtype).itemsize
+        number = int(self._native.create(nbytes=nbytes, unit_bytes=unit, lane=lane))
+        try:
+            for begin, part in _parts(array, unit):
+                self._native.put(array=number, offset=begin, address=part.ctypes.data, nbytes=part.nbytes)
+        except BaseException:
+            self._native.remove(number)
+            raise
+        return number
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise RuntimeError("StateStore: the store is closed; make another, and restore the state from a checkpoint")
+
+    def remove(self, state: Any) -> None:
+        """Gives the room of a state's arrays back. No step may use them."""
+        for array in jax.tree.leaves(state, is_leaf=is_on_disk):
+            if is_on_disk(array):
+                for shard in [array] if array.sharding is None else [shard for _, shard in array.shards().values()]:
+                    self._native.remove(int(np.asarray(shard.ticket)[1]))
+
+    def drain(self) -> None:
+        """Waits until everything is written.
+
+        Raises:
+            RuntimeError: a write failed; on several devices also, once: a read did, in the last step.
+        """
+        self._native.drain()
+        if why := _native.extension("StateStore").take_failure_of_shards():
+            raise RuntimeError(why)
+
+    def stats(self) -> dict[str, float]:
+        """read_bytes, written_bytes, disk_bytes, peak_host_bytes, and wait_seconds: how long steps waited for reads."""
+        return dict(self._native.stats())
+
+    def close(self) -> None:
+        """Waits for all I/O, then removes the files. States in them are lost. A second call does nothing."""
+        self._close()
+
+
+def is_on_disk(x: Any) -> bool:
+    return isinstance(x, DiskArray)
+
+
+def restore(like: Any, arrays: Any) -> Any:
+    """A state with the values of a checkpoint, each array in the memory or the files where `like` has it.
+
+    The files of `like` are freed: `like` is used up, as a donated state is.
+
+    Args:
+        like: a state, as `init` makes it.
+        arrays: a pytree of numpy or jax arrays with the structure that `like` has if a `DiskArray` counts as an array,
+            such as `jax.tree.map(np.asarray, state, is_leaf=lambda x: isinstance(x, DiskArray))`.
+
+    Raises:
+        ValueError: another structure, shape or dtype.
+    """
+    places, treedef = jax.tree.flatten(like, is_leaf=is_on_disk)
+    values = jax.tree.leaves(arrays)
+    found: Any = jax.tree.structure(arrays)
+    if found != treedef:
+        raise ValueError(
+            f"offload.restore: `arrays` must have the structure of `like`, got {found} in place of {treedef}"
+        )
+    made = []
+    for place, value in zip(places, values, strict=True):
+        if tuple(place.shape) != tuple(value.shape) or place.dtype != value.dtype:
+            raise ValueError(
+                f"offload.restore: `arrays` must be as in `like`, got {value.dtype}{list(value.shape)} in place of "
+                f"{place.dtype}{list(place.shape)}"
+            )
+        if not is_on_disk(place):
+            # What `init` left where jax puts it, jit may move to the devices of the parameters.
+            made.append(jax.device_put(value, place.sharding if getattr(place, "committed", False) else None))
+            continue
+        place.store.remove(place)
+        made.append(place.store.put(value, place.unit_bytes, place.sharding))
+    return jax.tree.unflatten(treedef, made)
+
+
+def store_at(path: Any) -> StateStore:
+    """The store of a `path` argument."""
+    return path if isinstance(path, StateStore) else StateStore(path)
+
+
+def _parts(array: Any, unit: int) -> Any:
+    """(offset, contiguous numpy array) of each unit, read from the device one by one."""
+    row = array.nbytes // max(1, array.shape[0]) if array.ndim else array.nbytes
+    if is_on_disk(array) or array.ndim == 0 or unit >= array.nbytes or unit % row:
+        whole = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
+        for begin in range(0, whole.size, unit):
+            yield begin, whole[begin : begin + unit]
+        return
+    rows = unit // row
+    for at in range(0, array.shape[0], rows):
+        with _on_its_device(array):
+            part = array[at : at + rows]
+        yield at * row, np.ascontiguousarray(np.asarray(part))
+
+
+def _on_its_device(array: Any) -> Any:
+    """A context for a slice of a shard: where the caller has set a mesh, jax accepts no array of one device."""
+    devices = array.devices() if isinstance(array, jax.Array) else ()
+    if len(devices) != 1 or jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(jax.sharding.Mesh(np.array(list(devices)), ("device",)))
+
+
+def _release(native: Any, claims: list[_files.Claim], process: int) -> None:
+    if process != os.getpid():
+        return  # a forked child: threads and files belong to its parent
+    native.close()
+    for claim in claims:
+        claim.release()
+
+
+@atexit.register
+def _close_all() -> None:
+    for store in list(_open):
+        store.close()
+
+
+def _after_fork() -> None:
+    for store in list(_open):
+        for claim in store._claims:
+            claim.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,179 @@
+"""The calls of one program that copy arrays in host memory or on disk.
+
+`native/offload/pieces.h` says how the copies run. Arrays in host memory are operands of the first and the last call
+alone, and arrays on disk of none: the calls between name them by their numbers. So these calls may be in a loop, or in
+the bodies of several `shard_map`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax import _compat, _native
+from dejax.offload.state.store import is_on_disk
+from dejax.offload.state.stream.chain import BEGIN, BETWEEN, COMMIT, FINISH, LOOP, OPEN, SEVERAL, kept_apart, new_site
+
+_EMPTY = np.zeros(0, np.int64)
+Spans = tuple[Sequence[int], Sequence[int], Sequence[int]]  # numbers of arrays, offsets, strides
+_NONE: Spans = ((), (), ())
+
+
+class HostArrays:
+    """The calls, in the order in which they are made.
+
+    Args:
+        arrays: in host memory or on disk.
+        staging_bytes: cap of staging memory on the device.
+        marks: of the calls of one device of several, whose arrays are its shards: how each array on disk is divided.
+    """
+
+    FEATURE: ClassVar[str] = "offload.optimizer"
+    SCOPE: ClassVar[str] = "offload_pieces"
+    SEVERAL: ClassVar[str] = SEVERAL  # the message where several devices run a program of one
+    SHARDED: ClassVar[int] = 1  # the attribute in native/offload/pieces.h
+
+    def __init__(self, arrays: Sequence[Any], staging_bytes: int, marks: Sequence[int] | None = None) -> None:
+        _native.extension(self.FEATURE)
+        self.arrays = list(arrays)
+        self._near = [k for k, x in enumerate(arrays) if not is_on_disk(x)]
+        self._on_disk = [k for k, x in enumerate(arrays) if is_on_disk(x)]
+        self._changed: set[int] = set()  # of those on disk
+        self._staging_bytes = staging_bytes
+        self._marks = marks
+        self._site = new_site()
+        self._slots = 0
+
+    def begin(self, *, changes: bool = True, place: Any = None) -> Array:
+        """Makes the arrays the program's own if it changes them; returns the ticket that the next call takes.
+
+        Args:
+            changes: whether the program changes arrays.
+            place: of this device in the mesh, where the arrays are shards.
+        """
+        near = [self.arrays[k] for k in self._near]
+        if changes and near:
+            call = self._ffi(BEGIN, list(map(jax.typeof, near)), {k: k for k in range(len(near))}, self._near)
+            near = list(call(*kept_apart(near)))
+            for k, array in zip(self._near, near, strict=True):
+                self.arrays[k] = array
+        ticket = jnp.zeros((2,), jnp.uint32)
+        if self._marks is None:
+            ticket = _compat.on_one_device(ticket, self.SEVERAL)
+        ticket = self._ffi(BETWEEN, [jax.typeof(ticket)], {0: 0}, self._near)(ticket, *near)[0]
+        if not self._on_disk:
+            return ticket
+        sizes = {"pull_bytes": np.array([self.arrays[k].nbytes for k in self._on_disk], np.int64)}
+        tickets = jnp.stack([self.arrays[k].ticket for k in self._on_disk])
+        if self._marks is not None:
+            sizes["marks"] = np.array(self._marks, np.int64)
+            own = jnp.full((len(self._on_disk), 1), jnp.asarray(place, jnp.uint32))
+            tickets = jnp.concatenate((tickets, own), axis=1)
+        return self._ffi(OPEN, [jax.typeof(ticket)], {0: 0}, self._on_disk, sizes)(ticket, tickets)[0]
+
+    def loop(
+        self,
+        ticket: Array,
+        *,
+        takes: Spans = _NONE,
+        results: Sequence[Any] = (),
+        pulls: Spans = _NONE,
+        pull_bytes: Sequence[int] = (),
+        pull_iterations: int = 1,
+        pushes: Spans = _NONE,
+        values: Sequence[Array] = (),
+        after: Sequence[Array] = (),
+    ) -> tuple[Array, list[Array]]:
+        """A call between the first and the last one, which may be in the body of a loop.
+
+        Args:
+            ticket: of the call before.
+            takes: pieces that it returns, which an earlier call has begun to copy.
+            results: their shapes and dtypes.
+            pulls: pieces that it begins to copy to the device.
+            pull_bytes: their sizes.
+            pull_iterations: it does so in the first iterations alone.
+            pushes: pieces of which it begins to copy new values to the host.
+            values: the new values.
+            after: what it only waits for.
+        """
+        self._changed.update(i for i in pushes[0] if is_on_disk(self.arrays[i]))
+        attributes: dict[str, Any] = {"slot": np.int64(self._slots), "pull_iterations": np.int64(pull_iterations)}
+        self._slots += 1
+        for name, (numbers, offsets, strides) in (("take", takes), ("pull", pulls), ("push", pushes)):
+            attributes[f"{name}_array"] = np.array(numbers, np.int64)
+            attributes[f"{name}_offset"] = np.array(offsets, np.int64)
+            attributes[f"{name}_stride"] = np.array(strides, np.int64)
+        attributes["pull_bytes"] = np.array(pull_bytes, np.int64)
+        call = self._ffi(LOOP, [jax.typeof(ticket), *results], {0: 0}, (), attributes)
+        # XLA folds slices into calls that take or return them; it does not look through barriers.
+        ticket, *taken = call(*jax.lax.optimization_barrier([ticket, *values, *after]))
+        return ticket, list(jax.lax.optimization_barrier(taken))
+
+    def finish(self, ticket: Array, after: Sequence[Array] = ()) -> list[Any]:
+        """Waits for all copies; returns the arrays, in the memory that they came in."""
+        if self._changed:
+            ticket = self._commit(ticket)
+        near = [self.arrays[k] for k in self._near]
+        through = {k: k for k in range(len(near))}
+        waited = jax.lax.optimization_barrier([ticket, *after])
+        if not near:
+            self._finish_disk(self._ffi(FINISH, [jax.typeof(ticket)], {0: 0}, ())(*waited)[0])
+            return self.arrays
+        near = list(self._ffi(FINISH, list(map(jax.typeof, near)), through, self._near)(*near, *waited))
+        for k, array in zip(self._near, near, strict=True):
+            self.arrays[k] = array
+        self._finish_disk(ticket)
+        return self.arrays
+
+    def _commit(self, ticket: Array) -> Array:
+        committed: Array = self._ffi(COMMIT, [jax.typeof(ticket)], {0: 0}, sorted(self._changed))(ticket)[0]
+        return committed
+
+    def _finish_disk(self, ticket: Array) -> None:
+        """The next tickets of changed arrays, after the chain's last call: a step that fails gives none."""
+        for k in self._changed:
+            # The chain's ticket holds zeros, which XLA does not know. A barrier with one used result would not wait.
+            self.arrays[k] = self.arrays[k].next_version(self.arrays[k].ticket + ticket[0])
+
+    def finish_reading(self, ticket: Array, after: Sequence[Array] = ()) -> None:
+        """Ends a program that only reads: the call has side effects, so it runs although nothing uses its result."""
+        self._ffi(FINISH, [jax.typeof(ticket)], {0: 0}, ())(ticket, *after)
+
+    def _ffi(
+        self,
+        mode: int,
+        results: Sequence[Any],
+        aliases: dict[int, int],
+        numbers: Sequence[int],
+        attributes: dict[str, Any] | None = None,
+    ) -> Any:
+        ffi = jax.ffi.ffi_call(
+            "dejax_offload_pieces", tuple(results), has_side_effect=True, input_output_aliases=aliases
+        )
+        names = [f"{name}_{what}" for name in ("take", "pull", "push") for what in ("array", "offset", "stride")]
+        given = {
+            "site": np.int64(self._site),
+            "mode": np.int64(mode),
+            "first_tag": np.int64(0),
+            "staging_bytes": np.int64(self._staging_bytes),
+            "slot": np.int64(0),
+            "pull_iterations": np.int64(0),
+            "sharded": np.int64(0 if self._marks is None else self.SHARDED),
+            "marks": _EMPTY,
+            "arrays": np.array(list(numbers), np.int64),
+            "pull_bytes": _EMPTY,
+            **dict.fromkeys(names, _EMPTY),
+            **(attributes or {}),
+        }
+
+        def call(*operands: Array) -> Any:
+            with jax.named_scope(self.SCOPE):
+                return ffi(*operands, **given)
+
+        return call
