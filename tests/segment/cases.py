@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tests.segment.contract import FLOATS, INTEGERS, ORDERS, Case
+from tests.segment.references import FLOATS, INTEGERS, ORDERS, Case
 
 REDUCTIONS = {
     f"{kind}, {dtype}": (kind, Case(dtype=dtype))
@@ -50,8 +50,19 @@ def shaped() -> dict[str, tuple[str, Case]]:
     return found
 
 
-SHAPED = shaped()
-CASES = REDUCTIONS | BOOLS | NORMALIZED | SHAPED
-# Half of the shapes' cases run by default, in turn: each shape as a sum and as a maximum, and each order with half of
-# the shapes. The others are slow.
-SLOW = {name for number, name in enumerate(SHAPED) if (number + number // 6) % 2}
+CASES = REDUCTIONS | BOOLS | NORMALIZED | shaped()
+# Kernels compile for about a second. These are what test_contract.py leaves; the other cases are slow in kernels.
+KERNELS = {
+    "max, int64",
+    "max, all outside, unsorted",
+    "sum, no entries, unsorted",
+    "sum, no segments, unsorted",
+    "max, neither, plan",
+    "sum, width 0, unsorted",
+    "sum, a width over two blocks, unsorted",
+    "sum, strange scales, unsorted",
+    "sum, strange scales, plan",
+    *(f"sum, {dtype} ids, unsorted" for dtype in ("int64", "uint8", "uint32", "uint64")),
+}
+# XLA's cases that are not slow: each operator and dtype, and each shape once.
+XLA = {*REDUCTIONS, *BOOLS, *NORMALIZED, *(f"sum, {name}, {ORDERS[i % 4]}" for i, name in enumerate(SHAPES))}

@@ -7,10 +7,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from dejax import segment
-from tests.segment.contract import FLOATS, KINDS, ORDERS, Case, reference, run
-from tests.segment.test_reductions import BACKENDS
+from tests.segment.references import BACKENDS, FLOATS, KINDS, ORDERS, Case, reference, run
 
-pytestmark = pytest.mark.sample(3)
 NONE = jnp.zeros(0, jnp.int32)
 
 
@@ -38,15 +36,13 @@ def test_batches_of_nothing(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dropped", [1000.0, np.inf, np.nan])
 @pytest.mark.parametrize("operator", [segment.segment_softmax, segment.segment_logsumexp])
-def test_gradients_do_not_see_dropped_entries(operator, dropped, backend):
-    def loss(x):
-        return (operator(x, jnp.array([0, 0, 5]), 2, backend=backend)[:1] ** 2).sum()
-
-    got = jax.grad(loss)(jnp.array([1.0, 2.0, dropped]))
-    np.testing.assert_array_equal(got, jax.grad(loss)(jnp.array([1.0, 2.0, 0.0])))
-    assert np.isfinite(got).all()
+def test_gradients_do_not_see_dropped_entries(operator, backend):
+    gradient = jax.grad(lambda x: (operator(x, jnp.array([0, 0, 5]), 2, backend=backend)[:1] ** 2).sum())
+    want = gradient(jnp.array([1.0, 2.0, 0.0]))
+    assert np.isfinite(want).all()
+    for dropped in (1000.0, np.inf, np.nan):
+        np.testing.assert_array_equal(gradient(jnp.array([1.0, 2.0, dropped])), want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -72,8 +68,10 @@ def not_finite(kind, backend, order="unsorted", dtype="float32", entries=300, wi
     np.testing.assert_allclose(got, want, rtol=loose, atol=loose)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["max", "min", "logsumexp"])
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [("max", "xla"), ("max", "pallas"), ("logsumexp", "xla"), ("sum", "pallas")],
+)
 def test_what_is_not_finite(kind, backend):
     not_finite(kind, backend)
 
@@ -104,7 +102,7 @@ def test_plans_are_not_clipped(backend):
         segment.segment_sum(jnp.ones(3), plan, mode="clip", backend=backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["xla", pytest.param("pallas", marks=pytest.mark.slow)])
 def test_integer_scales_of_a_maximum_have_no_tangent(backend):
     def loss(x):
         ids = jnp.array([0, 1])
@@ -113,16 +111,22 @@ def test_integer_scales_of_a_maximum_have_no_tangent(backend):
     np.testing.assert_array_equal(jax.grad(loss)(jnp.array([1.0, 2.0])), [0, 3])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_more_ties_than_sixteen_bits_count(dtype, backend):
-    count = 3000
-    ids = jnp.zeros(count, jnp.int32)
-    got = jax.grad(lambda x: segment.segment_max(x, ids, 1, backend=backend).sum())(jnp.ones(count, dtype))
-    np.testing.assert_array_equal(got, jnp.full(count, 1 / count, dtype))
+@pytest.mark.parametrize(
+    ("dtype", "count", "backend"),
+    [
+        ("bfloat16", 300, "xla"),  # the odd numbers above 256 are none of its numbers
+        pytest.param("bfloat16", 300, "pallas", marks=pytest.mark.slow),
+        pytest.param("float16", 3000, "xla", marks=pytest.mark.slow),
+        pytest.param("float16", 3000, "pallas", marks=pytest.mark.slow),
+    ],
+)
+def test_more_ties_than_sixteen_bits_count(dtype, count, backend):
+    ids = jnp.zeros(count - 1, jnp.int32)
+    got = jax.grad(lambda x: segment.segment_max(x, ids, 1, backend=backend).sum())(jnp.ones(count - 1, dtype))
+    np.testing.assert_array_equal(got, jnp.full(count - 1, 1 / (count - 1), dtype))
     x = jnp.ones(1, dtype)
-    gathered = jax.grad(lambda s: segment.gather_segment_max(x, ids, ids, 1, s, backend=backend).sum())
-    np.testing.assert_array_equal(gathered(jnp.ones(count, dtype)), jnp.full(count, 1 / count, dtype))
+    of_scale = jax.grad(lambda s: segment.gather_segment_max(x, ids, ids, 1, s, backend=backend).sum())
+    np.testing.assert_array_equal(of_scale(jnp.ones(count - 1, dtype)), jnp.full(count - 1, 1 / (count - 1), dtype))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -172,7 +176,7 @@ def test_partitions_inside_jit_need_no_sum():
     np.testing.assert_allclose(got, [0.5, 0.5, 1])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["xla", pytest.param("pallas", marks=pytest.mark.slow)])
 def test_gradients_of_replicated_data_in_shard_map(backend):
     """They are summed over the devices, whose ids differ: of every kind of operator, in one program."""
     if len(devices := jax.devices()[:2]) < 2:

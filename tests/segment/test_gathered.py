@@ -1,140 +1,98 @@
 """Reductions of gathered rows: those of the stored messages, with the same gradients."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dejax import segment
-from tests.segment.test_reductions import BACKENDS
+from tests.segment.references import BACKENDS, RECEIVERS, SCALES, check_gathered, edges, gathered, gathered_reference
 
-pytestmark = pytest.mark.sample(3)
-
-ROWS, SEGMENTS, EDGES = 11, 7, 300
 KINDS = ("sum", "mean", "max", "min")
-SCALES = {"none": None, "edge": (), "edge, with an axis": (1, 1), "head": (2,), "feature": (2, 3)}
+# test_contract.py has a sum with a scale for each head.
+QUICK = {("max", "edge", "plan"), ("mean", "none", "sorted")}
+SIXTEEN_BITS = [("max", "float16"), ("sum", "bfloat16"), ("sum", "float16")]
 
 
-def arrays(scale="edge", dtype="float32", is_sorted=False, outside=True):
-    rng = np.random.default_rng(3)
-    low, more = (-1, 1) if outside else (0, 0)
-    senders = rng.integers(low, ROWS + more, EDGES)
-    receivers = rng.integers(low, SEGMENTS + more, EDGES)
-    receivers[: EDGES // 2] = 2  # a long segment
-    receivers = np.sort(receivers) if is_sorted else receivers
-    x = jnp.asarray(rng.normal(size=(ROWS, 2, 3)), dtype)
-    shape = SCALES[scale]
-    scales = None if shape is None else jnp.asarray(rng.normal(size=(EDGES, *shape)), dtype)
-    return x, jnp.asarray(senders), jnp.asarray(receivers), scales
-
-
-def plain(kind, x, senders, receivers, scale):
-    """As people write it, of edges that exist, by XLA."""
-    known = np.flatnonzero((senders >= 0) & (senders < ROWS) & (receivers >= 0) & (receivers < SEGMENTS))
-    messages = x[senders[known]]
-    if scale is not None:
-        messages = messages * scale[known].reshape(known.size, *scale.shape[1:3], *(1,) * (3 - scale.ndim))
-    return getattr(segment, f"segment_{kind}")(messages, receivers[known], SEGMENTS, backend="xla")
-
-
-def fused(kind, x, senders, receivers, scale, backend="pallas", **options):
-    return getattr(segment, f"gather_segment_{kind}")(
-        x, senders, receivers, SEGMENTS, scale, backend=backend, **options
-    )
-
-
-def loss(function, kind, x, senders, receivers, scale, **options):
-    out = function(kind, x, senders, receivers, scale, **options)
-    out = jnp.where(jnp.isfinite(out), out, 0)
-    return (jnp.cos(jnp.arange(out.size).reshape(out.shape)) * out**2).sum()
-
-
-def cases() -> list:
-    """Each pair of an operator, a scale and a backend; the other half is marked slow."""
-    every = itertools.product(enumerate(BACKENDS), enumerate(KINDS), enumerate(SCALES))
-    return [
-        pytest.param(kind, scale, backend, marks=pytest.mark.slow if (i + j + k) % 2 else ())
-        for (i, backend), (j, kind), (k, scale) in every
-    ]
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(("kind", "scale", "backend"), cases())
-def test_values_and_gradients(kind, scale, backend):
-    with jax.enable_x64(True):
-        x, senders, receivers, scales = arrays(scale, "float64")
-        want = plain(kind, x, senders, receivers, scales)
-        np.testing.assert_allclose(fused(kind, x, senders, receivers, scales, backend), want, rtol=1e-12, atol=1e-12)
-        numbers = (1,) if scales is None else (1, 4)
-        found = jax.grad(loss, [n + 1 for n in numbers])(fused, kind, x, senders, receivers, scales, backend=backend)
-        want = jax.grad(loss, [n + 1 for n in numbers])(plain, kind, x, senders, receivers, scales)
-        for f, w in zip(found, want, strict=True):
-            np.testing.assert_allclose(f, w, rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.sample(3)
+@pytest.mark.parametrize("order", ["unsorted", "sorted", "plan"])
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("order", ["sorted", "plan"])
-def test_sorted_edges_and_plans(kind, order):
-    x, senders, receivers, scales = arrays(is_sorted=order == "sorted")
-    options = {"indices_are_sorted": True}
-    if order == "plan":
-        options = {"plan": segment.edge_plan(senders, receivers, ROWS, SEGMENTS, backend="pallas")}
-    want = plain(kind, x, senders, receivers, scales)
-    np.testing.assert_allclose(fused(kind, x, senders, receivers, scales, **options), want, rtol=1e-5, atol=1e-4)
-    found = jax.grad(lambda x: loss(fused, kind, x, senders, receivers, scales, **options))(x)
-    want = jax.grad(lambda x: loss(plain, kind, x, senders, receivers, scales))(x)
-    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-3)
+@pytest.mark.slow
+def test_kernels_of_each_kind_scale_and_order(kind, scale, order):
+    check_gathered(kind, scale, "pallas", order)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kind", ["sum", "max"])
+@pytest.mark.parametrize(("kind", "scale", "order"), sorted(QUICK))
+def test_kernels(kind, scale, order):
+    check_gathered(kind, scale, "pallas", order)
+
+
+@pytest.mark.parametrize(("kind", "scale"), [*zip(KINDS, list(SCALES)[1:], strict=True), ("sum", "none")])
+def test_values_and_gradients_on_xla(kind, scale):
+    check_gathered(kind, scale, "xla")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("max", "bfloat16"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SIXTEEN_BITS)]
+)
 def test_sixteen_bits_round_once(kind, dtype):
-    x, senders, receivers, scales = arrays(dtype=dtype)
-    found = fused(kind, x, senders, receivers, scales)
-    exact = plain(kind, x.astype(jnp.float32), senders, receivers, scales.astype(jnp.float32))
+    x, senders, receivers, scales = edges(dtype=dtype)
+    exact, _ = gathered_reference(kind, x, senders, receivers, scales)
+    found = gathered(kind, x, senders, receivers, scales)
     assert found.dtype == x.dtype
     one_rounding = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
     np.testing.assert_allclose(found.astype(jnp.float32), exact, rtol=one_rounding, atol=1e-5)
-    # The message that is the maximum is found again when gradients are computed.
-    gradient = jax.grad(lambda x: loss(fused, kind, x, senders, receivers, scales).astype(jnp.float32))(x)
-    assert float(jnp.abs(gradient).max()) > 0
 
 
-@pytest.mark.parametrize("axes", [(1, None), (1, 1), (None, 1)])
-@pytest.mark.parametrize("scale", ["edge", "head"])
+@pytest.mark.slow
+def test_maxima_of_sixteen_bits_are_found_again_for_gradients():
+    x, senders, receivers, scales = edges(dtype="bfloat16")
+    found, pull = jax.vjp(lambda x: gathered("max", x, senders, receivers, scales), x)
+    assert float(jnp.abs(pull(found)[0]).max()) > 0
+
+
+@pytest.mark.parametrize(
+    ("axes", "scale"),
+    [
+        pytest.param(axes, scale, marks=() if (axes, scale) == ((1, 1), "head") else pytest.mark.slow)
+        for axes in [(1, None), (1, 1), (None, 1)]
+        for scale in ("edge", "head")
+    ],
+)
 def test_vmap(axes, scale):
-    x, senders, receivers, scales = arrays(scale)
-    xs = jnp.stack([x, x + 1], 1) if axes[0] else x
-    scales = jnp.stack([scales, scales * 2], 1) if axes[1] else scales
-    results = [
-        jax.vmap(lambda x, s, b=b: fused("sum", x, senders, receivers, s, b), axes)(xs, scales) for b in BACKENDS
-    ]
-    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-4)
+    x, senders, receivers, scales = edges(scale)
+    xs = [x, x + 1] if axes[0] else [x, x]
+    by = [scales, scales * 2] if axes[1] else [scales, scales]
+    arguments = (jnp.stack(xs, 1) if axes[0] else x, jnp.stack(by, 1) if axes[1] else scales)
+    found = jax.vmap(lambda x, s: gathered("sum", x, senders, receivers, s), axes)(*arguments)
+    want = [gathered_reference("sum", x, senders, receivers, s)[0] for x, s in zip(xs, by, strict=True)]
+    np.testing.assert_allclose(found, np.stack(want), rtol=1e-5, atol=1e-4)
 
 
-def test_vmap_of_edges():
-    x, senders, receivers, scales = arrays()
-    senders, receivers = jnp.stack([senders, senders[::-1]]), jnp.stack([receivers, receivers])
-    results = [
-        jax.vmap(lambda s, r, b=b: jax.grad(lambda x: loss(fused, "sum", x, s, r, scales, backend=b))(x))(
-            senders, receivers
-        )
-        for b in BACKENDS
-    ]
-    np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-3)
+@pytest.mark.parametrize("backend", ["xla", pytest.param("pallas", marks=pytest.mark.slow)])
+def test_vmap_of_edges(backend):
+    x, senders, receivers, scales = edges()
+    both = jnp.stack([senders, senders[::-1]])
+
+    def gradient(senders):
+        return jax.grad(lambda x: (gathered("sum", x, senders, receivers, scales, backend) ** 2).sum())(x)
+
+    want = []
+    for some in both:
+        out, pull = gathered_reference("sum", x, some, receivers, scales)
+        want.append(pull(2 * out)[0])
+    np.testing.assert_allclose(jax.vmap(gradient)(both), np.stack(want), rtol=1e-4, atol=1e-3)
 
 
-def test_hessian_along_a_direction():
+@pytest.mark.parametrize("backend", ["xla", pytest.param("pallas", marks=pytest.mark.slow)])
+def test_a_sum_is_linear_in_rows_and_in_scales(backend):
+    """With which derivatives of all orders are known: the Hessian of a sum's square along a direction."""
     with jax.enable_x64(True):
-        x, senders, receivers, scales = arrays(dtype="float64")
-        found, want = (
-            jax.jvp(jax.grad(lambda x, f=f: loss(f, "sum", x, senders, receivers, scales)), (x,), (x + 1,))[1]
-            for f in (fused, plain)
-        )
-        np.testing.assert_allclose(found, want, rtol=1e-11)
+        x, senders, receivers, scales = edges(dtype="float64")
+        loss = lambda x: (gathered("sum", x, senders, receivers, scales, backend) ** 2).sum()  # noqa: E731
+        found = jax.jvp(jax.grad(loss), (x,), (x + 1,))[1]
+        out, pull = gathered_reference("sum", x + 1, senders, receivers, scales)
+        np.testing.assert_allclose(found, pull(2 * out)[0], rtol=1e-11)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -158,10 +116,10 @@ def test_gather_is_transposed_to_a_sum(backend):
 
 
 def test_errors():
-    x, senders, receivers, scales = arrays()
+    x, senders, receivers, scales = edges()
     with pytest.raises(ValueError, match=r"`scale` must have the shape \(300,\)"):
-        fused("sum", x, senders, receivers, scales[:-1])
+        gathered("sum", x, senders, receivers, scales[:-1])
     with pytest.raises(TypeError, match="must be made by edge_plan"):
-        fused("sum", x, senders, receivers, None, plan=segment.plan(receivers, SEGMENTS))
+        gathered("sum", x, senders, receivers, None, plan=segment.plan(receivers, RECEIVERS))
     with pytest.raises(ValueError, match="must have the 12 rows that its plan was made for, got 11"):
-        fused("sum", x, None, None, None, plan=segment.edge_plan(senders, receivers, 12, SEGMENTS))
+        gathered("sum", x, None, None, None, plan=segment.edge_plan(senders, receivers, 12, RECEIVERS))

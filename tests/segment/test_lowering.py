@@ -1,5 +1,7 @@
 """The kernels of every dtype lowered for an H200 on a machine without a GPU."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,16 +10,19 @@ from dejax.pallas.segments.reduce import KINDS, Segments, segment_reduce
 from dejax.pallas.segments.schedule import chunk_of
 from dejax.pallas.segments.search import segment_offsets
 from tests.pallas.test_lowering import lower
-from tests.segment.contract import FLOATS, INTEGERS
+from tests.segment.references import FLOATS, INTEGERS
+
+SIZES = [(2 * 10**7, 2 * 10**6, 64), (10**6, 24, 3), (10**6, 10, 300)]  # entries, segments, width
+EVERY = list(itertools.product((*FLOATS, *INTEGERS), KINDS, SIZES))
 
 
-@pytest.mark.sample(6, 2)
 @pytest.mark.parametrize(
-    ("entries", "segments", "width"), [(2 * 10**7, 2 * 10**6, 64), (10**6, 24, 3), (10**6, 10, 300)]
+    ("dtype", "kind", "size"),
+    # Each dtype with one kind and size, each kind with each size.
+    [pytest.param(*case, marks=() if i % 10 == 0 else pytest.mark.slow) for i, case in enumerate(EVERY)],
 )
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
-def test_lowering(kind, dtype, entries, segments, width):
+def test_lowering(dtype, kind, size):
+    entries, segments, width = size
     chunks = -(-entries // chunk_of(entries))
 
     def reduce(data, ids, order, scale, first, last):

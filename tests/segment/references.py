@@ -1,4 +1,4 @@
-"""What every segment operator must do on every backend: references in numpy, and cases."""
+"""Segment operators in numpy, random cases of them, and the comparison of a backend with numpy."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 ORDERS = ("unsorted", "sorted", "plan", "traced plan")
 KINDS = ("sum", "mean", "max", "min", "softmax", "logsumexp")
+BACKENDS = ("xla", "pallas")
 
 # One rounding of the result, and of the float32 that it was accumulated in.
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-22, "float64": 2.0**-50}
@@ -138,3 +139,70 @@ def compare(kind: str, found: np.ndarray, data: np.ndarray, want: np.ndarray, ca
         same = (got == want) | (np.abs(got - want) <= tolerance + smallest)
     too_large = (np.abs(want) > 65_000) & np.isinf(got) if dtype == "float16" else False
     assert np.all(same | too_large), float(np.nanmax(np.where(same, 0, np.abs(got - want))))
+
+
+# Reductions of gathered rows.
+ROWS, RECEIVERS, EDGES = 11, 7, 300
+SCALES = {"none": None, "edge": (), "edge, with an axis": (1, 1), "head": (2,), "feature": (2, 3)}
+
+
+def edges(scale: str = "edge", dtype: str = "float32", is_sorted: bool = False) -> tuple[jax.Array, ...]:
+    """Rows, senders, receivers and scales, with edges from and to nowhere and a long segment."""
+    rng = np.random.default_rng(3)
+    senders, receivers = rng.integers(-1, ROWS + 1, EDGES), rng.integers(-1, RECEIVERS + 1, EDGES)
+    receivers[: EDGES // 2] = 2
+    receivers = np.sort(receivers) if is_sorted else receivers
+    x = jnp.asarray(rng.normal(size=(ROWS, 2, 3)), dtype)
+    shape = SCALES[scale]
+    scales = None if shape is None else jnp.asarray(rng.normal(size=(EDGES, *shape)), dtype)
+    return x, jnp.asarray(senders), jnp.asarray(receivers), scales
+
+
+def gathered(kind: str, x: Any, senders: Any, receivers: Any, scale: Any, backend: str = "pallas", **options: Any):
+    operator = getattr(segment, f"gather_segment_{kind}")
+    return operator(x, senders, receivers, RECEIVERS, scale, backend=backend, **options)
+
+
+def gathered_reference(kind: str, x: Any, senders: Any, receivers: Any, scale: Any) -> tuple[np.ndarray, Any]:
+    """The result in float64, and the function that takes its cotangent to those of rows and scales."""
+    x, senders, receivers = np.asarray(x, np.float64), np.asarray(senders), np.asarray(receivers)
+    known = np.flatnonzero((senders >= 0) & (senders < ROWS) & (receivers >= 0) & (receivers < RECEIVERS))
+    to = receivers[known]
+    rows = x[senders[known]]
+    by = np.ones(EDGES) if scale is None else np.asarray(scale, np.float64)
+    by = by.reshape(EDGES, *by.shape[1:3], *(1,) * (3 - by.ndim))[known]
+    messages = rows * by
+    out = reference(kind, messages, to, RECEIVERS)
+
+    def pull(cotangent: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        of_messages = cotangent[to]
+        if kind == "mean":
+            of_messages = of_messages / np.bincount(to, minlength=RECEIVERS)[to][:, None, None]
+        elif kind != "sum":
+            of_messages = np.where(messages == out[to], of_messages, 0)
+        of_rows = np.zeros(x.shape)
+        np.add.at(of_rows, senders[known], of_messages * by)
+        if scale is None:
+            return of_rows, None
+        of_scale = np.zeros((EDGES, *by.shape[1:]))
+        axes = tuple(a for a in (1, 2) if by.shape[a] == 1)
+        of_scale[known] = (of_messages * rows).sum(axes, keepdims=True)
+        return of_rows, of_scale.reshape(scale.shape)
+
+    return out, pull
+
+
+def check_gathered(kind: str, scale: str, backend: str, order: str = "unsorted") -> None:
+    """Values and gradients of an operator on gathered rows against numpy, in float64."""
+    with jax.enable_x64(True):
+        x, senders, receivers, scales = edges(scale, "float64", order == "sorted")
+        plan = segment.edge_plan(senders, receivers, ROWS, RECEIVERS, backend=backend) if order == "plan" else None
+        options = {"plan": plan, "indices_are_sorted": order == "sorted"}
+        out, pull = jax.vjp(lambda x, s: gathered(kind, x, senders, receivers, s, backend, **options), x, scales)
+        want, pull_reference = gathered_reference(kind, x, senders, receivers, scales)
+        np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-12)
+        cotangent = np.cos(np.arange(want.size)).reshape(want.shape)
+        for found, right in zip(pull(jnp.asarray(cotangent)), pull_reference(cotangent), strict=True):
+            assert (found is None) == (right is None)
+            if right is not None:
+                np.testing.assert_allclose(found, right, rtol=1e-11, atol=1e-11)
