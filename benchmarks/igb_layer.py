@@ -22,10 +22,8 @@ from benchmarks.clock import rounds
 from benchmarks.mini_batch_pipeline import profiled
 from benchmarks.provenance import save
 from dejax.minibatch import make_blocks
-from dejax.training.igb import model
-from dejax.training.igb.data import random_data
-from dejax.training.igb.model import RGATConfig
-from dejax.training.igb.run import Recipe, Trainer
+from examples import igb_rgat as model
+from examples.igb_rgat import Recipe, RGATConfig, RGATTrainer, random_data
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -39,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     data = random_data(args.scale, width=16, batch=args.seeds)  # features are made below
     config = RGATConfig(data.topology.edge_types, data.topology.node_types, args.width, args.hidden)
-    trainer = Trainer(data, config, Recipe(batch=args.seeds))
+    trainer = RGATTrainer(data, config, Recipe(batch=args.seeds))
     seeds = jnp.asarray(np.random.default_rng(1).choice(data.train, args.seeds), jnp.int32)
     sample = jax.jit(trainer.sample)(jax.random.key(0), data.topology, seeds)
     block = jax.jit(lambda sample: make_blocks(sample)[0])(sample)

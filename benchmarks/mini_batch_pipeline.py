@@ -52,9 +52,7 @@ from dejax.minibatch import (
 )
 from dejax.pallas.profile import record
 from dejax.rgnn.nnx import RGATConv
-from dejax.training.igb.data import random_data
-from dejax.training.igb.model import RGATConfig
-from dejax.training.igb.run import Recipe, Trainer
+from examples.igb_rgat import Recipe, RGATConfig, RGATTrainer, random_data
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -264,7 +262,7 @@ def igb(args: argparse.Namespace) -> Case:
         data.topology.edge_types, data.topology.node_types, in_features=data.width, hidden=args.igb_hidden,
         classes=data.num_classes,
     )  # fmt: skip
-    trainer = Trainer(data, config, Recipe(batch=args.seeds))
+    trainer = RGATTrainer(data, config, Recipe(batch=args.seeds))
 
     def update(state: Any, batch: MiniBatch, labels: Any) -> tuple[Any, Any]:
         state, out = trainer.update(state, batch, labels)

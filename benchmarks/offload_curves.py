@@ -16,11 +16,14 @@ import argparse
 import gc
 import os
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from provenance import save
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a script finds `examples`, too
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.85")  # staging memory is outside of XLA's pool
 os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "104")
@@ -43,8 +46,7 @@ def run(options: argparse.Namespace, way: str, steps: int, text: bytes) -> dict[
     """Losses and times of a way."""
     import jax
 
-    from dejax.training.decoder import SIZES, Recipe, make_trainer
-    from dejax.training.decoder.text import batch_at
+    from examples.train_gpt import SIZES, Recipe, batch_at, make_trainer
 
     recipe = Recipe(batch=options.batch, sequence=options.sequence, steps=options.steps, rate=options.rate, **WAYS[way])
     config = SIZES[options.size]
@@ -109,7 +111,7 @@ def main() -> int:
 
     import jax
 
-    from dejax.training.decoder.text import read_text
+    from examples.train_gpt import read_text
 
     text = read_text(limit=32 << 20)
     found: dict[str, Any] = {}

@@ -30,6 +30,8 @@ from typing import Any
 from offload_measuring import GIB, QUICK, bandwidths, keep, say, time_step
 from provenance import save
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a script finds `examples`, too
+
 CASES = ("attention", "state", "large", "update", "peers")
 LIMITS = {"attention": 90, "state": 120, "large": 240, "update": 90, "peers": 200}  # seconds
 RATE = 620e12  # FLOP/s of the hardware that a bfloat16 decoder is predicted to reach on an H200
@@ -41,7 +43,8 @@ def _decoder(options: argparse.Namespace, size: str, **changes: Any) -> tuple[An
     import optax
 
     from dejax.offload import stack_step
-    from dejax.training.decoder import SIZES, model
+    from examples import train_gpt as model
+    from examples.train_gpt import SIZES
 
     how = {"params": "device", "moments": "host", "microbatches": 1, "activations": "device"} | changes
     config = SIZES["tiny" if QUICK else size]
@@ -80,7 +83,8 @@ def attention(options: argparse.Namespace) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from dejax.training.decoder import SIZES, forward, init_params, loss, model
+    from examples import train_gpt as model
+    from examples.train_gpt import SIZES, forward, init_params, loss
 
     config = SIZES["tiny" if QUICK else "125m"]
     params = init_params(config, jax.random.key(0))
@@ -278,7 +282,8 @@ def peers(options: argparse.Namespace) -> dict[str, Any]:
     import optax
 
     from dejax.offload import ActivationStore, optimizer
-    from dejax.training.decoder import SIZES, init_params, loss, model
+    from examples import train_gpt as model
+    from examples.train_gpt import SIZES, init_params, loss
 
     found: dict[str, Any] = {"update_ms": {}, "step_ms": {}}
     nbytes = GIB

@@ -15,12 +15,15 @@ import gc
 import math
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from provenance import save
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a script finds `examples`, too
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.85")  # staging memory is outside of XLA's pool
 os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "104")
@@ -83,13 +86,13 @@ def models(quick: bool) -> dict[str, Callable[[], tuple[Any, Any, Any]]]:
         return body, weights(shapes, layers), jnp.ones((batch, side, side, width), half)
 
     def decoder() -> tuple[Any, Any, Any]:
-        from dejax.training.decoder import SIZES, init_params, model
+        from examples import train_gpt as gpt
 
-        config = SIZES["tiny" if quick else "350m"]
+        config = gpt.SIZES["tiny" if quick else "350m"]
         batch, sequence = (2, 32) if quick else (4, 4096)
         return (
-            model.make_block(config),
-            init_params(config, key)["layers"],
+            gpt.make_block(config),
+            gpt.init_params(config, key)["layers"],
             jnp.ones((batch, sequence, config.width), half),
         )
 

@@ -101,18 +101,17 @@ def mag_job(args: argparse.Namespace) -> Job:
 
 def igb_job(args: argparse.Namespace) -> Job:
     """MLPerf's R-GAT: three layers of 4 x 128 heads, 8-bit features of width 1,024."""
-    from dejax.training.igb import model
-    from dejax.training.igb.data import random_data
+    from examples import igb_rgat as model
 
     width = 16 if args.check else 1024
-    data = random_data(args.igb_scale, width=width, progress=False)
+    data = model.random_data(args.igb_scale, width=width, progress=False)
     names = data.topology.edge_types, tuple(data.topology.num_nodes)
     small: dict[str, Any] = {"hidden": 16, "backend": "xla", "dtype": "float32"} if args.check else {}
     config = model.RGATConfig(*names, in_features=width, classes=data.num_classes, **small)
 
     def loss_of(params: Tree, blocks: Any, x: Any, positions: Any, labels: Any, key: Any) -> Any:
         found = model.logits(config, params, blocks, x, positions, key)
-        return model.loss_of(found, labels, jnp.ones(labels.shape, bool))
+        return model.cross_entropy(found, labels, jnp.ones(labels.shape, bool))
 
     params = model.init(jax.random.key(0), config)
     fan_outs = [3, 2, 2] if args.check else [15, 10, 5]
@@ -288,8 +287,7 @@ def table_process(args: argparse.Namespace) -> None:
 
 def decoder(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A step with parameters divided over the devices; offload keeps the inputs of blocks in host memory."""
-    from dejax.training.decoder import SIZES, Recipe, make_trainer
-    from dejax.training.decoder.step import make_mesh
+    from examples.train_gpt import SIZES, Recipe, make_mesh, make_trainer
 
     devices, base = max(args.devices), None
     config, sequence = SIZES["tiny" if args.check else "1b"], 32 if args.check else 2048

@@ -8,7 +8,7 @@
 * `dejax.pallas`: the kernel templates beneath `rgnn` and `segment`, on plain arrays.
 * `dejax.datasets`: graphs to train on.
 * `dejax.report(step, *args)`: a page about a jitted step: memory by owner, kernels by time, and what to try next.
-* `dejax.training`: the training loops of two examples, entity classification and a language model.
+* `dejax.training`: the command `dejax-train`, which trains on relational graphs.
 * `python -m dejax.info`: what this machine and this installation have.
 
 Each is imported when it is first used: `import dejax` alone loads nothing else.

@@ -1,11 +1,16 @@
-"""Checkpoints of a run, one for each seed, by Orbax, with the settings of the run in the same folder."""
+"""Checkpoints of a run by Orbax, one for each seed, and the settings of the run in the same folder.
+
+    settings.json
+    checkpoints/seed<k>/<number of finished steps>
+
+A checkpoint holds the arrays of a state, each under its path in the state, and a history: plain values for JSON.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,85 +18,70 @@ import jax
 import numpy as np
 
 from dejax._optional import optional
-from dejax.training.fit import Progress
-from dejax.training.settings import Settings
 
 SETTINGS_FILE = "settings.json"
 _FOLDER = "checkpoints"
-# Settings that a resumed run may change: the length of the run, not the model.
-_FREE = ("epochs", "seeds", "eval_every")
-
-
-@dataclass(slots=True)
-class History:
-    """The curves of one seed.
-
-    Attributes:
-        loss: loss of the training nodes before each step.
-        epochs: finished steps at each evaluation.
-        accuracy: by split, at each evaluation.
-        seconds: time of the steps between two evaluations.
-        steps: number of steps between two evaluations.
-    """
-
-    loss: list[float] = field(default_factory=list)
-    epochs: list[int] = field(default_factory=list)
-    accuracy: dict[str, list[float]] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-
-    def add(self, progress: Progress) -> None:
-        """Appends a report, unless its epoch is there already (the first report of a resumed run)."""
-        if self.epochs and progress.epoch <= self.epochs[-1]:
-            return
-        self.loss += [float(value) for value in progress.loss]
-        self.epochs.append(progress.epoch)
-        for split, value in progress.accuracy.items():
-            self.accuracy.setdefault(split, []).append(value)
-        if len(progress.loss):
-            self.seconds.append(progress.seconds)
-            self.steps.append(len(progress.loss))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class Checkpoints:
-    """The checkpoints in a run's folder: `checkpoints/seed<k>/<number>` and `settings.json`.
+    """The checkpoints in the folder of a run.
 
     Args:
         folder: the folder of the run.
-        kind: the class of the run's settings; it has `as_dict`.
+        free: names of settings that a resumed run may change, such as its length.
+
+    >>> import tempfile
+    >>> import jax.numpy as jnp
+    >>> from dejax.training import Checkpoints
+    >>> run = Checkpoints(tempfile.mkdtemp())
+    >>> run.begin({"lr": 0.1}, resume=False)
+    >>> run.save(0, 5, {"w": jnp.ones(2)}, [0.3, 0.2])
+    >>> state, losses = run.restore(0, {"w": jnp.zeros(2)})
+    >>> run.latest(0), float(state["w"][0]), losses
+    (5, 1.0, [0.3, 0.2])
     """
 
-    def __init__(self, folder: Path, kind: Callable[..., Any] = Settings) -> None:
-        self.folder, self.kind = folder.absolute(), kind
+    def __init__(self, folder: str | Path, free: Sequence[str] = ()) -> None:
+        self.folder, self.free = Path(folder).absolute(), free
 
-    def begin(self, settings: Any, *, resume: bool) -> None:
+    def begin(self, settings: Mapping[str, Any], *, resume: bool) -> None:
         """Prepares the folder: removes the checkpoints of an earlier run, or with `resume` checks its settings.
 
+        Args:
+            settings: plain values by name.
+            resume: whether the run in the folder goes on.
+
         Raises:
-            ValueError: `resume`, and the earlier run had other settings; the message names them.
+            ValueError: `resume`, and the earlier run had other settings, which the message names; without `resume`, the
+                folder has checkpoints of something else, which would be lost.
             FileNotFoundError: `resume`, and there is no earlier run.
         """
+        settings = json.loads(json.dumps(dict(settings)))
+        known = (self.folder / SETTINGS_FILE).exists()
         if resume:
-            former = read_settings(self.folder, self.kind).as_dict()
-            changed = [
-                f"{name}={value!r} (it has {former[name]!r})"
-                for name, value in settings.as_dict().items()
-                if name not in _FREE and value != former[name]
-            ]
-            if changed:
-                raise ValueError(
-                    f"--resume: the settings must be those of the run in {self.folder}, got {', '.join(changed)}; "
-                    "give the same ones, or another --out"
-                )
-        elif (self.folder / SETTINGS_FILE).exists():
+            self._check_same(settings)
+        elif known:
             shutil.rmtree(self.folder / _FOLDER, ignore_errors=True)
+        elif (self.folder / _FOLDER).exists():
+            raise ValueError(
+                f"--out must be a new folder or that of a run, got {self.folder} with {_FOLDER} and no "
+                f"{SETTINGS_FILE}; name another --out"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(settings.as_dict(), indent=2) + "\n"
-        (self.folder / SETTINGS_FILE).write_text(text, encoding="utf-8")
+        (self.folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+    def _check_same(self, settings: Mapping[str, Any]) -> None:
+        former = read_settings(self.folder)
+        changed = [
+            f"{name}={settings.get(name)!r} (it has {former.get(name)!r})"
+            for name in {**former, **settings}
+            if name not in self.free and settings.get(name) != former.get(name)
+        ]
+        if changed:
+            raise ValueError(
+                f"--resume: the settings must be those of the run in {self.folder}, got {', '.join(changed)}; "
+                "give the same ones, or another --out"
+            )
 
     def seeds(self) -> list[int]:
         """The seeds that have a checkpoint, ascending."""
@@ -99,69 +89,84 @@ class Checkpoints:
         return sorted(int(name) for name in found if name.isdigit() and self.latest(int(name)) is not None)
 
     def latest(self, seed: int) -> int | None:
-        """The number of a seed's checkpoint, its epoch or step; None if it has no checkpoint."""
+        """The number of finished steps at a seed's checkpoint; None if it has no checkpoint."""
         # Orbax writes under a temporary name and renames: a folder with a number as its name is complete.
         places = (self.folder / _FOLDER / f"seed{seed}").glob("[0-9]*")
         return max((int(place.name) for place in places if place.name.isdigit()), default=None)
 
-    def save(self, seed: int, state: Any, history: History, number: int | None = None) -> None:
-        """Writes a seed's state and curves, and replaces its earlier checkpoint.
+    def save(self, seed: int, number: int, state: Any, history: Any) -> None:
+        """Writes a seed's state and history, and replaces its earlier checkpoint.
 
         Args:
             seed: the seed.
+            number: of finished steps.
             state: a pytree of arrays, of jax or numpy.
-            history: the curves.
-            number: finished epochs or steps; by default `state.epoch`.
+            history: plain values, for JSON.
         """
-        with optional("orbax-checkpoint", of="a checkpoint"):
-            import orbax.checkpoint as ocp
-
+        args = _orbax().args
         with self._manager(seed) as manager:
-            items = ocp.args.Composite(state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(history.as_dict()))
-            manager.save(int(state.epoch) if number is None else number, args=items, force=True)
+            items = args.Composite(state=args.StandardSave(_by_path(state)), history=args.JsonSave(history))
+            manager.save(number, args=items, force=True)
             manager.wait_until_finished()
 
-    def restore(self, seed: int, like: Any) -> tuple[Any, History]:
-        """A seed's state and curves.
+    def restore(self, seed: int, like: Any) -> tuple[Any, Any]:
+        """A seed's state and history.
 
         Args:
             seed: the seed.
-            like: a state of the same shapes and dtypes, arrays or `jax.ShapeDtypeStruct`. An array of numpy gives one
-                of numpy; all others are arrays of jax.
+            like: a state of the same shapes and dtypes, of arrays or `jax.ShapeDtypeStruct`. A leaf of numpy gives an
+                array of numpy. All others are arrays of jax, on the devices and in the memory of the leaf.
 
         Raises:
             FileNotFoundError: this seed has no checkpoint.
         """
-        with optional("orbax-checkpoint", of="a checkpoint"):
-            import orbax.checkpoint as ocp
-
-        epoch = self.latest(seed)
-        if epoch is None:
+        number = self.latest(seed)
+        if number is None:
             raise FileNotFoundError(
                 f"no checkpoint of seed {seed} in {self.folder / _FOLDER}; seeds there: {self.seeds()}"
             )
-        abstract = jax.tree.map(
-            lambda x: x if isinstance(x, np.ndarray) else jax.ShapeDtypeStruct(x.shape, x.dtype), like
-        )
+        args = _orbax().args
         with self._manager(seed) as manager:
-            items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), history=ocp.args.JsonRestore())
-            found = manager.restore(epoch, args=items)
-        return found["state"], History(**found["history"])
+            abstract = {name: _abstract(leaf) for name, leaf in _by_path(like).items()}
+            items = args.Composite(state=args.StandardRestore(abstract), history=args.JsonRestore())
+            found = manager.restore(number, args=items)
+        leaves = [_placed(found["state"][name], leaf) for name, leaf in _by_path(like).items()]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), found["history"]
 
     def _manager(self, seed: int) -> Any:
-        with optional("orbax-checkpoint", of="a checkpoint"):
-            import orbax.checkpoint as ocp
-
+        ocp = _orbax()
         options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True, enable_async_checkpointing=False)
         return ocp.CheckpointManager(self.folder / _FOLDER / f"seed{seed}", options=options)
 
 
-def read_settings(folder: Path, kind: Callable[..., Any] = Settings) -> Any:
-    """The settings of the run in a folder.
+def _orbax() -> Any:
+    with optional("orbax-checkpoint", of="a checkpoint"):
+        import orbax.checkpoint
+    return orbax.checkpoint
 
-    Args:
-        folder: the folder.
-        kind: their class.
+
+def _by_path(state: Any) -> dict[str, Any]:
+    """The leaves of a state, each under its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _abstract(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is not None:  # Orbax reads into the memory of the device; `_placed` moves what lies elsewhere
+        sharding = sharding.with_memory_kind(next(iter(sharding.device_set)).default_memory().kind)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _placed(value: Any, leaf: Any) -> Any:
+    sharding = None if isinstance(leaf, np.ndarray) else getattr(leaf, "sharding", None)
+    return value if sharding is None else jax.device_put(value, sharding)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings of the run in a folder.
 
     Raises:
         FileNotFoundError: the folder has no run.
@@ -169,13 +174,8 @@ def read_settings(folder: Path, kind: Callable[..., Any] = Settings) -> Any:
     path = folder / SETTINGS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no run (no {SETTINGS_FILE}); name the folder that --out gave")
-    found = json.loads(path.read_text(encoding="utf-8"))
-    try:
-        return kind(**found)
-    except TypeError:
-        raise ValueError(
-            f"{folder} holds a run of another command (full batch, sampled, or link prediction); use that command"
-        ) from None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def find_run(path: Path) -> tuple[Path, int | None]:

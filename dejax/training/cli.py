@@ -125,12 +125,12 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> None:
     from dejax.training.fit import Trainer
 
     check_resume(args)
-    checkpoints = None if args.no_checkpoints else Checkpoints(out)
+    checkpoints = None if args.no_checkpoints else Checkpoints(out, ("epochs", "seeds", "eval_every"))
     data = load_data(settings.dataset, args.data)
     print(data.summary(rows=5), end="\n\n", flush=True)
     trainer = Trainer(settings, data, backend=args.backend)
     if checkpoints is not None:
-        checkpoints.begin(settings, resume=args.resume)
+        checkpoints.begin(settings.as_dict(), resume=args.resume)
     histories = _all_seeds(trainer, checkpoints, args, label=report.MODEL_NAMES[settings.model])
     baseline: list[Any] = []
     if not args.no_baseline and settings.model != "mlp":
@@ -161,11 +161,12 @@ def _seed_line(seed: int, history: Any) -> str:
 
 
 def _one_seed(trainer: Any, checkpoints: Any, args: argparse.Namespace, seed: int, bar: Any) -> Any:
-    from dejax.training.checkpoint import History
+    from dejax.training.history import History
 
     settings, history = trainer.settings, History()
     if args.resume and checkpoints is not None and checkpoints.latest(seed) is not None:
-        begin, history = checkpoints.restore(seed, trainer.abstract_state())
+        begin, curves = checkpoints.restore(seed, trainer.abstract_state())
+        history = History(**curves)
         bar.update(int(begin.epoch))
     else:
         begin = trainer.init(seed)
@@ -181,7 +182,7 @@ def _one_seed(trainer: Any, checkpoints: Any, args: argparse.Namespace, seed: in
         else:
             due = due or time.monotonic() - saved_at >= SAVE_SECONDS
         if due:
-            checkpoints.save(seed, state, history)
+            checkpoints.save(seed, progress.epoch, state, history.as_dict())
             saved_at, saved_epoch = time.monotonic(), progress.epoch
     return history
 
@@ -193,7 +194,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     from dejax.training.fit import Trainer
 
     folder, seed = find_run(Path(args.evaluate))
-    settings, checkpoints = read_settings(folder), Checkpoints(folder)
+    settings, checkpoints = Settings(**read_settings(folder)), Checkpoints(folder)
     seeds = checkpoints.seeds() if seed is None else [seed]
     if not seeds:
         raise FileNotFoundError(f"no checkpoint in {folder}; a run with --no-checkpoints leaves none")

@@ -15,9 +15,10 @@ from dejax._optional import optional
 from dejax.datasets._progress import Progress as Bar
 from dejax.host_gather import shardings
 from dejax.minibatch import HeteroTopology, SampleOptions, find_capacities
-from dejax.training.checkpoint import Checkpoints, History
+from dejax.training.checkpoint import Checkpoints
 from dejax.training.commands import SAVE_SECONDS
 from dejax.training.fit import Progress
+from dejax.training.history import History
 
 with optional("flax", of="dejax.training"):
     from flax import nnx
@@ -148,7 +149,8 @@ def run_seed(
     """
     history, state = History(), trainer.init(seed)
     if resume and checkpoints is not None and checkpoints.latest(seed) is not None:
-        plain, history = checkpoints.restore(seed, trainer.exported(state))
+        plain, curves = checkpoints.restore(seed, trainer.exported(state))
+        history = History(**curves)
         state = trainer.imported(plain, seed)
     epochs = trainer.settings.epochs
     total, saved_at = epochs * trainer.steps_per_epoch, time.monotonic()
@@ -162,8 +164,8 @@ def run_seed(
                 continue
             due = time.monotonic() - saved_at >= SAVE_SECONDS if not every else int(state.step) % every == 0
             if due and int(state.step) < total:
-                checkpoints.save(seed, trainer.exported(state), history, int(state.step))
+                checkpoints.save(seed, int(state.step), trainer.exported(state), history.as_dict())
                 saved_at = time.monotonic()
     if checkpoints is not None and checkpoints.latest(seed) != int(state.step):
-        checkpoints.save(seed, trainer.exported(state), history, int(state.step))
+        checkpoints.save(seed, int(state.step), trainer.exported(state), history.as_dict())
     return state, history

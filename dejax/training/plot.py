@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dejax._optional import optional
-from dejax.training.checkpoint import History
+from dejax.training.history import History
 from dejax.training.report import MODEL_NAMES
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.

@@ -15,8 +15,8 @@ import numpy as np
 
 from dejax._origin import versions, without_paths
 from dejax.datasets import EntityDataset
-from dejax.training.checkpoint import History
 from dejax.training.fit import Trainer
+from dejax.training.history import History
 
 FORMAT = 1
 """The version of the JSON. It increases when a field changes its meaning."""

@@ -1,25 +1,17 @@
-"""The GPT example: equal losses with and without offload, exact resume, sampling, and its errors."""
+"""`examples/train_gpt.py` as a command: equal losses with and without offload, checkpoints, and its errors."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import jax
 import pytest
 
-PATH = Path(__file__).parents[2] / "examples/train_gpt.py"
+from examples import train_gpt as example
+
 TINY = (
     "--layers 2 --width 32 --heads 2 --kv-heads 1 --sequence 32 --batch 2 --report 2 --checkpoint 4 --min-bytes 1"
     " --dtype float32"
 ).split()
-
-
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("train_gpt", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -36,8 +28,8 @@ def losses(path: Path) -> list[float]:
     return json.loads((path / "losses.json").read_text())["losses"]
 
 
-@pytest.mark.full
-def test_same_losses_with_and_without_offload(example, text, tmp_path, monkeypatch, capsys):
+@pytest.mark.slow
+def test_same_losses_with_and_without_offload(text, tmp_path, monkeypatch, capsys):
     jax.devices()  # with the flags of the tests; the example adds to them
     monkeypatch.setenv("XLA_FLAGS", "")
     assert example.main([*TINY, *text, "--compare", "inputs", "--steps", "4", "--out", str(tmp_path)]) == 0
@@ -45,57 +37,8 @@ def test_same_losses_with_and_without_offload(example, text, tmp_path, monkeypat
     assert (tmp_path / "loss.svg").exists()
 
 
-@pytest.mark.full
-def test_a_resumed_run_is_the_run_that_never_stopped(example, text, tmp_path, capsys):
-    command = [*TINY, *text, "--checkpoint", "2", "--warmup", "1", "--out"]
-    # The schedule ends with the run, so both have the same end; the first is stopped after its first checkpoint.
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert example.main([*command, str(whole), "--steps", "4"]) == 0
-    again = [path.name for path in (whole / "checkpoints").iterdir()]
-    assert again == ["4"]
-
-    from dejax.training.decoder.run import Checkpoints
-
-    save = Checkpoints.save
-
-    def stop(self, done, state, losses):
-        save(self, done, state, losses)
-        if done == 2:
-            raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoints, "save", stop)
-        with pytest.raises(KeyboardInterrupt):
-            example.main([*command, str(stopped), "--steps", "4"])
-    assert example.main([*command, str(stopped), "--steps", "4", "--resume"]) == 0
-    assert "goes on after step 2" in capsys.readouterr().out
-    assert losses(stopped) == losses(whole)
-    example.main([*TINY, *text, "--out", str(whole), "--sample", "the ", "--length", "12"])
-    first = capsys.readouterr().out
-    example.main([*TINY, *text, "--out", str(whole), "--sample", "the ", "--length", "12"])
-    assert first == capsys.readouterr().out and first.startswith("the ")
-    with pytest.raises(SystemExit):
-        example.main([*command, str(whole), "--steps", "4", "--resume", "--rate", "0.5"])
-    assert "`rate` must be that of the run" in capsys.readouterr().err
-    for change, words in (("--seed 5", "`seed` must be that of the run"),
-                          ("--state all --clip 0", "`clip` must be that of")):  # fmt: skip
-        with pytest.raises(SystemExit):
-            example.main([*command, str(whole), "--steps", "6", "--resume", *change.split()])
-        assert words in capsys.readouterr().err
-
-
-def test_a_resume_in_another_layout_of_state_is_an_error(tmp_path):
-    from dejax.training.decoder.run import check_same
-
-    run = {"model": {}, "recipe": {"state": "all"}, "seed": 0}
-    check_same(run, {**run, "recipe": {"state": "moments"}}, tmp_path)
-    for was, now in (("all", "device"), ("device", "moments")):
-        with pytest.raises(ValueError, match=f"`state` may change between 'moments' and 'all' alone, got '{now}'"):
-            check_same({**run, "recipe": {"state": was}}, {**run, "recipe": {"state": now}}, tmp_path)
-
-
-@pytest.mark.full
-def test_state_in_host_memory_survives_a_resume(example, text, tmp_path):
+@pytest.mark.slow
+def test_state_in_host_memory_survives_a_resume(text, tmp_path):
     command = [*TINY, *text, "--state", "all", "--offload", "inputs", "--plot-store", "--out", str(tmp_path)]
     assert example.main([*command, "--steps", "4"]) == 0
     before = losses(tmp_path)
@@ -104,7 +47,7 @@ def test_state_in_host_memory_survives_a_resume(example, text, tmp_path):
     assert (tmp_path / "store.svg").exists() and json.loads((tmp_path / "store.trace.json").read_text())["traceEvents"]
 
 
-def test_checkpoints_of_others_are_kept(example, tmp_path, capsys):
+def test_checkpoints_of_others_are_kept(tmp_path, capsys):
     (tmp_path / "checkpoints" / "4").mkdir(parents=True)
     with pytest.raises(SystemExit):
         example.main([*TINY, "--out", str(tmp_path)])
@@ -113,15 +56,13 @@ def test_checkpoints_of_others_are_kept(example, tmp_path, capsys):
 
 
 def test_text(text):
-    from dejax.training.decoder.text import batch_at, read_text
-
-    assert len(read_text(limit=1 << 20)) == 1 << 20
-    found = read_text(Path(text[1]))
+    assert len(example.read_text(limit=1 << 20)) == 1 << 20
+    found = example.read_text(Path(text[1]))
     assert found == bytes(range(1, 256)) * 16 + b"the second file\n" * 50
-    one, again = (batch_at(found, 3, seed=0, batch=2, sequence=8) for _ in range(2))
+    one, again = (example.batch_at(found, 3, seed=0, batch=2, sequence=8) for _ in range(2))
     assert (one == again).all() and one.shape == (2, 9)
     with pytest.raises(ValueError, match="must have more than 10000 bytes, got"):
-        batch_at(found, 0, seed=0, batch=2, sequence=10_000)
+        example.batch_at(found, 0, seed=0, batch=2, sequence=10_000)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +78,7 @@ def test_text(text):
         ("--sample x --out nowhere", "nowhere must hold a checkpoint"),
     ],
 )
-def test_bad_arguments(example, arguments, words, capsys, tmp_path, monkeypatch):
+def test_bad_arguments(arguments, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         example.main([*TINY, *arguments.split()])

@@ -115,9 +115,9 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> None:
         flush=True,
     )
     trainer = LinkTrainer(settings, graph, backend=args.backend, print_table=print)
-    checkpoints = None if args.no_checkpoints else Checkpoints(out, LinkSettings)
+    checkpoints = None if args.no_checkpoints else Checkpoints(out, ("epochs", "seeds", "eval_every"))
     if checkpoints is not None:
-        checkpoints.begin(settings, resume=args.resume)
+        checkpoints.begin(settings.as_dict(), resume=args.resume)
     runs = [_one_seed(trainer, checkpoints, args, seed) for seed in range(settings.seeds)]
     results = _summary(trainer, runs, time.perf_counter() - start, argv)
     histories = [history for history, _, _ in runs]

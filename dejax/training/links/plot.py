@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dejax._optional import optional
-from dejax.training.checkpoint import History
+from dejax.training.history import History
 
 
 def draw(path: Path, results: dict[str, Any], histories: Sequence[History]) -> None:

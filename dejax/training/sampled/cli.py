@@ -125,9 +125,9 @@ def main(argv: Sequence[str]) -> int:
     else:
         trainer = SampledTrainer(settings, data, **options)
     print(f"\n{trainer.prepared.features}\n", flush=True)
-    checkpoints = None if args.no_checkpoints else Checkpoints(out, SampledSettings)
+    checkpoints = None if args.no_checkpoints else Checkpoints(out, ("epochs", "seeds", "eval_every"))
     if checkpoints is not None:
-        checkpoints.begin(settings, resume=args.resume)
+        checkpoints.begin(settings.as_dict(), resume=args.resume)
     runs = [_one_seed(trainer, checkpoints, args, seed) for seed in range(settings.seeds)]
     results = report.summarise(trainer, runs, args.inference, time.perf_counter() - start, argv)
     histories = [history for history, _, _ in runs]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dejax.training import report as common
-from dejax.training.checkpoint import History
+from dejax.training.history import History
 from dejax.training.sampled.trainer import SampledTrainer
 
 Run = tuple[History, dict[str, float], int]
