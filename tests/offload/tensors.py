@@ -1,5 +1,6 @@
 """Tensors that are stored in one program and fetched in another, and the size of a store's files."""
 
+import functools
 import itertools
 import os
 
@@ -49,3 +50,9 @@ class Tensors:
     def check(self, handles):
         for got, want in zip(self.fetch(handles), self.xs, strict=True):
             np.testing.assert_array_equal(got, want)
+
+
+@functools.cache
+def tensors_of(*sizes):
+    """Tensors that tests share, because their programs take longer to compile than to run. Each test has its store."""
+    return Tensors(sizes)

@@ -56,8 +56,7 @@ def in_threads(*functions):
         raise errors[0]
 
 
-@pytest.mark.parametrize("kept", [True, False])
-@pytest.mark.parametrize("failing", [True, False])
+@pytest.mark.parametrize(("kept", "failing"), [(True, False), (False, True)])
 def test_leaving_waits_for_dispatched_steps(kept, failing, want):
     """Also for steps whose results nobody kept, and when an exception ends the block."""
     run, elsewhere = slow_step(), stored(default_store())
@@ -142,6 +141,7 @@ def test_two_threads_with_a_store_each_and_one_function(want):
     assert _current.current_binding() == 0  # threads are alike again
 
 
+@pytest.mark.slow
 def test_threads_share_a_store_that_each_enters(want):
     run = jax.jit(jax.grad(loss_of(offloaded_inputs), argnums=(0, 1)))
     with ActivationStore() as store:
@@ -183,6 +183,7 @@ def test_a_handle_of_a_closed_store_never_names_anothers_tensor():
             jax.block_until_ready(stale(jnp.ones(100)))
 
 
+@pytest.mark.slow
 def test_any_number_of_stores_one_after_the_other():
     highest = max(ActivationStore(host_bytes=1).close() or store_number() for _ in range(300))
     assert highest < 100
@@ -327,7 +328,7 @@ def output_of(code, *arguments):
     return ran.stdout
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_programs_are_the_same_in_every_process(tmp_path):
     first = output_of(PROGRAM, "alone", tmp_path, 0)
     entries = sorted(path.name for path in tmp_path.iterdir())
@@ -390,6 +391,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_exported_programs_in_a_new_process(tmp_path):
     pytest.importorskip("flatbuffers", reason="jax.export needs it to serialize")
     output_of(EXPORT, tmp_path)

@@ -90,24 +90,15 @@ def train(tx, params, steps=3, first=0, state=None):
     return params, state, found
 
 
-# On three meshes the optimizer that reads the norm of all gradients, which needs the most communication; the others on
-# one mesh each, and on all of them where the tests that are slow run, too.
-PAIRS = [(name, mesh) for name in TRANSFORMATIONS for mesh in MESHES]
-ONE_MESH = {
-    "adamw": "fsdp",
-    "momentum": "replicated",
-    "lion": "tensor",
-    "adafactor": "data and tensor",
-    "accumulated": "fsdp, all axes",
-    "master weights": "data and tensor",
-}
-IN_CI = {("clipped", mesh) for mesh in ("replicated", "data and tensor", "fsdp, all axes")} | set(ONE_MESH.items())
+# The optimizer that reads the norm of all gradients needs the most communication.
+QUICK = ("clipped", "data and tensor")
+PAIRS = [
+    QUICK,
+    *(pytest.param(t, m, marks=pytest.mark.slow) for t in TRANSFORMATIONS for m in MESHES if (t, m) != QUICK),
+]
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize(
-    ("name", "mesh"), [pytest.param(*p, marks=() if p in IN_CI else pytest.mark.slow) for p in PAIRS]
-)
+@pytest.mark.parametrize(("name", "mesh"), PAIRS)
 def test_the_numbers_and_the_communication_of_state_in_memory(name, mesh, tmp_path):
     tx = TRANSFORMATIONS[name]
     params = params_of(mesh, dtype=jnp.bfloat16 if name == "master weights" else jnp.float32)
@@ -122,8 +113,10 @@ def test_the_numbers_and_the_communication_of_state_in_memory(name, mesh, tmp_pa
         assert jax.tree.structure(in_memory(state)) == jax.tree.structure(want_state)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", ["adamw", "lion", "master weights"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["lion", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adamw", "master weights"))]
+)
 def test_the_bits_of_state_on_disk_of_one_device(name, tmp_path):
     tx = optimizer(TRANSFORMATIONS[name], **SMALL, path=tmp_path)
     dtype = jnp.bfloat16 if name == "master weights" else jnp.float32
@@ -133,6 +126,7 @@ def test_the_bits_of_state_on_disk_of_one_device(name, tmp_path):
     equal(in_memory(state), in_memory(want_state))
 
 
+@pytest.mark.slow
 def test_axes_of_a_mesh_that_are_explicit(tmp_path):
     params = params_of("data and tensor", AxisType.Explicit)
     with jax.set_mesh(params["w"].sharding.mesh):
@@ -166,8 +160,9 @@ def test_each_device_has_its_shard(tmp_path):
         store.put(np.ones(100, np.float32))  # the room of shards that were written is given back
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [*(pytest.param(m, marks=pytest.mark.slow) for m in MESHES if m != "tensor"), "tensor"]
+)
 def test_reading_and_writing(mesh, tmp_path):
     with StateStore(tmp_path) as store:
         for x in params_of(mesh).values():
@@ -189,6 +184,7 @@ def test_reading_and_writing(mesh, tmp_path):
         np.testing.assert_array_equal(one.on_devices("pinned_host"), x)
 
 
+@pytest.mark.slow
 def test_devices_that_hold_the_same_part_share_its_files(tmp_path):
     """A part is written once, by the first of them."""
     sizes = {}
@@ -234,6 +230,7 @@ def two_in_one_step(wrap):
     return params, in_memory(states)
 
 
+@pytest.mark.slow
 def test_two_optimizers_in_one_step_and_donated_state(tmp_path):
     with StateStore(tmp_path) as store:
         equal(two_in_one_step(lambda tx: optimizer(tx, **SMALL, path=store)), two_in_one_step(lambda tx: tx))
@@ -258,7 +255,7 @@ np.savez(folder + "/end.npz", **params, **{f"state{i}": x for i, x in enumerate(
 """
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data and tensor", "fsdp"])
 def test_a_new_process_goes_on_from_a_checkpoint_on_the_same_mesh_or_another(mesh, tmp_path):
     """Files go with their process: a checkpoint has whole arrays, which any mesh divides again."""
@@ -328,7 +325,7 @@ print("fine", flush=True)
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_processes_have_their_own_shards(tmp_path):
     assert_two_are_fine(ONE_OF_TWO, tmp_path)
 
@@ -336,6 +333,7 @@ def test_two_processes_have_their_own_shards(tmp_path):
 class TestAnotherMesh:
     """State that comes with another mesh than it was made on is right, or an error."""
 
+    @pytest.mark.slow
     def test_parameters_of_another_mesh_over_the_same_devices(self, tmp_path):
         tx = TRANSFORMATIONS["adamw"]
         far = optimizer(tx, **SMALL, path=tmp_path)
@@ -406,7 +404,7 @@ def test_bad_arguments(tmp_path):
         jax.jit(far.update)(params, mixed, params)
 
 
-@pytest.mark.parametrize("name", ["not elementwise", "cannot be traced"])
+@pytest.mark.parametrize("name", ["not elementwise", pytest.param("cannot be traced", marks=pytest.mark.slow)])
 def test_first_states_that_are_no_constants(name, tmp_path):
     def not_elementwise(params):
         return jax.tree.map(lambda p: jnp.cumsum(p, 0), params)
@@ -448,7 +446,7 @@ class TestFaults:
             params, state = step(params, state, gradients(params, i))
         equal((params, in_memory(state)), (want, want_state))
 
-    @pytest.mark.parametrize("count", [1, 5])
+    @pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.slow)])
     def test_a_failed_read(self, store, count):
         step, params, state = self.first(store)
         interceptor(store).inject("read", count)
@@ -464,6 +462,7 @@ class TestFaults:
             jax.block_until_ready(step(broken, after, gradients(params, 1)))
         self.goes_on(step, params, state)
 
+    @pytest.mark.slow
     def test_a_failed_write(self, store):
         step, params, state = self.first(store)
         interceptor(store).inject("write", 1)
@@ -493,6 +492,7 @@ class TestFaults:
         with pytest.raises(RuntimeError, match="is damaged: it does not hold what was written to it"):
             in_memory(state)
 
+    @pytest.mark.slow
     def test_an_old_state(self, store):
         step, params, first = self.first(store)
         one, second = jax.block_until_ready(step(params, first, gradients(params, 0)))
@@ -501,6 +501,7 @@ class TestFaults:
             jax.block_until_ready(step(params, first, gradients(params, 0)))
         self.goes_on(step, one, second, 4)
 
+    @pytest.mark.slow
     def test_a_closed_store(self, store):
         step, params, state = self.first(store)
         store.close()

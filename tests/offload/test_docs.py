@@ -15,17 +15,23 @@ def blocks(*pages: Path) -> list[str]:
 
 
 BLOCKS, LARGE = blocks(PAGES[0], PAGES[2]), blocks(PAGES[3])
-MARKS = {number: pytest.mark.devices(4) for number, block in enumerate(BLOCKS) if "(4,)" in block}
 
 
-@pytest.mark.parametrize("number", [pytest.param(i, marks=MARKS.get(i, ())) for i in range(len(BLOCKS))])
+def case(number: int) -> object:
+    """A block as a case: with four devices where it makes a mesh of them, slow where it measures a plan."""
+    block = BLOCKS[number]
+    marks = [pytest.mark.devices(4)] * ("(4,)" in block) + [pytest.mark.slow] * ("plan_" in block)
+    return pytest.param(number, marks=marks)
+
+
+@pytest.mark.parametrize("number", [case(number) for number in range(len(BLOCKS))])
 def test_blocks_run_by_themselves(number, capsys):
     exec(compile(BLOCKS[number], f"docs of offload, Python block {number}", "exec"), {})
     if number == 0:
         assert capsys.readouterr().out.startswith("offload: 8.39 MB stored in 1 runs")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(LARGE)))
 def test_blocks_about_large_models_run_by_themselves(number, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import itertools
 import os
 import sys
 import types
@@ -57,7 +58,21 @@ def growth(kind, warm, steps, enough):
     return min(grown)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.parametrize("kind", ["closure", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:-1])])
+def test_eager_steps_keep_no_python_objects(kind):
+    """A step that keeps its trace keeps some thousand objects of it."""
+    run, counts = eager_step(kind), []
+    with ActivationStore(host_bytes=1 << 24) as store:
+        for _ in range(4):
+            run().block_until_ready()
+            run().block_until_ready()
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+        assert store.stats().live_count == 0
+    assert min(after - before for before, after in itertools.pairwise(counts)) < 100, counts
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_eager_steps_run_in_constant_memory(kind):
     few = kind == "closure"
@@ -71,6 +86,7 @@ def test_ten_thousand_eager_steps_run_in_constant_memory(kind):
     assert growth(kind, 2000, 10_000, enough=3_000) < 3_000  # allocators and thread pools take some MB in all
 
 
+@pytest.mark.slow
 def test_other_shapes_dtypes_and_settings_are_traced_anew():
     body = offload(lambda x: jnp.sin(x) * x, min_bytes=1, inputs="all")
 
@@ -238,6 +254,7 @@ def test_what_python_reads_outside_of_the_function_is_read_in_each_call(tmp_path
                 np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_eager_effects_and_transformations():
     x = jnp.linspace(0, 1, 64).reshape(4, 16)
     body = offload(lambda x: jnp.sin(x) * x, min_bytes=1, inputs="all")

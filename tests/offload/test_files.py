@@ -62,7 +62,7 @@ print(count)
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_processes_that_claim_at_once(tmp_path):
     processes = [popen(CLAIMS, str(tmp_path), "2", _files.__file__) for _ in range(4)]
     for process in processes:
@@ -102,6 +102,7 @@ def killed_before_call(number, path):
         os._exit(1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:os.fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
 def test_a_process_killed_at_each_point_of_a_release(tmp_path):

@@ -48,6 +48,7 @@ def test_nnx():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_nnx_scan():
     @nnx.split_rngs(splits=3)
     @nnx.vmap
@@ -91,9 +92,7 @@ def test_linen():
 
         @nn.compact
         def __call__(self, x):
-            for i in range(2):
-                x = self.block(name=f"block{i}")(x)
-            return x
+            return self.block(name="block")(x)
 
     plain, offloaded = Model(LinenBlock), Model(offload_linen.offload(LinenBlock, min_bytes=1))
     variables = plain.init(jax.random.key(0), X)
@@ -134,8 +133,10 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("args", "kwargs"), CALLS)
-@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [CALLS[1], *(pytest.param(*c, marks=pytest.mark.slow) for c in (CALLS[0], *CALLS[2:]))]
+)
+@pytest.mark.parametrize("run", [pytest.param(lambda f: f, marks=pytest.mark.slow), jax.jit], ids=["eager", "jit"])
 def test_static_and_keyword_arguments(run, args, kwargs):
     """As in `remat(static_argnums=)` the module is argument 0."""
     how = {"static_argnums": (2,), "static_argnames": ("flip",), "min_bytes": 1}

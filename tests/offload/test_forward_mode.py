@@ -22,7 +22,7 @@ def test_second_derivatives_are_an_error_at_trace_time(store, transform):
         jax.make_jaxpr(transform(lambda x: offloaded(w, x).sum()))(x)
 
 
-@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("run", [pytest.param(lambda f: f, marks=pytest.mark.slow), jax.jit], ids=["eager", "jit"])
 def test_forward_mode_names_the_remedy(store, run):
     ws, x = operands()
     sine = offload(jnp.sin, min_bytes=1, inputs="all")

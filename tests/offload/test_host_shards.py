@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from dejax.offload import optimizer, restore
 from dejax.offload.state import optimizer as _optimizer
 from tests.offload.test_disk_shards import (
-    IN_CI,
     PAIRS,
     SMALL,
     TRANSFORMATIONS,
@@ -48,10 +47,7 @@ def on_host(x):
     return x.sharding.memory_kind == "pinned_host"
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(
-    ("name", "mesh"), [pytest.param(*p, marks=() if p in IN_CI else pytest.mark.slow) for p in PAIRS]
-)
+@pytest.mark.parametrize(("name", "mesh"), PAIRS)
 def test_the_numbers_and_the_communication_of_state_on_the_devices(name, mesh):
     params = params_of(mesh, dtype=jnp.bfloat16 if name == "master weights" else jnp.float32)
     first = far(TRANSFORMATIONS[name]).init(params)
@@ -64,7 +60,7 @@ def test_the_numbers_and_the_communication_of_state_on_the_devices(name, mesh):
         assert not on_host(x) or x.sharding.is_equivalent_to(begun.sharding, x.ndim)
 
 
-@pytest.mark.parametrize("name", ["adamw", "clipped"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("clipped", marks=pytest.mark.slow)])
 def test_axes_of_a_mesh_that_are_explicit(name):
     params = params_of("data and tensor", AxisType.Explicit)
     with jax.set_mesh(params["w"].sharding.mesh):
@@ -73,6 +69,7 @@ def test_axes_of_a_mesh_that_are_explicit(name):
     assert got[2] == want[2]
 
 
+@pytest.mark.slow
 def test_types_of_explicit_axes_tell_what_init_has_not_placed():
     params = params_of("data and tensor", AxisType.Explicit)
     tx, state = far(TRANSFORMATIONS["adamw"]), far(TRANSFORMATIONS["adamw"]).init(params)
@@ -83,6 +80,7 @@ def test_types_of_explicit_axes_tell_what_init_has_not_placed():
     assert updates["w"].sharding.spec == params["w"].sharding.spec
 
 
+@pytest.mark.slow
 def test_two_optimizers_in_one_step_and_donated_state():
     equal(two_in_one_step(far), two_in_one_step(lambda tx: tx))
 
@@ -105,6 +103,7 @@ def test_several_updates_in_a_loop_of_one_program():
     equal(run(far(TRANSFORMATIONS["momentum"])), run(TRANSFORMATIONS["momentum"]))
 
 
+@pytest.mark.slow
 def test_restored_state():
     tx, plain = far(TRANSFORMATIONS["adamw"]), TRANSFORMATIONS["adamw"]
     params = params_of("data and tensor")
@@ -115,7 +114,7 @@ def test_restored_state():
     equal(got[:2], train(plain, params, 3)[:2])
 
 
-@pytest.mark.parametrize("name", ["not elementwise", "cannot be traced"])
+@pytest.mark.parametrize("name", [pytest.param("not elementwise", marks=pytest.mark.slow), "cannot be traced"])
 def test_first_states_that_are_no_constants(name):
     def not_elementwise(params):
         return jax.tree.map(lambda p: jnp.cumsum(p, 0), params)
@@ -161,6 +160,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="got 2 ways; make an optimizer for each"):
             jax.jit(tx.update)(params_of("fsdp"), states[0], params_of("fsdp"))
 
+    @pytest.mark.slow
     def test_parameters_of_which_some_are_on_one_device(self):
         params = {"w": params_of("fsdp")["w"], "t": params_of(None)["t"]}
         tx = far(optax.adam(1e-2))
@@ -183,7 +183,7 @@ class TestTheDefault:
         want, _ = optax.adam(1e-2).update(params, optax.adam(1e-2).init(params), params)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), updates, want)
 
-    @pytest.mark.parametrize("mesh", ["fsdp", "replicated"])
+    @pytest.mark.parametrize("mesh", ["fsdp", pytest.param("replicated", marks=pytest.mark.slow)])
     def test_dejax_copies_what_init_has_placed(self, mesh):
         params, tx = params_of(mesh), far(TRANSFORMATIONS["adamw"], None)
         assert dejax_copies(step_of(tx, params), params, tx.init(params), params)
@@ -191,7 +191,11 @@ class TestTheDefault:
         equal(got[:2], want[:2])
         assert got[2] == want[2]
 
-    @pytest.mark.parametrize("made", ["by another", "in jit", "on one device", "on two meshes before"])
+    @pytest.mark.parametrize(
+        "made",
+        ["in jit", "on two meshes before"]
+        + [pytest.param(m, marks=pytest.mark.slow) for m in ("by another", "on one device")],
+    )
     def test_xla_copies_what_dejax_cannot(self, made):
         params, tx = params_of(None if made == "on one device" else "fsdp"), far(optax.adam(1e-2), None)
         if made == "on two meshes before":
@@ -201,12 +205,14 @@ class TestTheDefault:
         assert not dejax_copies(jax.jit(tx.update), params, state, params)
         self.same_numbers(jax.jit(tx.update), state, params)
 
+    @pytest.mark.slow
     def test_xla_copies_state_of_two_meshes(self):
         params, tx = {"a": params_of("fsdp")["w"], "b": params_of("data and tensor")["w"]}, far(optax.adam(1e-2), None)
         state = tx.init(params)
         assert not dejax_copies(jax.jit(tx.update), params, state, params)
         self.same_numbers(jax.jit(tx.update), state, params)
 
+    @pytest.mark.slow
     def test_xla_copies_inside_of_shard_map_and_outside_of_jit(self):
         params, tx = params_of("replicated"), far(optax.adam(1e-2), None)
         state = tx.init(params)

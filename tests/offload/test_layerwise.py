@@ -68,8 +68,10 @@ def on_the_device():
     return train(make(params="device", moments="device"))
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", PLACES)
+QUICK = ("two ahead", "activations")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in PLACES if n not in QUICK)])
 def test_same_bits_wherever_the_state_lies(name, on_the_device):
     with ActivationStore():
         losses, state = train(make(**PLACES[name]))
@@ -125,10 +127,10 @@ def test_as_plain_autodiff(on_the_device):
             np.testing.assert_allclose(a, b, atol=2e-4)
 
 
-@pytest.mark.full
-def test_microbatches_equal_one_batch():
+@pytest.mark.slow
+def test_microbatches_equal_one_batch(on_the_device):
     losses, state = train(make(params="host", moments="host", microbatches=4))
-    want, want_state = train(make(params="device", moments="device"))
+    want, want_state = on_the_device
     np.testing.assert_allclose(losses, want, rtol=1e-5)
     again, again_state = train(make(params="device", moments="device", microbatches=4))
     assert losses == again
@@ -150,7 +152,7 @@ def test_state_lies_where_it_was_put():
     assert found["host"] == 3 * LAYERS * WIDTH * WIDTH * 4
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.devices(4)
 def test_sharded_state_by_the_copies_of_xla(on_the_device):
     mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,))
@@ -169,7 +171,7 @@ def test_sharded_state_by_the_copies_of_xla(on_the_device):
     assert state.layers["w"].sharding.memory_kind == "pinned_host"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_three_threads_at_once_and_one_layer(on_the_device):
     step, found = make(params="host", moments="host"), [None] * 3
 
@@ -193,6 +195,7 @@ def copied(*trees):
     return jax.tree.map(jnp.copy, trees)
 
 
+@pytest.mark.slow
 def test_parameters_that_are_given_in_host_memory():
     outer, layers = model()
     far = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), layers)
@@ -204,6 +207,7 @@ def test_parameters_that_are_given_in_host_memory():
         jax.jit(make(params="device"))(step.init(outer, far), batch(0))
 
 
+@pytest.mark.slow
 def test_no_gradient_of_the_whole_stack():
     """Temporaries do not grow with the number of layers but for their inputs."""
     temps = []
@@ -216,6 +220,7 @@ def test_no_gradient_of_the_whole_stack():
     assert temps[1] - temps[0] < 12 * (256 * 256 * 4) / 4
 
 
+@pytest.mark.slow
 def test_a_state_that_depends_on_the_parameters():
     def update(g, s, p=None):
         return jax.tree.map(lambda g, s: -0.1 * s * g, g, s), s
@@ -227,7 +232,10 @@ def test_a_state_that_depends_on_the_parameters():
     assert np.isfinite(train(step)[0]).all()
 
 
-@pytest.mark.parametrize("places", [{"params": "device", "moments": "device"}, {"params": "host"}])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "places", [pytest.param({"params": "device", "moments": "device"}, marks=pytest.mark.slow), {"params": "host"}]
+)
 def test_a_state_that_is_the_parameters_is_a_copy(places):
     """What `jit` gives away, it gives away once: an average of parameters begins as their values."""
 
@@ -240,6 +248,7 @@ def test_a_state_that_is_the_parameters_is_a_copy(places):
     assert np.abs(state.layer_moments["w"] - state.layers["w"]).max() > 0
 
 
+@pytest.mark.slow
 def test_parameters_of_numpy(on_the_device):
     step = make(params="host", moments="host")
     state = step.init(*jax.tree.map(np.asarray, model()))
@@ -292,17 +301,23 @@ def clipped(limit):
         x, _ = jax.lax.scan(lambda x, p: (body(p, x), None), embed(params["outer"], batch), params["layers"])
         return head(params["outer"], x, batch)
 
-    for i in range(3):
-        value, gradient = jax.jit(jax.value_and_grad(loss))(params, batch(i))
+    @jax.jit
+    def step(params, state, batch):
+        value, gradient = jax.value_and_grad(loss)(params, batch)
         updates, state = tx.update(gradient, state, params)
-        params = optax.apply_updates(params, updates)
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradient)))
+        return optax.apply_updates(params, updates), state, value, norm
+
+    for i in range(3):
+        params, state, value, norm = step(params, state, batch(i))
         losses.append(float(value))
-        norms.append(float(jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradient)))))
+        norms.append(float(norm))
     return losses, norms, params
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", CLIPPED)
+@pytest.mark.parametrize(
+    "name", [n if n == "gradients, too" else pytest.param(n, marks=pytest.mark.slow) for n in CLIPPED]
+)
 def test_the_norm_of_all_gradients_is_limited(name):
     want, norms, params = clipped(0.05)
     assert min(norms) > 0.05
@@ -317,13 +332,15 @@ def test_the_norm_of_all_gradients_is_limited(name):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_limit_that_no_gradient_reaches_changes_nothing(on_the_device):
-    for how in ({}, {"gradients": "freed"}, {"gradients": "host", "microbatches": 1}):
-        losses, state = train(make(clip_norm=1e6, **how))
-        np.testing.assert_allclose(losses, on_the_device[0], rtol=1e-6)
-        assert state.norm > 0
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{}, {"gradients": "freed"}, {"gradients": "host", "microbatches": 1}])
+def test_a_limit_that_no_gradient_reaches_changes_nothing(how, on_the_device):
+    losses, state = train(make(clip_norm=1e6, **how))
+    np.testing.assert_allclose(losses, on_the_device[0], rtol=1e-6)
+    assert state.norm > 0
 
 
+@pytest.mark.slow
 def test_a_limit_with_freed_gradients_takes_the_last_norm():
     """A step scales by the larger of the last norm and that of its gradients so far, head first."""
     sgd = functools.partial(stack_step, embed, body, head, optax.sgd(1.0), min_bytes=100, streams=True)
@@ -363,7 +380,14 @@ def is_frozen(path, _):
     return path in ("layers['base']", "layers['scale']", "outer['in']")
 
 
-@pytest.mark.parametrize("how", [{}, {"params": "host"}, {"params": "host", "clip_norm": 0.1, "gradients": "host"}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"params": "host"},
+        pytest.param({"params": "host", "clip_norm": 0.1, "gradients": "host"}, marks=pytest.mark.slow),
+    ],
+)
 def test_frozen_parameters_stay_as_they_are(how):
     """Adapters over weights in eight bits: no gradient, no moments, and no way back for what is frozen."""
     limit = how.get("clip_norm")
@@ -387,10 +411,14 @@ def test_frozen_parameters_stay_as_they_are(how):
         x, _ = jax.lax.scan(lambda x, p: (lora_body(p, x), None), lora()[0]["in"][batch["tokens"]], stack)
         return head({"out": t["out"]}, x, batch)
 
-    for i in range(3):
-        loss, gradient = jax.jit(jax.value_and_grad(value))(trained, batch(i))
+    @jax.jit
+    def plain(trained, held, batch):
+        loss, gradient = jax.value_and_grad(value)(trained, batch)
         updates, held = tx.update(gradient, held, trained)
-        trained = optax.apply_updates(trained, updates)
+        return optax.apply_updates(trained, updates), held, loss
+
+    for i in range(3):
+        trained, held, loss = plain(trained, held, batch(i))
         want.append(float(loss))
     np.testing.assert_allclose(losses, want, rtol=1e-5)
     np.testing.assert_array_equal(state.layers["base"], lora()[1]["base"])
@@ -413,7 +441,14 @@ def test_integers_that_are_trained_are_an_error():
         make(clip_norm=-1)
 
 
-@pytest.mark.parametrize("how", [{}, {"params": "host"}, {"params": "host", "streams": False, "microbatches": 2}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"params": "host"},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"params": "host", "streams": False, "microbatches": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_the_loss_alone_leaves_the_state_as_it_is(how):
     step = make(**how)
     state = step.init(*model())
@@ -427,6 +462,7 @@ def test_the_loss_alone_leaves_the_state_as_it_is(how):
         assert alone == [float(value)] * 2
 
 
+@pytest.mark.slow
 def test_rows_of_all_sizes():
     """Of no byte, of one, of an odd number; in several dtypes. What has no bytes stays on the device."""
 

@@ -56,7 +56,7 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize("name", [n if n == "kept" else pytest.param(n, marks=pytest.mark.slow) for n in HOW])
 def test_a_step_that_is_not_finite_is_skipped(name, tmp_path):
     how = HOW[name] | ({"path": tmp_path} if name == "on disk" else {})
     step = stack_step(embed, body, boosted, optax.adamw(1e-2), min_bytes=100, streams=True, **how)

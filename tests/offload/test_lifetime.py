@@ -16,9 +16,10 @@ from dejax.offload import ActivationStore, _files, default_store
 from dejax.offload.activations import store as _store
 from tests.offload.held import assert_given_back, eventually, held
 from tests.offload.processes import popen, python
-from tests.offload.tensors import MIB, Tensors
+from tests.offload.tensors import MIB, tensors_of
 
 ENGINES = ["tensorstore", "direct", "buffered"]
+ONE_ENGINE = ["direct", *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("tensorstore", "buffered"))]
 
 
 KILLED_AT = """
@@ -63,19 +64,23 @@ def test_killed_at_each_point_of_close(engine, tmp_path):
 # Stores that are not closed
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ONE_ENGINE)
 def test_stores_that_are_dropped(engine, tmp_path):
     for _ in range(3):
         ActivationStore(tmp_path, host_bytes=1 << 20, engine=engine)
     gc.collect()
     before = held()
-    for _ in range(100):
+    for _ in range(30):
         ActivationStore(tmp_path, host_bytes=1 << 20, engine=engine)
         assert not list(tmp_path.iterdir())
-    assert_given_back(before, 100)
+    assert_given_back(before, 30)
 
 
-@pytest.mark.parametrize("leak", ["Python threads", "descriptors", "threads, in proportion"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "leak",
+    ["descriptors", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Python threads", "threads, in proportion"))],
+)
 def test_what_a_store_leaves_is_seen(leak):
     """The comparison above sees one thread or one descriptor of one store, and any thread of each tenth store."""
     before, end = held(), threading.Event()
@@ -102,8 +107,8 @@ def test_native_threads_have_names(tmp_path):
         assert eventually(lambda: held().native_threads == before + 3)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [150, 1000])
 @pytest.mark.parametrize("engine", ["tensorstore", "direct"])
 def test_many_stores(engine, count, tmp_path):
     """A third is closed, a third dropped in a cycle that the garbage collector finds, a third just dropped."""
@@ -158,7 +163,7 @@ if sys.argv[2] == "error":
 """
 
 
-@pytest.mark.parametrize("way", ["end", "error"])
+@pytest.mark.parametrize("way", ["error", pytest.param("end", marks=pytest.mark.slow)])
 def test_the_end_of_the_process_closes(way, tmp_path):
     ran = python(LEFT_OPEN, str(tmp_path), way)
     assert ran.returncode == (3 if way == "error" else 0) and not ran.stderr, ran.stderr
@@ -168,7 +173,8 @@ def test_the_end_of_the_process_closes(way, tmp_path):
 # Limits of the process
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ONE_ENGINE)
 def test_threads_that_cannot_be_started(engine, tmp_path):
     """The error names the cause, the process goes on, and nothing is left."""
     code = """
@@ -196,7 +202,8 @@ ActivationStore(sys.argv[2], host_bytes=1 << 20, engine=sys.argv[1], io_threads=
     assert "none left: True open 0 []" in ran.stdout, ran.stdout
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ONE_ENGINE)
 def test_too_many_open_files(engine, tmp_path):
     code = """
 import os, resource, sys
@@ -265,7 +272,7 @@ def test_a_path_that_is_removed_under_the_store(engine, what, tmp_path):
     path = tmp_path / "path"
     path.mkdir()
     with ActivationStore(path, host_bytes=3 * MIB, engine=engine, chunk_bytes=MIB) as store:
-        tensors = Tensors([MIB] * 6)
+        tensors = tensors_of(*[MIB] * 6)
         tensors.run()
         store.drain()
         shutil.rmtree(path if what == "path" else next(path.iterdir()))
@@ -307,9 +314,9 @@ def in_a_fork(work):
 
 @pytest.mark.filterwarnings("ignore:os.fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["tensorstore", *(pytest.param(e, marks=pytest.mark.slow) for e in ENGINES[1:])])
 def test_a_forked_child_leaves_its_parents_store(engine, tmp_path):
-    tensors = Tensors([MIB] * 6)
+    tensors = tensors_of(*[MIB] * 6)
     with ActivationStore(tmp_path, host_bytes=3 * MIB, engine=engine, chunk_bytes=MIB) as store:
         handles = jax.block_until_ready(tensors.put(tensors.xs))
         store.drain()
@@ -342,7 +349,7 @@ def test_a_forked_child_leaves_its_parents_store(engine, tmp_path):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_several_stores_on_one_path(engine, tmp_path):
-    tensors = Tensors([MIB] * 6)
+    tensors = tensors_of(*[MIB] * 6)
     options = {"host_bytes": 3 * MIB, "engine": engine, "chunk_bytes": MIB, "io_threads": 2}
     with ActivationStore([tmp_path, tmp_path], **options) as outer:
         held = jax.block_until_ready(tensors.put(tensors.xs))
@@ -362,7 +369,7 @@ def test_threads_that_open_and_close(tmp_path):
     def work(seed):
         rng = np.random.default_rng(seed)
         try:
-            for _ in range(20):
+            for _ in range(6):
                 store = ActivationStore(tmp_path, host_bytes=1 << 20, engine=rng.choice(ENGINES).item(), io_threads=2)
                 if rng.random() < 0.5:
                     store.close()

@@ -1,5 +1,7 @@
 """Float32 copies of bfloat16 parameters in an optimizer's state."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,11 +24,15 @@ def test_the_copies_are_those_of_float32_training():
     tx, plain = master_weights(optax.adam(1e-4)), optax.adam(1e-4)
     params, wide = PARAMS, jax.tree.map(lambda x: x.astype(jnp.float32), PARAMS)
     state, held = tx.init(params), plain.init(wide)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(tx, grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
     for i in range(20):
-        updates, state = tx.update(gradients(i), state, params)
-        params = optax.apply_updates(params, updates)
-        updates, held = plain.update(jax.tree.map(lambda x: x.astype(jnp.float32), gradients(i)), held, wide)
-        wide = optax.apply_updates(wide, updates)
+        params, state = step(tx, gradients(i), state, params)
+        wide, held = step(plain, jax.tree.map(lambda x: x.astype(jnp.float32), gradients(i)), held, wide)
     for key in PARAMS:
         np.testing.assert_array_equal(state.master[key], wide[key])
         assert params[key].dtype == jnp.bfloat16
@@ -34,6 +40,7 @@ def test_the_copies_are_those_of_float32_training():
     assert (params["w"] != PARAMS["w"]).any()
 
 
+@pytest.mark.slow
 def test_in_a_step_layer_by_layer_and_in_host_memory():
     def train(**how):
         outer, layers = model()
@@ -55,7 +62,8 @@ def test_in_a_step_layer_by_layer_and_in_host_memory():
     np.testing.assert_array_equal(state.layers["w"], jnp.asarray(state.layer_moments.master["w"]).astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_with_the_copies_in_host_memory(streams):
     inner = master_weights(optax.adam(1e-2))
     tx = optimizer(inner, min_bytes=1, streams=streams, piece_bytes=64)

@@ -118,7 +118,7 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_processes_that_share_a_machine(tmp_path):
     """Together they get no more than there is; a killed process does not count any more."""
     import subprocess

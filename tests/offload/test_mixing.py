@@ -98,6 +98,23 @@ def public():
 
 
 FACTORIES = dict(public()) | dict.fromkeys(SPECIAL)
+# Elementwise, with a schedule, with a mask, factored, by the rows of an array, by a norm of one and of all arrays.
+QUICK = {
+    "adamw",
+    "clip_by_global_norm",
+    "clip_by_block_rms",
+    "lamb",
+    "adafactor",
+    "masked norm",
+    "partition with a norm",
+}
+QUICK |= {
+    "a norm of the last step",
+    "a norm in a loop",
+    "a norm in a branch",
+    "inject_hyperparams",
+    "apply_if_finite",
+}
 
 
 def updates(tx, trees):
@@ -118,7 +135,9 @@ def updates(tx, trees):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", sorted(FACTORIES))
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in sorted(FACTORIES)]
+)
 def test_what_is_taken_updates_as_the_whole_model(name):
     tx = made(name, FACTORIES[name])
     try:

@@ -12,6 +12,7 @@ from dejax.offload import ActivationStore, NamesPlan, NamesWay, plan_names
 from dejax.offload.plan import names, profile
 
 
+@pytest.mark.slow
 def test_a_plan_by_names_where_other_work_disturbed_the_shorter_stack(monkeypatch):
     times = itertools.cycle((3.0, 1.0))
     monkeypatch.setattr(profile, "profile", lambda step, params, x: (1e6, next(times)))
@@ -25,7 +26,7 @@ def test_a_plan_by_names_where_other_work_disturbed_the_shorter_stack(monkeypatc
     assert plan.chosen.seconds <= 1.005 * min(way.seconds for way in plan.ways)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_plan_by_names_with_a_drive(tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "_PROFILE_SECONDS", 0.0)
     monkeypatch.setattr(profile.drive_bandwidths, "__defaults__", (1 << 22,))

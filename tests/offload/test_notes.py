@@ -14,6 +14,7 @@ def store():
         yield store
 
 
+@pytest.mark.slow
 def test_small_tensors_stay(store):
     ws, x = operands()
     gradient = jax.grad(loss_of(offload(layer)))  # 8 KiB each

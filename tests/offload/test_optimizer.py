@@ -40,12 +40,12 @@ def after_steps(tx):
     return params, state
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "streams", "piece_bytes"),
     [
-        *((name, True, 3000) for name in TRANSFORMATIONS),
+        ("clipped", True, 3000),
         ("adamw", False, 1),  # without streams the others are compared on meshes, in test_disk_shards.py
+        *(pytest.param(name, True, 3000, marks=pytest.mark.slow) for name in TRANSFORMATIONS if name != "clipped"),
     ],
 )
 def test_same_bits_as_the_transformation_itself(name, streams, piece_bytes):
@@ -61,6 +61,7 @@ def test_same_bits_as_the_transformation_itself(name, streams, piece_bytes):
     assert all(x.sharding.memory_kind != "pinned_host" for x in jax.tree.leaves(got_state) if x.nbytes < 1024)
 
 
+@pytest.mark.slow
 def test_rows_longer_than_a_piece():
     params = jnp.linspace(-1, 1, 1024).reshape(4, 256)
 
@@ -73,7 +74,8 @@ def test_rows_longer_than_a_piece():
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_donated_state(streams):
     def run(tx):
         state = tx.init(PARAMS)
@@ -163,9 +165,11 @@ INITS = {name: tx.init for name, tx in TRANSFORMATIONS.items()} | {
 }
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("host_params", [False, True])
-@pytest.mark.parametrize("name", INITS)
+QUICK = ("adafactor", "cannot be traced", "other leaves")
+
+
+@pytest.mark.parametrize("host_params", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in INITS if n not in QUICK)])
 def test_the_first_state_is_what_the_transformation_makes(name, host_params, tmp_path):
     params = PARAMS | {"bf16": jnp.linspace(-1, 1, 3000, dtype=jnp.bfloat16)}
     params["numpy"] = np.linspace(0, 1, 900).reshape(30, 30)
@@ -189,7 +193,7 @@ def test_the_first_state_is_what_the_transformation_makes(name, host_params, tmp
                 assert on_disk(a) if place else a.sharding.memory_kind == "pinned_host"
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("on_disk", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_first_state_takes_no_memory_of_the_device(on_disk, tmp_path, monkeypatch):
     params = {name: jnp.ones((256, 1024), jnp.bfloat16) for name in "abcd"}
     tx = optimizer(master_weights(optax.adam(1e-2)), piece_bytes=1 << 14, **({"path": tmp_path} if on_disk else {}))
@@ -226,7 +230,7 @@ def test_the_first_state_of_sharded_parameters_is_sharded():
 
 
 @pytest.mark.devices(2)
-@pytest.mark.parametrize("min_bytes", [1, 1024])
+@pytest.mark.parametrize("min_bytes", [pytest.param(1, marks=pytest.mark.slow), 1024])
 def test_the_state_lies_on_the_device_of_its_parameters(min_bytes):
     second = jax.devices()[-1]  # not the default one, where there are several
     params = jax.device_put(PARAMS, second)

@@ -73,7 +73,7 @@ def test_unequal_parts():
     assert 100 < len(_ways_of(many, Tiers(100.0, 100.0))) <= 4000
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_plan_of_dense_layers_and_experts(monkeypatch):
     monkeypatch.setattr(profile, "_PROFILE_SECONDS", 0.0)
     keys = jax.random.split(jax.random.key(0), 4)

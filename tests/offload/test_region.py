@@ -1,6 +1,7 @@
 """`region`: every layer of a model is offloaded; and offloaded layers in every kind of program."""
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -23,7 +24,6 @@ from tests.offload.layers import (
     operands,
 )
 
-pytestmark = pytest.mark.sample(3)
 WIDTH = 32
 kept = functools.partial(region, min_bytes=1)
 
@@ -40,8 +40,13 @@ def gradients_agree(fn, args, wraps, stored=None, run=None):
     return stats
 
 
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize(
+    ("jitted", "scan"),
+    [
+        (True, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(True, False), (False, True), (False, False)]),
+    ],
+)
 def test_what_the_layers_keep_is_stored(scan, jitted):
     loss = loss_of(layer, scan)
     fn = jax.jit(loss) if jitted else loss
@@ -63,6 +68,7 @@ def test_tensors_come_back_one_by_one():
     assert len(waits) > LAYERS and len(set(waits)) > len(waits) / 2
 
 
+@pytest.mark.slow
 def test_loops_in_loops_policies_and_masks():
     def inner(w, x):
         return jax.lax.scan(lambda x, _: (jnp.where(x > 0, jnp.tanh(x @ w), 0.1 * x), x.sum()), x, None, length=2)
@@ -76,6 +82,7 @@ def test_loops_in_loops_policies_and_masks():
     gradients_agree(loss, operands(), [jax.jit(jax.grad(floats))])
 
 
+@pytest.mark.slow
 def test_static_and_keyword_arguments_and_closures():
     ws, x = operands()
 
@@ -91,6 +98,7 @@ def test_static_and_keyword_arguments_and_closures():
             np.testing.assert_allclose(jax.jit(got)(ws), jax.jit(want)(ws), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_random_keys_in_every_place_of_a_loop():
     """Keys have cotangents without values; those of a scan's slices were traced."""
     ws, x = operands()
@@ -199,11 +207,14 @@ def program(kind, remat, scan, how, wrap):
     return jax.jit(jax.grad(loss))
 
 
-@pytest.mark.parametrize("kind", LAYER_OF)
-@pytest.mark.parametrize("remat", [None, "inside", "outside"])
-@pytest.mark.parametrize("scan", [True, False], ids=["scan", "loop"])
-@pytest.mark.parametrize("how", ["jit", "grad of jit", "vmap"])
-@pytest.mark.sample(8, 4)  # every fourth case: each pair of two of the four choices
+QUICK = [("plain", "inside", True, "vmap"), ("linen", "outside", True, "jit"), ("nnx", None, False, "grad of jit")]
+PRODUCT = itertools.product(LAYER_OF, (None, "inside", "outside"), (True, False), ("jit", "grad of jit", "vmap"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "remat", "scan", "how"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in PRODUCT if case not in QUICK)],
+)
 def test_every_kind_of_program(kind, remat, scan, how):
     stack = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.9 * leaf]), params_of(kind))
     x = jax.random.normal(jax.random.key(1), (8, WIDTH))
@@ -215,7 +226,7 @@ def test_every_kind_of_program(kind, remat, scan, how):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("kind", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_region_around_a_model_of_flax(kind):
     body, params = LAYER_OF[kind](None, False), params_of(kind)
     x = jax.random.normal(jax.random.key(1), (8, WIDTH))

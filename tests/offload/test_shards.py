@@ -110,8 +110,9 @@ MESHES = {  # shape, names, division of the matrices and of x; the share of all 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    "name", [name if name == "data and tensor" else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
+)
 def test_each_device_stores_its_shard(name):
     shape, names, ups, downs, xs, share = MESHES[name]
     args = placed(mesh_of(shape, names), ups, downs, xs)
@@ -120,9 +121,9 @@ def test_each_device_stores_its_shard(name):
     assert stats.stored_bytes == 2 * 4 * sum(share(one * WIDTH, one * HIDDEN * hidden_tensors()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [None, "inside", "outside", "names"])
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.sample(3)
 def test_scans_loops_and_remat(remat, scan):
     args = placed(mesh_of((4,), ("data",)), ("data",), ("data",), ("data",))
     saved = jax.checkpoint_policies.save_only_these_names("act")
@@ -132,7 +133,10 @@ def test_scans_loops_and_remat(remat, scan):
     compared(lambda body: step_of(outside(body), args, scan), args, body, **options)
 
 
-@pytest.mark.parametrize("kinds", [(AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Auto)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kinds", [pytest.param((AxisType.Explicit,) * 2, marks=pytest.mark.slow), (AxisType.Explicit, AxisType.Auto)]
+)
 def test_explicit_axes(kinds):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=kinds)
     both = kinds[1] == AxisType.Explicit
@@ -148,6 +152,7 @@ def test_explicit_axes(kinds):
     assert stats.stored_bytes < 2 * 4 * LAYERS * BATCH * TIME * (WIDTH + 3 * HIDDEN) * 4 / 2 + 1
 
 
+@pytest.mark.slow
 def test_sizes_that_are_no_multiples():
     args = placed(mesh_of((4,), ("data",)), (), (), ())
     where = NamedSharding(mesh_of((4,), ("data",)), P("data"))
@@ -160,6 +165,7 @@ def test_sizes_that_are_no_multiples():
     assert stats.stored_bytes == 2 * whole_bytes()  # three shards of two examples, and one of which half is padding
 
 
+@pytest.mark.slow
 def test_masks_are_guarded():
     def body(ws, x):
         hidden = x @ ws[0]
@@ -169,6 +175,7 @@ def test_masks_are_guarded():
     compared(lambda body: step_of(body, args), args, body)
 
 
+@pytest.mark.slow
 def test_vmap_over_a_divided_axis():
     """Each device stores the examples that it has."""
     args = placed(mesh_of((4,), ("data",)), (), (), ("data",))
@@ -186,6 +193,7 @@ def test_vmap_over_a_divided_axis():
         assert store.stats().stored_bytes == whole_bytes()
 
 
+@pytest.mark.slow
 def test_backward_in_another_program_takes_the_sharding_of_forward():
     args = placed(mesh_of((4,), ("data",)), ("data",), ("data",), ("data",))
     backward = jax.jit(lambda vjp: vjp(jnp.float32(1)))
@@ -206,8 +214,10 @@ def moved_to(devices):
 
 @pytest.mark.parametrize("move", [
     pytest.param(lambda: moved_to(jax.devices()[3::-1]), id="devices in another order"),
-    pytest.param(lambda: moved_to(jax.devices()[:1]), id="a mesh of one"),
-    pytest.param(lambda: lambda x: jax.device_put(np.asarray(x), jax.devices()[2]), id="one device"),
+    pytest.param(lambda: moved_to(jax.devices()[:1]), id="a mesh of one", marks=pytest.mark.slow),
+    pytest.param(
+        lambda: lambda x: jax.device_put(np.asarray(x), jax.devices()[2]), id="one device", marks=pytest.mark.slow
+    ),
 ])  # fmt: skip
 def test_another_mesh_in_backward_is_an_error(move):
     args = placed(mesh_of((4,), ("data",)), (), (), ("data",))
@@ -245,7 +255,7 @@ def test_leaving_a_store_raises_what_no_step_could():
         store.check()
 
 
-@pytest.mark.parametrize("fault", ["store", "fetch"])
+@pytest.mark.parametrize("fault", ["fetch", pytest.param("store", marks=pytest.mark.slow)])
 def test_faults_of_one_device(fault):
     args = placed(mesh_of((4,), ("data",)), ("data",), ("data",), ("data",))
     step = step_of(offload(layer, min_bytes=1), args)
@@ -260,6 +270,7 @@ def test_faults_of_one_device(fault):
         assert store.stats().live_count == 0
 
 
+@pytest.mark.slow
 def test_disk_tier(tmp_path):
     args = placed(mesh_of((4,), ("data",)), ("data",), ("data",), ("data",))
     step = step_of(offload(layer, min_bytes=1), args)
@@ -307,7 +318,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_processes_have_their_own_stores(tmp_path):
     """And a process that dies leaves files that the next store removes."""
     folders = [tmp_path / f"drive{index}" for index in range(2)]

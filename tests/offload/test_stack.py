@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dejax.offload import ActivationStore, offload
 from dejax.offload.plan import profile
 from dejax.offload.plan.loops import scan_pieces
 
 
+@pytest.mark.slow
 def test_layers_run_in_several_ways_share_parameters_and_gradients():
     keys = jax.random.split(jax.random.key(0))
     params = {"w": jax.random.normal(keys[0], (8, 128, 128)) / 12, "shift": jnp.arange(8)}

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -116,9 +117,11 @@ def on_the_devices(name, steps=2):
     return losses, in_memory(state), found
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("places", PLACES)
+QUICK = [("disk and host memory", "data and tensor")]
+MORE = [case for case in itertools.product(PLACES, MESHES) if case not in QUICK]
+
+
+@pytest.mark.parametrize(("places", "name"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
 def test_the_numbers_and_the_communication_of_state_on_the_devices(places, name, tmp_path):
     how = {**PLACES[places]}
     how["path"] = tmp_path if how.get("path") else None
@@ -143,7 +146,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 def test_other_arguments(options, tmp_path):
     how = OPTIONS[options]
@@ -159,7 +162,8 @@ def test_other_arguments(options, tmp_path):
         equal(*found)
 
 
-@pytest.mark.parametrize("how", [{"path": True}, {"streams": True}])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"path": True}, pytest.param({"streams": True}, marks=pytest.mark.slow)])
 def test_the_loss_alone_leaves_the_state_as_it_is(how, tmp_path):
     step = make(params="host" if how.get("streams") else "disk", **{**how, "path": tmp_path if "path" in how else None})
     _, state, _ = train(step, "fsdp")
@@ -170,6 +174,7 @@ def test_the_loss_alone_leaves_the_state_as_it_is(how, tmp_path):
     assert losses == train(step, "fsdp", 1, 2, state)[0] * 2 == on_the_devices("fsdp", 3)[0][2:] * 2
 
 
+@pytest.mark.slow
 def test_axes_of_a_mesh_that_are_explicit(tmp_path):
     """The batch is divided by hand: XLA does not choose."""
     found = []
@@ -184,6 +189,7 @@ def test_axes_of_a_mesh_that_are_explicit(tmp_path):
     equal(found[1], found[0])
 
 
+@pytest.mark.slow
 def test_arrays_that_are_not_on_the_mesh_yet_and_small_ones(tmp_path):
     outer, layers = model("fsdp")
     layers["odd"] = np.asarray(layers["odd"])  # replicated, therefore
@@ -196,6 +202,7 @@ def test_arrays_that_are_not_on_the_mesh_yet_and_small_ones(tmp_path):
         assert np.isfinite(in_memory(state).layers["w"]).all()
 
 
+@pytest.mark.slow
 def test_one_device_of_several(tmp_path):
     """Without `streams`, and without a mesh: dejax reads files, XLA copies host memory."""
     want, want_state, _ = on_the_devices(None)
@@ -223,7 +230,7 @@ os._exit(9)
 """
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["data and tensor", "fsdp"])
 def test_a_process_that_ends_in_a_step_and_a_new_one_on_the_same_mesh_or_another(name, tmp_path):
     """Files go with their process: a checkpoint has whole arrays, which any mesh divides again."""
@@ -293,7 +300,7 @@ print("fine", flush=True)
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_processes_have_their_own_shards(tmp_path):
     assert_two_are_fine(ONE_OF_TWO, tmp_path)
 
@@ -301,6 +308,7 @@ def test_two_processes_have_their_own_shards(tmp_path):
 class TestAnotherMesh:
     """State that comes with another mesh than it was made on is right, or an error."""
 
+    @pytest.mark.slow
     def test_tickets_of_another_division(self, tmp_path):
         step = make(path=tmp_path)
         old, like = step.init(*model("fsdp")), step.init(*model("replicated"))
@@ -327,6 +335,7 @@ class TestAnotherMesh:
         with pytest.raises(ValueError, match="`state` must be of one mesh, got an array of shape .* on one device"):
             jax.jit(step)(mixed, batch("fsdp", 0))
 
+    @pytest.mark.slow
     def test_state_that_the_step_has_not_seen(self):
         made, other = (make(params="host", streams=True) for _ in range(2))
         state = made.init(*model("fsdp"))
@@ -354,7 +363,7 @@ class TestWhoCopiesHostMemory:
     def dejax_copies(run, *args):
         return "dejax_offload_pieces" in run.lower(*args).as_text()
 
-    @pytest.mark.parametrize("name", ["fsdp", "replicated"])
+    @pytest.mark.parametrize("name", ["fsdp", pytest.param("replicated", marks=pytest.mark.slow)])
     def test_dejax_copies_what_init_has_placed(self, name):
         step = make(params="host")
         state = step.init(*model(name))
@@ -362,6 +371,7 @@ class TestWhoCopiesHostMemory:
         assert self.dejax_copies(jax.jit(step), state, batch(name, 0))
         assert self.dejax_copies(jax.jit(step.loss), state, batch(name, 0))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("params", [first_axis_divided, two_meshes])
     def test_xla_copies_what_dejax_cannot(self, params):
         found = []
@@ -380,6 +390,7 @@ class TestWhoCopiesHostMemory:
         monkeypatch.setattr(_native, "unavailable_reason", lambda: "it is not built")
         assert not self.dejax_copies(step.jit(state), state, batch("fsdp", 0))
 
+    @pytest.mark.slow
     def test_xla_copies_state_that_the_step_has_not_seen(self):
         made, other = (make(params="host") for _ in range(2))
         state = made.init(*model("fsdp"))
@@ -388,6 +399,7 @@ class TestWhoCopiesHostMemory:
         assert float(loss) == on_the_devices("fsdp")[0][0]
         assert self.dejax_copies(other.jit(state), state, batch("fsdp", 0))
 
+    @pytest.mark.slow
     def test_xla_copies_where_two_meshes_are_possible(self):
         """`jit` knows which."""
         step = make(params="host")
@@ -398,6 +410,7 @@ class TestWhoCopiesHostMemory:
             assert not self.dejax_copies(jax.jit(step), state, batch(name, 0))
             assert self.dejax_copies(step.jit(state), state, batch(name, 0))
 
+    @pytest.mark.slow
     def test_xla_copies_outside_of_jit(self):
         step = make(params="host")
         _, loss = step(step.init(*model("fsdp")), batch("fsdp", 0))
@@ -437,7 +450,7 @@ class TestFaults:
         with store_of_shards(tmp_path) as store:
             yield store
 
-    @pytest.mark.parametrize("count", [1, 5])
+    @pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.slow)])
     def test_a_failed_read(self, store, count):
         step = make(path=store, params="disk")
         state = step.init(*model("data and tensor"))
@@ -457,6 +470,7 @@ class TestFaults:
         want, want_state, _ = on_the_devices("data and tensor")
         equal((losses, in_memory(state)), (want, want_state))
 
+    @pytest.mark.slow
     def test_a_failed_write(self, store):
         step = make(path=store)
         state = step.init(*model("fsdp"))
@@ -469,6 +483,7 @@ class TestFaults:
         with pytest.raises(RuntimeError, match="a write failed: injected fault"):
             in_memory(after)
 
+    @pytest.mark.slow
     def test_an_old_state(self, store):
         step = make(path=store)
         first = step.init(*model("fsdp"))
@@ -478,6 +493,7 @@ class TestFaults:
             jax.block_until_ready(run(first, batch("fsdp", 0)))
         in_memory(second)
 
+    @pytest.mark.slow
     def test_a_failed_read_next_to_state_in_host_memory(self, store):
         """Which is changed in place: it is lost."""
         step = make(path=store, params="host", streams=True)

@@ -179,12 +179,14 @@ def test_times_are_right_where_other_work_runs_for_a_while(monkeypatch):
     assert profile.fastest([lambda: run(1.0), lambda: run(4.0)], seconds=60) == [1.0, 4.0]
 
 
+@pytest.mark.slow
 def test_both_directions_are_measured_by_the_copies_of_a_step():
     assert duplex_bandwidth(1 << 20) > 1e6
     costs = copy_costs(3, (2, 4), 256)
     assert costs.bandwidth > 0 and min(dataclasses.astuple(costs)) >= 0.0
 
 
+@pytest.mark.slow
 def test_a_plan_with_a_drive(monkeypatch, tmp_path):
     monkeypatch.setattr(profile, "_PROFILE_SECONDS", 0.0)
     monkeypatch.setattr(profile.state_bandwidths, "__defaults__", (1 << 20,))
@@ -207,6 +209,7 @@ def test_a_plan_with_a_drive(monkeypatch, tmp_path):
         plan.within(device_bytes=max(away), host_bytes=1.9 * moment, disk_bytes=0)
 
 
+@pytest.mark.slow
 def test_a_plan(monkeypatch):
     monkeypatch.setattr(profile, "_PROFILE_SECONDS", 0.0)
     outer, layers = model()
@@ -240,7 +243,7 @@ def test_a_plan(monkeypatch):
         plan(device_bytes=1000)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_plan_with_a_limit_and_frozen_parameters(monkeypatch):
     monkeypatch.setattr(profile, "_PROFILE_SECONDS", 0.0)
     outer, layers = model()

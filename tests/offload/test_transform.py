@@ -29,10 +29,17 @@ def store():
         yield store
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize(("kind", "reference"), [("all", "plain"), ("inputs", "checkpoint")])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+REFERENCES = [("all", "plain"), ("inputs", "checkpoint")]
+QUICK = [(jnp.float32, "all", "plain", False), (jnp.bfloat16, "inputs", "checkpoint", True)]
+PRODUCT = [
+    (dtype, *pair, scan) for dtype in (jnp.float32, jnp.bfloat16) for pair in REFERENCES for scan in (True, False)
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "reference", "scan"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in PRODUCT if case not in QUICK)],
+)
 def test_gradients_have_the_same_bits(store, dtype, kind, reference, scan):
     ws, x = operands(dtype)
     for _ in range(2):
@@ -43,7 +50,10 @@ def test_gradients_have_the_same_bits(store, dtype, kind, reference, scan):
         assert stats.stored_bytes == 2 * LAYERS * x.nbytes  # the inputs, no parameter
 
 
-@pytest.mark.parametrize("inner", [lambda f: f, jax.checkpoint], ids=["residuals", "inputs"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "inner", [pytest.param(lambda f: f, marks=pytest.mark.slow), jax.checkpoint], ids=["residuals", "inputs"]
+)
 def test_store_device_gives_the_same_bits(store, inner):
     ws, x = operands(jnp.bfloat16)
     cut = jax.jit(jax.grad(loss_of(offload(inner(layer), store="device", min_bytes=1)), argnums=(0, 1)))(ws, x)
@@ -80,6 +90,7 @@ def test_around_and_inside_checkpoint(store):
     assert store.stats().live_count == 0
 
 
+@pytest.mark.slow
 def test_accumulation_and_loops(store):
     ws, x = operands()
     xs = jnp.stack([x, 2 * x, 3 * x])
@@ -99,6 +110,7 @@ def test_accumulation_and_loops(store):
     assert stats.live_count == 0 and stats.peak_live_bytes < 4 * 16 * TENSOR
 
 
+@pytest.mark.slow
 def test_loop_invariant_tensors_are_stored_once_and_fetched_in_each_iteration(store):
     ws, x = operands()
     w = ws[0]
@@ -141,18 +153,23 @@ def test_loop_invariant_tensors_survive_a_first_run_short_of_memory(tmp_path):
         assert stats.fetched_count > stats.stored_count and (stats.read_bytes > 0 or device_bytes is None)
 
 
-def test_vmap(store):
+@pytest.mark.parametrize(
+    "transform",
+    [
+        pytest.param(lambda body: jax.vmap(jax.grad(loss_of(body)), (None, 0)), marks=pytest.mark.slow),
+        lambda body: jax.grad(lambda ws, xs: jax.vmap(loss_of(body), (None, 0))(ws, xs).sum()),
+    ],
+    ids=["vmap of grad", "grad of vmap"],
+)
+def test_vmap(store, transform):
     ws, x = operands()
     xs = jnp.stack([x, 2 * x])
-    for transform in (
-        lambda body: jax.vmap(jax.grad(loss_of(body)), (None, 0)),
-        lambda body: jax.grad(lambda ws, xs: jax.vmap(loss_of(body), (None, 0))(ws, xs).sum()),
-    ):
-        want, got = jax.jit(transform(layer))(ws, xs), jax.jit(transform(offloaded))(ws, xs)
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    want, got = jax.jit(transform(layer))(ws, xs), jax.jit(transform(offloaded))(ws, xs)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
     assert store.stats().stored_count == store.stats().fetched_count > 0
 
 
+@pytest.mark.slow
 def test_vmap_stores_unbatched_tensors_once(store):
     ws, x = operands()
     xs, signs = jnp.stack([x, 2 * x, 3 * x]), jnp.array([1.0, -1.0, 0.5])
@@ -236,6 +253,7 @@ def test_closed_over_tracers_get_gradients(store):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_donated_inputs(store):
     ws, x = operands()
     update = jax.jit(lambda ws, x: ws - 0.1 * jax.grad(loss_of(offloaded))(ws, x), donate_argnums=0)
@@ -328,7 +346,7 @@ def test_policies_of_checkpoint_and_unknown_names(store):
     assert store.stats().stored_count == 1 + 3
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_no_tracer_leaks(store):
     ws, x = operands()
     w = ws[0]
@@ -397,7 +415,7 @@ def test_effects_that_custom_derivatives_cannot_have(store):
     assert said
 
 
-@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("run", [pytest.param(lambda f: f, marks=pytest.mark.slow), jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("inner", [lambda f: f, jax.checkpoint], ids=["residuals", "inputs"])
 @pytest.mark.devices(2)
 def test_explicit_shardings(store, inner, run):
@@ -424,6 +442,7 @@ def test_explicit_shardings(store, inner, run):
     assert stats.stored_count == stats.fetched_count > 0
 
 
+@pytest.mark.slow
 def test_a_branch_that_was_not_taken_has_no_handle(store):
     """`vmap` of `switch` by a batched index runs all branches: where none was taken that stores, there is no handle."""
     x = jnp.linspace(-1, 1, 32).reshape(4, 8)

@@ -10,14 +10,13 @@ import pytest
 from dejax.offload import ActivationStore
 from tests.offload.held import eventually
 from tests.offload.processes import python
-from tests.offload.tensors import KIB, MIB, Tensors, on_disk
+from tests.offload.tensors import KIB, MIB, on_disk, tensors_of
 
 ENGINES = ["tensorstore", "direct", "buffered"]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("chunk_bytes", [64 * KIB, 8 * MIB])
+@pytest.mark.parametrize("chunk_bytes", [64 * KIB, pytest.param(8 * MIB, marks=pytest.mark.slow)])
 def test_the_cap_is_of_what_the_files_hold(engine, chunk_bytes, tmp_path):
     sizes = [3 * MIB + 5, 700 * KIB, 4096, 1, 2 * MIB] * 4
     cap = 17 * MIB
@@ -25,7 +24,7 @@ def test_the_cap_is_of_what_the_files_hold(engine, chunk_bytes, tmp_path):
     with ActivationStore(
         tmp_path, host_bytes=10 * MIB, disk_bytes=cap, engine=engine, chunk_bytes=chunk_bytes, io_threads=2
     ) as store:
-        tensors = Tensors(sizes)
+        tensors = tensors_of(*sizes)
         for _ in range(3):
             handles = jax.block_until_ready(tensors.put(tensors.xs))
             store.drain()
@@ -40,49 +39,48 @@ def test_the_cap_is_of_what_the_files_hold(engine, chunk_bytes, tmp_path):
     assert max(told for _, told in held) >= 8 * MIB
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("cap", [1, 4095, 4096, 100 * KIB, MIB])
+@pytest.mark.parametrize("cap", [4095, MIB, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4096, 100 * KIB))])
 def test_a_cap_that_is_too_small(engine, cap, tmp_path):
     with ActivationStore(
         tmp_path, host_bytes=MIB, disk_bytes=cap, engine=engine, chunk_bytes=64 * KIB, io_threads=2
     ) as store:
         with pytest.raises(Exception, match=f"disk tier is full: disk_bytes={cap}"):
-            Tensors([300 * KIB] * 12).run()
+            tensors_of(*[300 * KIB] * 12).run()
         assert eventually(lambda: store.stats().live_count == 0)  # the step's other calls may still be running
         stats = store.stats()
         assert on_disk(tmp_path) <= stats.disk_bytes <= cap and stats.live_count == 0
-        Tensors([100 * KIB] * 3).run()  # what fits into memory still does
+        tensors_of(*[100 * KIB] * 3).run()  # what fits into memory still does
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_disk_and_no_host_memory(engine, tmp_path):
     with ActivationStore(tmp_path, host_bytes=MIB, disk_bytes=0, engine=engine) as store:
         assert not list(tmp_path.iterdir())  # 0 is no disk tier
-        Tensors([MIB]).run()
+        tensors_of(*[MIB]).run()
         with pytest.raises(Exception, match="host tier is full"):
-            Tensors([MIB] * 3).run()
+            tensors_of(*[MIB] * 3).run()
         assert store.stats().disk_bytes == 0
     with ActivationStore(tmp_path, host_bytes=0, engine=engine) as store:
         with pytest.raises(Exception, match="larger than host_bytes=0; raise host_bytes, through which"):
-            Tensors([4096]).run()
+            tensors_of(*[4096]).run()
         assert store.stats().live_count == 0
     with ActivationStore(tmp_path, host_bytes=MIB, disk_bytes=None, engine=engine) as store:
-        Tensors([MIB] * 20).run()
+        tensors_of(*[MIB] * 20).run()
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_sizes_of_all_kinds(engine, tmp_path):
     sizes = [0, 1, 4095, 4096, 4097, 0, 65535, 65537, 300 * KIB + 1, 8 * KIB]
     with ActivationStore(tmp_path, host_bytes=320 * KIB, engine=engine, chunk_bytes=64 * KIB) as store:
-        tensors = Tensors(sizes)
+        tensors = tensors_of(*sizes)
         for _ in range(4):
             tensors.run()
         assert store.stats().live_bytes == 0  # XLA may leave out what has no elements
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_other_sizes_take_the_room_of_earlier_ones(engine, tmp_path):
     """The cap holds one set of tensors at a time: files of the former sizes go."""
@@ -90,7 +88,7 @@ def test_other_sizes_take_the_room_of_earlier_ones(engine, tmp_path):
     with ActivationStore(tmp_path, host_bytes=MIB, disk_bytes=4 * MIB, engine=engine, chunk_bytes=256 * KIB) as store:
         for _ in range(3):
             size = int(rng.integers(10, 250)) * KIB
-            Tensors([size] * (3 * MIB // size)).run()
+            tensors_of(*[size] * (3 * MIB // size)).run()
             assert on_disk(tmp_path) <= store.stats().disk_bytes <= 4 * MIB
 
 
@@ -98,12 +96,12 @@ def test_a_tight_budget_of_several_sizes():
     """What fits exactly fits in every order, step after step."""
     for sizes in itertools.islice(itertools.permutations([16 * KIB, 20 * KIB, 4 * KIB]), 0, 6, 2):
         with ActivationStore(host_bytes=40 * KIB):
-            tensors = Tensors(sizes)
+            tensors = tensors_of(*sizes)
             for _ in range(3):
                 tensors.run()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["tensorstore", "direct"])
 def test_random_sizes_and_caps(engine, tmp_path):
     """Right, or an exception that names a cap; and never more than the caps."""
@@ -114,7 +112,7 @@ def test_random_sizes_and_caps(engine, tmp_path):
         with ActivationStore(
             tmp_path, host_bytes=host, disk_bytes=disk, engine=engine, chunk_bytes=chunk, io_threads=3
         ) as store:
-            tensors = Tensors([int(n) for n in rng.integers(0, 290 * KIB, size=12)])
+            tensors = tensors_of(*(int(n) for n in rng.integers(0, 290 * KIB, size=12)))
             try:
                 tensors.run()
                 tensors.run()
@@ -148,8 +146,9 @@ with ActivationStore(path, host_bytes=4 * MIB, engine=engine, chunk_bytes=MIB, i
 """
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", ["direct", *(pytest.param(e, marks=pytest.mark.slow) for e in ENGINES if e != "direct")]
+)
 def test_a_full_file_system(engine, tmp_path):
     ran = python(FULL, engine, str(tmp_path), "4096")
     assert ran.stdout.count("WENT WRONG") == 3 and "live 0" in ran.stdout, ran.stdout + ran.stderr
@@ -168,9 +167,9 @@ def test_no_space_left(engine, tmp_path):
         with ActivationStore(tmp_path, host_bytes=4 * MIB, engine=engine, chunk_bytes=MIB, io_threads=2) as store:
             for _ in range(2):
                 with pytest.raises(Exception, match="disk tier failed.*No space left"):
-                    Tensors([MIB] * 12).run()
+                    tensors_of(*[MIB] * 12).run()
                 assert store.stats().live_count == 0
-            Tensors([MIB] * 3).run()
+            tensors_of(*[MIB] * 3).run()
         assert not list(tmp_path.iterdir())
     finally:
         assert os.system(f"umount {tmp_path}") == 0

@@ -34,22 +34,22 @@ def build(folder, *options):
     return folder
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("seed", [1])
-@pytest.mark.parametrize("disk", [False, True])
-def test_random_programs(driver, seed, disk, tmp_path):
-    run("ring_program.py", driver, seed, *([str(tmp_path)] if disk else []))
+@pytest.mark.parametrize("disk", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_random_programs(driver, disk, tmp_path):
+    run("ring_program.py", driver, 1, *([str(tmp_path)] if disk else []))
 
 
 def test_pieces_of_an_optimizers_state(driver):
     run("pieces_program.py", driver, 1)
 
 
+@pytest.mark.slow
 def test_rows_of_a_stacks_state(driver):
     run("rows_program.py", driver, 1)
 
 
-@pytest.mark.parametrize("batch", ["new", "old", "refused"])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", ["new", *(pytest.param(how, marks=pytest.mark.slow) for how in ("old", "refused"))])
 def test_pieces_of_a_call_share_staging_memory(driver, batch, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_CUDA_BATCH", batch)
     run("staging_program.py", build(tmp_path, "-DOLD_BATCH") if batch == "old" else driver, 1)
@@ -60,7 +60,8 @@ def test_state_in_files(driver, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize("disk", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_mutex_is_free_while_the_device_is_waited_for(driver, disk, tmp_path):
     run("waits_program.py", driver, 1, *([str(tmp_path)] if disk else []))
 
