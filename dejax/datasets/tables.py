@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dejax.datasets._columns import Columns, ForeignKey, columns_of, missing_in, read_sqlite, to_primary_keys
-from dejax.datasets._hetero import Ends, HeteroDataset
+from dejax.datasets._hetero import Ends, HeteroDataset, Relation
 from dejax.datasets._known_from import TimeColumn, beginning, boundaries, known_from, read_times
 from dejax.datasets._references import edges_of
 from dejax.datasets._row_features import features_of
@@ -121,33 +121,19 @@ def from_tables(
     times = read_times(columns, time_columns, missing_times)
     split_at = None if label is None else _split_times(label, times)
     edges, dangled = edges_of(columns, keys, references, dangling)
-    counts = {table: len(next(iter(found.values()), ())) for table, found in columns.items()}
     left_out = {f"edges {' -> '.join(r)}, whose key no row has": n for r, n in dangled.items()}
     if missing_times == "drop":
-        kept = {t: ~times[t].missing if t in times else np.ones(n, bool) for t, n in counts.items()}
         left_out |= {f"rows of {table} without a time": int(time.missing.sum()) for table, time in times.items()}
-        edges = {relation: _renumbered(ends, kept[relation[0]], kept[relation[2]]) for relation, ends in edges.items()}
-        columns = {t: {name: values[kept[t]] for name, values in found.items()} for t, found in columns.items()}
-        times = {
-            t: dataclasses.replace(x, values=x.values[kept[t]], missing=x.missing[kept[t]]) for t, x in times.items()
-        }
-        counts = {table: int(some.sum()) for table, some in kept.items()}
+        columns, times, edges = _without_rows_of_no_time(columns, times, edges)
+    counts = {table: _rows_of(found) for table, found in columns.items()}
     begin = beginning(times)
     own = {table: np.where(time.missing, begin, time.values) for table, time in times.items()}
     known = known_from(own, counts, edges, begin)
 
     not_features = {*keys.items(), *((t, c) for t, c, _ in references), *time_columns.items()}
     not_features |= {(label.table, label.column)} if label else set()
-    features = {}
-    for table, found in columns.items():
-        fitted = np.ones(counts[table], bool) if split_at is None else known[table] < split_at[0]
-        parts = [
-            features_of(f"{table}.{column}", values, fitted, max_categories, text_width)
-            for column, values in found.items()
-            if (table, column) not in not_features
-        ]
-        if parts and sum(part.shape[1] for part in parts):
-            features[table] = np.concatenate(parts, axis=1)
+    fitted = {table: split_at is None or known[table] < split_at[0] for table in columns}
+    features = _features(columns, not_features, fitted, max_categories, text_width)
     # A row is known no earlier than the rows that it refers to: it is the end of each edge that is known last.
     of_edges = {relation: known[relation[0]][ends[0]] for relation, ends in edges.items()}
     data = HeteroDataset(
@@ -160,6 +146,48 @@ def from_tables(
         left_out={what: count for what, count in left_out.items() if count},
     ).with_reverse()
     return data if label is None else _labelled(data, columns, label, split_at)
+
+
+def _rows_of(columns: Columns) -> int:
+    return len(next(iter(columns.values()), ()))
+
+
+def _without_rows_of_no_time(
+    columns: Mapping[str, Columns], times: Mapping[str, TimeColumn], edges: Mapping[Relation, Ends]
+) -> tuple[dict[str, Columns], dict[str, TimeColumn], dict[Relation, Ends]]:
+    """Columns, times and edges without the rows that have no time, in the tables that have times."""
+    kept = {t: ~times[t].missing if t in times else np.ones(_rows_of(found), bool) for t, found in columns.items()}
+    left = {t: {name: values[kept[t]] for name, values in found.items()} for t, found in columns.items()}
+    dated = {
+        t: dataclasses.replace(time, values=time.values[kept[t]], missing=time.missing[kept[t]])
+        for t, time in times.items()
+    }
+    between = {relation: _renumbered(ends, kept[relation[0]], kept[relation[2]]) for relation, ends in edges.items()}
+    return left, dated, between
+
+
+def _features(
+    columns: Mapping[str, Columns],
+    not_features: set[tuple[str, str]],
+    fitted: Mapping[str, np.ndarray | bool],
+    max_categories: int,
+    text_width: int,
+) -> dict[str, np.ndarray]:
+    """The features of each table's rows, side by side, of the columns that are no keys, times or labels.
+
+    `fitted` says for each table which rows give means, deviations and categories; True: all of them.
+    """
+    features = {}
+    for table, found in columns.items():
+        rows = np.broadcast_to(fitted[table], _rows_of(found))
+        parts = [
+            features_of(f"{table}.{column}", values, rows, max_categories, text_width)
+            for column, values in found.items()
+            if (table, column) not in not_features
+        ]
+        if parts and sum(part.shape[1] for part in parts):
+            features[table] = np.concatenate(parts, axis=1)
+    return features
 
 
 def _renumbered(ends: Ends, kept: np.ndarray, kept_others: np.ndarray) -> Ends:

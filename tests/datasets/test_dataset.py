@@ -1,9 +1,6 @@
 """EntityDataset: validation, derived values, texts, files; and the imports of the package."""
 
-import dataclasses
 import io
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -35,20 +32,6 @@ FIELDS = {
 
 def make(**changes) -> EntityDataset:
     return EntityDataset(**{**FIELDS, **changes})
-
-
-def test_fields_and_derived_values():
-    data = make(features=np.ones((5, 3)))
-    for name in ("senders", "receivers", "edge_type", "node_type", "labels", "train_nodes", "test_nodes"):
-        assert getattr(data, name).dtype == np.int32
-    assert data.features.dtype == np.float32
-    assert data.num_edges == 3
-    np.testing.assert_array_equal(data.train_labels, [0, 1, 1])
-    np.testing.assert_array_equal(data.test_labels, [1])
-    assert data.valid_labels.shape == (0,)
-    assert data.majority_accuracy == 1.0  # most training nodes are blue, and the test node is blue
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        data.name = "other"
 
 
 def test_a_graph_without_a_task():
@@ -106,22 +89,6 @@ def test_texts():
     assert "in 1 more types" in data.summary(rows=1)
 
 
-@pytest.mark.parametrize("features", [None, np.arange(10, dtype=np.float32).reshape(5, 2)])
-def test_save_and_restore(tmp_path, features):
-    data = make(features=features)
-    path = tmp_path / "deep" / "tiny.npz"
-    data.save(path)
-    again = EntityDataset.restore(path)
-    for field in dataclasses.fields(EntityDataset):
-        expected, actual = getattr(data, field.name), getattr(again, field.name)
-        if isinstance(expected, np.ndarray):
-            assert actual.dtype == expected.dtype
-            np.testing.assert_array_equal(actual, expected)
-        else:
-            assert actual == expected and type(actual) is type(expected)
-    assert [entry.name for entry in path.parent.iterdir()] == ["tiny.npz"]  # no temporary file is left
-
-
 def test_restore_of_a_damaged_file(tmp_path):
     path = tmp_path / "tiny.npz"
     make().save(path)
@@ -130,24 +97,6 @@ def test_restore_of_a_damaged_file(tmp_path):
         EntityDataset.restore(path)
     with pytest.raises(FileNotFoundError):
         EntityDataset.restore(tmp_path / "none.npz")
-
-
-def test_graph():
-    data = make()
-    graph = data.graph(add_reverse=True, add_self_loops=True)
-    assert (graph.num_nodes, graph.num_edge_types, graph.num_edges) == (5, 5, 3 + 3 + 5)
-    graph = data.graph(add_reverse=False)
-    senders, receivers, edge_type = graph.to_edges()
-    np.testing.assert_array_equal(senders, data.senders)
-    np.testing.assert_array_equal(receivers, data.receivers)
-    np.testing.assert_array_equal(edge_type, data.edge_type)
-    assert graph.edge_type_names == data.edge_type_names and graph.node_type_names == data.node_type_names
-
-
-def test_importing_the_package_imports_neither_jax_nor_rdflib():
-    code = "import sys, dejax.datasets; print([m for m in ('jax', 'rdflib', 'urllib.request') if m in sys.modules])"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "[]"
 
 
 def test_progress_draws_on_a_terminal_only():

@@ -1,14 +1,13 @@
 """`HeteroDataset`: checks, conversions, and the folder that it is saved in."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax.datasets import EntityDataset, HeteroDataset, load_stdlib_links
+from dejax.datasets import HeteroDataset, load_stdlib_links
 
 TINY = {
     "name": "tiny",
@@ -51,43 +50,6 @@ def _leaves(value, path=()):
     if isinstance(value, tuple):
         return [leaf for key, x in enumerate(value) for leaf in _leaves(x, (*path, key))]
     return [(path, value)]
-
-
-def test_a_saved_dataset_is_mapped(tmp_path) -> None:
-    data = HeteroDataset(**TINY)
-    for _ in range(2):  # the second one replaces the first
-        data.save(tmp_path / "here")
-        opened = HeteroDataset.open(tmp_path / "here", check=True)
-        equal(opened, data)
-        assert isinstance(opened.edges["a", "to", "b"][0], np.memmap)
-    assert [path.name for path in tmp_path.iterdir()] == ["here"]
-    assert "3  a -> to -> b" in data.summary() and "1  train nodes of a" in data.summary()
-    (tmp_path / "here" / "0.npy").write_bytes((tmp_path / "here" / "0.npy").read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"0.npy must be a whole .npy file"):
-        HeteroDataset.open(tmp_path / "here")
-    (tmp_path / "here" / "0.npy").unlink()
-    with pytest.raises(FileNotFoundError, match=r"0.npy"):
-        HeteroDataset.open(tmp_path / "here")
-    meta = tmp_path / "here" / "dataset.json"
-    meta.write_text(json.dumps({"format": 99}))
-    with pytest.raises(ValueError, match="must be a HeteroDataset of format"):
-        HeteroDataset.open(tmp_path / "here")
-    with pytest.raises(FileExistsError, match="new, empty or a saved"):
-        data.save(tmp_path)
-
-
-def test_reverse_and_symmetric_relations() -> None:
-    data = HeteroDataset(**TINY).with_reverse(symmetric=["likes"])
-    assert data.relations == (("a", "to", "b"), ("a", "likes", "a"), ("none", "of", "b"),
-                              ("b", "rev_to", "a"), ("b", "rev_of", "none"))  # fmt: skip
-    assert data.edges["b", "rev_to", "a"][0] is data.edges["a", "to", "b"][1]
-    assert data.edge_times["b", "rev_to", "a"].tolist() == [3, 1, 2]
-    pairs = sorted(zip(*(ends.tolist() for ends in data.edges["a", "likes", "a"]), strict=True))
-    assert pairs == [(0, 0), (0, 1), (0, 1), (1, 0), (1, 0), (1, 1), (2, 2)]
-    with pytest.raises(ValueError, match="within one type, got 'to'"):
-        data.with_reverse(symmetric=["to"])
-    with pytest.raises(ValueError, match="is there already"):
-        data.with_reverse()
 
 
 def test_symmetric_relations_keep_times_and_weights() -> None:
@@ -143,39 +105,6 @@ BAD = {
 def test_bad_input(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HeteroDataset(**BAD[message])
-
-
-def test_from_entity() -> None:
-    data = EntityDataset(
-        name="e",
-        senders=[0, 1, 2, 3, 3],
-        receivers=[3, 0, 1, 4, 2],
-        edge_type=[0, 1, 1, 0, 1],
-        node_type=[0, 1, 0, 1, 1],
-        num_nodes=5,
-        num_edge_types=2,
-        num_node_types=2,
-        edge_type_names=("p", "q"),
-        node_type_names=("x", "y"),
-        features=np.array([[0.0], [1], [0], [2], [3]]),
-        labels=[0, 1, 1, -1, 0],
-        train_nodes=[0, 4],
-        valid_nodes=[1],
-        test_nodes=[2],
-        num_classes=2,
-        class_names=("no", "yes"),
-    )
-    found = HeteroDataset.from_entity(data)
-    edges = {r: list(zip(*(ends.tolist() for ends in pair), strict=True)) for r, pair in found.edges.items()}
-    assert edges == {
-        ("x", "p", "y"): [(0, 1)],
-        ("x", "q", "y"): [(1, 0)],
-        ("y", "p", "y"): [(1, 2)],
-        ("y", "q", "x"): [(0, 0), (1, 1)],
-    }
-    assert found.num_nodes == {"x": 2, "y": 3} and list(found.features) == ["y"]
-    assert found.labels["y"].tolist() == [1, -1, 0] and found.splits["train"]["y"].tolist() == [2]
-    HeteroDataset(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})  # with all checks
 
 
 def test_links_of_the_standard_library(tmp_path) -> None:

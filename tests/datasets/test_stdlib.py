@@ -82,8 +82,7 @@ def test_no_feature_and_no_edge_depends_on_the_module_of_a_definition():
     assert (one.labels[labelled] != other.labels[labelled]).all()  # but the labels differ
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", [SPLITS[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SPLITS[1:])])
 def test_a_definition_and_its_inner_definitions_are_in_one_split(cache, split):
     data = load("stdlib", split=split, cache=cache)
     part = np.full(data.num_nodes, -1)

@@ -31,37 +31,6 @@ TABLES = {"users": USERS, "orders": ORDERS}
 PLACED = ("orders", "user", "users")
 
 
-def test_edges_times_and_features() -> None:
-    data = from_tables(TABLES, **KEYS)
-    assert data.num_nodes == {"users": 3, "orders": 4}
-    assert [side.tolist() for side in data.edges[PLACED]] == [[0, 1, 3], [1, 0, 1]]
-    assert [side.tolist() for side in data.edges["users", "rev_user", "orders"]] == [[1, 0, 1], [0, 1, 3]]
-    seconds = np.array(["2024-01-01", "2024-01-02", "2024-01-04"], "datetime64[s]").astype(np.int64)
-    assert data.edge_times[PLACED].tolist() == seconds.tolist()
-    assert data.edge_times["users", "rev_user", "orders"].tolist() == seconds.tolist()
-    users = data.features["users"]  # age, whether it is missing, and the categories "a b" and "c"
-    np.testing.assert_allclose(users, [[-1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 0, 0]])
-    assert data.features["orders"].shape == (4, 1 + 1 + 3)
-    np.testing.assert_allclose(data.features["orders"][:, 0].mean(), 0, atol=1e-6)
-
-
-def test_a_label_splits_by_time_and_features_do_not_know_the_future() -> None:
-    moment = datetime.datetime(2024, 1, 3)
-    label = Label("orders", "paid", valid_from=moment, test_from=datetime.date(2024, 1, 4))
-    data = from_tables(TABLES, **KEYS, label=label)
-    assert {k: v["orders"].tolist() for k, v in data.splits.items()} == {"train": [0, 1], "valid": [2], "test": [3]}
-    assert data.labels["orders"].tolist() == [1, 0, 1, 1] and data.num_classes == {"orders": 2}
-    # Price: mean 2 and deviation 1 of the first two. The state "late" is not known before the third.
-    np.testing.assert_allclose(data.features["orders"], [[-1, 1, 0], [1, 0, 1], [98, 0, 0], [198, 1, 0]])
-    changed = {**TABLES, "orders": {**ORDERS, "price": [1.0, 3.0, -5.0, 7.0]}}
-    again = from_tables(changed, **KEYS, label=label)
-    np.testing.assert_array_equal(again.features["orders"][:2], data.features["orders"][:2])
-    text = from_tables(TABLES, **KEYS, label=Label("users", "bio"))
-    assert text.labels["users"].tolist() == [0, 1, -1] and text.splits == {}
-    with pytest.raises(ValueError, match="time_columns the table 'users'"):
-        from_tables(TABLES, **KEYS, label=Label("users", "bio", moment, moment))
-
-
 def test_long_text_is_hashed_the_same_everywhere() -> None:
     words = {"id": list(range(60)), "text": [f"word{i} and more" for i in range(60)]}
     rows = from_tables({"t": words}, {"t": "id"}, max_categories=10, text_width=8).features["t"]
