@@ -1,7 +1,8 @@
-"""Grouped GEMM and grouped weight gradient, interpreted, against their float64 references."""
+"""Grouped GEMM and grouped weight gradient, interpreted, where a case of the contract does not show it."""
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,8 @@ from dejax import pallas as kernels
 from dejax.pallas.formats.row_scaled import encode
 from dejax.pallas.products import grouped_gemm, reference
 from dejax.pallas.products.schedule import WeightGradientSchedule
+from tests.cases import slow_but
 from tests.pallas.reference import (
-    GEMMS,
     WEIGHT_GRADIENTS,
     Gemm,
     WeightGradient,
@@ -23,31 +24,7 @@ from tests.pallas.reference import (
 )
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", GEMMS)
-def test_grouped_gemm(name):
-    case = GEMMS[name]
-    a = case.arrays()
-    case.check(interpreted(case.run)(a), a)
-
-
-def _with_narrow_rows_or_without():
-    """Of each pair of equal cases one runs with every change, in turn that with narrow rows: it has the other's sum."""
-    pairs = [name for name in WEIGHT_GRADIENTS if f"{name}; narrow" in WEIGHT_GRADIENTS]
-    slow = {f"{name}; narrow" if i % 2 else name for i, name in enumerate(pairs)}
-    return [pytest.param(n, marks=pytest.mark.slow) if n in slow else n for n in WEIGHT_GRADIENTS]
-
-
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("name", _with_narrow_rows_or_without())
-def test_grouped_weight_gradient(name):
-    case = WEIGHT_GRADIENTS[name]
-    a = case.arrays()
-    case.check(interpreted(case.run)(a), a)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("operand", ["x", "w", "scale", "dot_vector", "all"])
+@pytest.mark.parametrize("operand", slow_but(["all"], ["x", "w", "scale", "dot_vector", "all"]))
 def test_grouped_gemm_vmap(operand):
     case = Gemm(counts=(5, 3), rows=4, k=3, n=2, scale=True, dot_vector=True)
     samples = [case.arrays(seed) for seed in (0, 1, 2)]
@@ -60,8 +37,7 @@ def test_grouped_gemm_vmap(operand):
         case.check((y[i], dot[i]), {n: s[n] if n in batched else v for n, v in samples[0].items()})
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("operand", ["x", "y", "narrow"])
+@pytest.mark.parametrize("operand", slow_but(["x"], ["x", "y", "narrow"]))
 def test_grouped_weight_gradient_vmap(operand):
     case = WeightGradient(counts=(5, 3), k=3, n=2, rows_per_split=4, narrow=1)
     samples = [case.arrays(seed) for seed in (0, 1)]
@@ -108,8 +84,12 @@ _WITH_COLUMNS = {
 }
 
 
-@pytest.mark.parametrize("beforehand", [False, True], ids=["scaled in tiles", "scaled beforehand"])
-@pytest.mark.parametrize("name", _WITH_COLUMNS)
+@pytest.mark.parametrize(
+    ("name", "beforehand"),
+    slow_but(
+        [("bias", False), ("large tiles, row-scaled, dot", True)], itertools.product(_WITH_COLUMNS, (False, True))
+    ),
+)
 def test_columns_of_all_scales(name, beforehand, monkeypatch):
     """Each column is as exact as with one scale, also next to a column of infinities."""
     if beforehand:
@@ -158,16 +138,19 @@ def test_no_positions(shape):
         case.check(case.run(b), b)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", ["plain", "tiles of the result", "row-scaled", "f32 products"])
+@pytest.mark.parametrize("name", slow_but(["plain"], ["plain", "tiles of the result", "row-scaled", "f32 products"]))
 def test_narrow_rows_do_not_change_the_other_sum(name):
     alone, both = WEIGHT_GRADIENTS[name], WEIGHT_GRADIENTS[f"{name}; narrow"]
     np.testing.assert_array_equal(interpreted(both.run)(both.arrays())[0], interpreted(alone.run)(alone.arrays()))
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("powers", ["rising", "falling", "of both against each other", "random"])
-@pytest.mark.parametrize("row_scaled", [(), ("x", "y")], ids=["float32", "row-scaled"])
+@pytest.mark.parametrize(
+    ("row_scaled", "powers"),
+    slow_but(
+        [((), "of both against each other")],
+        itertools.product([(), ("x", "y")], ("rising", "falling", "of both against each other", "random")),
+    ),
+)
 def test_weight_gradients_of_rows_of_all_magnitudes(powers, row_scaled):
     """Sums have the largest power of two so far as their unit, in steps of 16 positions; small rows keep their bits."""
     case = WeightGradient(

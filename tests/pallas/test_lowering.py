@@ -12,8 +12,10 @@ from jax.sharding import AbstractMesh
 
 from dejax import pallas as kernels
 from dejax.pallas import _triton
+from tests.cases import slow_but
 from tests.pallas.equations import assert_extrema_keep_nan
 from tests.pallas.reference import GEMMS, TRAVERSALS, WEIGHT_GRADIENTS, Gemm, Traversal, WeightGradient, scaled
+from tests.pallas.test_contract import QUICK_GEMMS, QUICK_TRAVERSALS, QUICK_WEIGHT_GRADIENTS
 
 try:
     from jax.sharding import AbstractDevice
@@ -63,32 +65,34 @@ LARGE_TRAVERSALS = {
 }
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", [*GEMMS, *LARGE_GEMMS])
+@pytest.mark.parametrize(
+    "name", slow_but(QUICK_GEMMS | {"1024 to 64, None heads, tf32, block 128"}, [*GEMMS, *LARGE_GEMMS])
+)
 def test_grouped_gemm(name):
     case = (GEMMS | LARGE_GEMMS)[name]
     text = lower(functools.partial(case.run, interpret=False), case.arrays())
     assert text.count("custom_call") >= (1 if sum(case.counts) + case.padding else 0)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", WEIGHT_GRADIENTS)
+@pytest.mark.parametrize("name", slow_but(QUICK_WEIGHT_GRADIENTS, WEIGHT_GRADIENTS))
 def test_grouped_weight_gradient(name):
     case = WEIGHT_GRADIENTS[name]
     text = lower(functools.partial(case.run, interpret=False), case.arrays())
     assert text.count("custom_call") >= 1
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("k, n, heads", [(64, 64, 1), (256, 512, 1), (8, 8, 8)])
-@pytest.mark.parametrize("precision", ["f32", "tf32", "bf16"])
-def test_grouped_weight_gradient_of_model_widths(k, n, heads, precision):
+@pytest.mark.parametrize(
+    ("precision", "k", "n", "heads"),
+    [("f32", 64, 64, 1), ("tf32", 256, 512, 1), ("bf16", 256, 512, 1), ("tf32", 8, 8, 8)],
+)
+def test_grouped_weight_gradient_of_model_widths(precision, k, n, heads):
     case = WeightGradient(counts=(300, 0, 90), k=k, n=n, heads=heads, precision=precision, rows_per_split=64)
     assert lower(functools.partial(case.run, interpret=False), case.arrays()).count("custom_call") >= 2
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", [*TRAVERSALS, *LARGE_TRAVERSALS])
+@pytest.mark.parametrize(
+    "name", slow_but(QUICK_TRAVERSALS | {"attention, 8 heads of 128, float32"}, [*TRAVERSALS, *LARGE_TRAVERSALS])
+)
 def test_traverse(name):
     case = (TRAVERSALS | LARGE_TRAVERSALS)[name]
     text = lower(functools.partial(case.run, interpret=False), case.arrays())
@@ -145,10 +149,18 @@ def test_map_entries(shape):
     assert "custom_call" in text
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("k, n", [(64, 64), (100, 37), (256, 512), (3, 1)])
-@pytest.mark.parametrize("precision", ["f32", "tf32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "k", "n", "dtype"),
+    slow_but(
+        [("f32", 64, 64, "float32"), ("tf32", 256, 512, "bfloat16"), ("bf16", 3, 1, "float16")],
+        [
+            (precision, k, n, dtype)
+            for precision in ("f32", "tf32", "bf16")
+            for k, n in [(64, 64), (100, 37), (256, 512), (3, 1)]
+            for dtype in ("float32", "bfloat16", "float16")
+        ],
+    ),
+)
 def test_row_products(precision, k, n, dtype):
     def run(x, z, y, mask):
         whole = kernels.row_products([x], y, precision=precision, interpret=False)

@@ -6,18 +6,19 @@ import pytest
 
 from dejax import pallas as kernels
 from dejax.pallas import padding
+from tests.cases import slow_but
 from tests.pallas.reference import interpreted
 
 SHAPES = [((9,), "float32"), ((300, 2, 5), "bfloat16"), ((70, 1500), "float16"), ((300, 3), "uint8")]
 
 
-@pytest.mark.parametrize(("shape", "dtype"), SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), slow_but(SHAPES[1:3], SHAPES))
 def test_clear_rows(shape, dtype):
     rows = shape[0]
+    run = interpreted(lambda a, b, offsets: kernels.clear_rows([a, b], offsets))
     for valid in (0, 1, rows // 2, rows - 1, rows):
         wide, narrow = jnp.ones(shape, dtype), jnp.full((rows, 1), jnp.nan)
-        offsets = jnp.array([0, valid // 2, valid], jnp.int32)
-        found = interpreted(lambda a, b, offsets=offsets: kernels.clear_rows([a, b], offsets))(wide, narrow)
+        found = run(wide, narrow, jnp.array([0, valid // 2, valid], jnp.int32))
         assert [a.dtype for a in found] == [wide.dtype, narrow.dtype]
         for before, after in zip((wide, narrow), found, strict=True):
             before, after = np.asarray(before, np.float64), np.asarray(after, np.float64)

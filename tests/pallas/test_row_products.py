@@ -1,5 +1,7 @@
 """Products summed over all rows, interpreted, against their float64 reference."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from dejax import pallas as kernels
 from dejax.pallas.machine import machine
 from dejax.pallas.products import reference
 from dejax.pallas.products.schedule import rows_per_part
+from tests.cases import slow_but
 from tests.pallas.reference import TF32, interpreted
 
 # Relative to the largest element; operands of 16 bits are exact, and those that are cast to bfloat16 have 8 bits.
@@ -29,17 +32,25 @@ def check(found, expected: np.ndarray, precision: str) -> None:
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=TOLERANCES[precision] * largest)
 
 
-@pytest.mark.parametrize("precision", ["f32", "tf32", "bf16"])
-@pytest.mark.parametrize("rows", [0, 1, 7, 128, 1003])
+@pytest.mark.parametrize(
+    ("rows", "precision"),
+    slow_but([(0, "f32"), (7, "tf32"), (1003, "bf16")], itertools.product([0, 1, 7, 128, 1003], TOLERANCES)),
+)
 def test_any_number_of_rows(rows, precision):
     x, y = arrays(rows, 17, 33, ("float32", "float32"))
     (found,) = interpreted(lambda x, y: kernels.row_products([x], y, precision=precision))(x, y)
     check(found, reference.row_product(x, y), precision)
 
 
-@pytest.mark.parametrize("k, n", [(1, 1), (3, 5), (64, 64), (70, 130), (130, 200)])
+DTYPES = [("float32",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("float32", "bfloat16"), ("float16", "bfloat16")]
+
+
 @pytest.mark.parametrize(
-    "dtypes", [("float32",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("float32", "bfloat16"), ("float16", "bfloat16")]
+    ("dtypes", "k", "n"),
+    slow_but(
+        [(("bfloat16",) * 2, 1, 1), (("float16", "bfloat16"), 70, 130), (("float16",) * 2, 64, 64)],
+        [(d, k, n) for d in DTYPES for k, n in [(1, 1), (3, 5), (64, 64), (70, 130), (130, 200)]],
+    ),
 )
 def test_widths_and_dtypes(dtypes, k, n):
     x, y = arrays(261, k, n, dtypes)
@@ -55,8 +66,9 @@ def test_heads(precision):
     check(found, expected, precision)
 
 
-@pytest.mark.parametrize("precision", ["f32", "tf32", "bf16"])
-@pytest.mark.parametrize("share", [0.0, 0.6])
+@pytest.mark.parametrize(
+    ("share", "precision"), slow_but([(0.0, "tf32"), (0.6, "f32")], itertools.product((0.0, 0.6), TOLERANCES))
+)
 def test_rows_outside_of_the_mask_may_hold_anything(share, precision):
     x, y = arrays(300, 16, 20, ("float32", "float32"))
     mask = np.random.default_rng(0).random(300) < share
@@ -68,8 +80,13 @@ def test_rows_outside_of_the_mask_may_hold_anything(share, precision):
     check(total, rows, "f32")
 
 
-@pytest.mark.parametrize("precision, dtype", [("f32", "float32"), ("tf32", "float32"), ("tf32", "bfloat16")])
-@pytest.mark.parametrize("heads", [(), (2,)])
+@pytest.mark.parametrize(
+    ("heads", "precision", "dtype"),
+    slow_but(
+        [((2,), "tf32", "bfloat16")],
+        [(h, *p) for h in [(), (2,)] for p in [("f32", "float32"), ("tf32", "float32"), ("tf32", "bfloat16")]],
+    ),
+)
 def test_several_arrays_and_the_sum_of_rows_in_one_pass(heads, precision, dtype):
     """Each of another width, one of several tiles, and one of another dtype."""
     x, y = arrays(261, 70, 80, (dtype, dtype), heads)

@@ -1,5 +1,7 @@
 """Rows in 16 bits; float32 from two float16 elements, and products of `precision="f32"`, against float64."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from dejax import pallas as kernels
 from dejax.pallas.formats.row_scaled import encode, two_floats
 from dejax.pallas.products import grouped_gemm as gemm
+from tests.cases import slow_but
 from tests.pallas.reference import decoded, interpreted, tile_table
 
 # Of a row's result: 2^-22 of each operand, and the rounding of sums.
@@ -15,12 +18,19 @@ EXACT = 1e-6
 COUNTS = (40, 0, 35, 125)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("shape", [(37, 100), (5, 17), (5, 3), (5, 4, 5), (0, 20), (0, 4, 5)])
-@pytest.mark.parametrize("how", [encode, interpreted(kernels.to_row_scaled)], ids=["XLA", "kernel"])
+HOW = {"XLA": encode, "kernel": interpreted(kernels.to_row_scaled)}
+
+
+@pytest.mark.parametrize(
+    ("how", "shape"),
+    slow_but(
+        [("XLA", (37, 100)), ("XLA", (5, 4, 5)), ("kernel", (37, 100)), ("kernel", (5, 4, 5)), ("kernel", (0, 20))],
+        itertools.product(HOW, [(37, 100), (5, 17), (5, 3), (5, 4, 5), (0, 20), (0, 4, 5)]),
+    ),
+)
 def test_rows_in_16_bits(how, shape):
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    rows = how(jnp.asarray(x))
+    rows = HOW[how](jnp.asarray(x))
     assert rows.shape == shape and rows.ndim == x.ndim
     np.testing.assert_allclose(decoded(rows), x, atol=2.0**-11 * np.abs(x).max(initial=0))
 
@@ -72,10 +82,14 @@ def multiply(x: np.ndarray, w: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     )
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("beforehand", [0, 10**9], ids=["scaled before", "scaled in tiles"])
-@pytest.mark.parametrize("k, n, scales", [(64, 64, 0), (20, 17, 60), (100, 130, 60)])
-def test_products_of_float32(k, n, scales, beforehand, monkeypatch):
+@pytest.mark.parametrize(
+    ("beforehand", "k", "n", "scales"),  # scales are divided out before the product, or in its tiles
+    slow_but(
+        [(0, 64, 64, 0), (10**9, 20, 17, 60)],
+        [(b, *widths) for b in (0, 10**9) for widths in [(64, 64, 0), (20, 17, 60), (100, 130, 60)]],
+    ),
+)
+def test_products_of_float32(beforehand, k, n, scales, monkeypatch):
     monkeypatch.setattr(gemm, "SCALE_BEFOREHAND", beforehand)
     x, _, w, offsets = operands(k, n, scales)
     types = np.repeat(np.arange(len(COUNTS)), COUNTS)
@@ -84,8 +98,7 @@ def test_products_of_float32(k, n, scales, beforehand, monkeypatch):
     assert error.max() < EXACT
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("k, n, scales", [(64, 64, 0), (20, 17, 20)])
+@pytest.mark.parametrize(("k", "n", "scales"), slow_but([(20, 17, 20)], [(64, 64, 0), (20, 17, 20)]))
 def test_weight_gradients_of_float32(k, n, scales):
     x, y, _, offsets = operands(k, n, scales)
     parts = zip(
@@ -109,12 +122,12 @@ def test_a_row_that_is_not_finite_stays_alone():
     np.testing.assert_array_equal(found[others], clean[others])
 
 
-@pytest.mark.parametrize("how", [encode, interpreted(kernels.to_row_scaled)], ids=["XLA", "kernel"])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("infinity", [np.inf, -np.inf, np.nan])
 def test_infinities_and_nan_take_no_digit_of_their_row(how, infinity):
     x = np.random.default_rng(0).standard_normal((5, 16)).astype("float32")
     x[1, 3] = x[2, :] = infinity
-    found = np.asarray(how(jnp.asarray(x)).decode())
+    found = np.asarray(HOW[how](jnp.asarray(x)).decode())
     finite = np.isfinite(x)
     np.testing.assert_array_equal(found[~finite], x[~finite])
     np.testing.assert_allclose(found[finite], x[finite], rtol=2**-10)

@@ -1,4 +1,4 @@
-"""Traversals and maps over entries, interpreted, against float64."""
+"""Traversals and maps over entries, interpreted, where a case of the contract does not show it."""
 
 import functools
 import itertools
@@ -9,22 +9,13 @@ import numpy as np
 import pytest
 
 from dejax import pallas as kernels
-from tests.pallas.reference import LONG_SEGMENT_NAMES, TRAVERSALS, Traversal, decoded, interpreted, long_segment_table
+from tests.cases import slow_but
+from tests.pallas.reference import LONG_SEGMENT_NAMES, Traversal, decoded, interpreted, long_segment_table
 
 
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("name", TRAVERSALS)
-def test_traverse(name):
-    case = TRAVERSALS[name]
-    a = case.arrays()
-    # Scores of +-1e4 are exact in float32 to 1e-3, and so are their exponentials' arguments.
-    tolerance = 2e-3 if case.spread > 1 else None
-    case.check(interpreted(case.run)(a), a, tolerance)
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("operand", ["score", "z", "bias", "gain"])
-@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize(
+    ("operand", "chunk"), slow_but([("z", 3)], itertools.product(("score", "z", "bias", "gain"), (None, 3)))
+)
 def test_traverse_vmap(operand, chunk):
     case = Traversal(degrees=(2, 5, 0), heads=2, width=3, chunk=chunk)
     samples = [case.arrays(seed) for seed in (0, 1, 2)]
@@ -68,7 +59,7 @@ def test_scores_of_minus_infinity_weigh_nothing(chunk):
     assert _weighted([-inf, -inf, -inf], chunk) == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("width", [(), (3,), (2, 16)])
+@pytest.mark.parametrize("width", [(3,), *(pytest.param(w, marks=pytest.mark.slow) for w in ((), (2, 16)))])
 def test_chunks_are_merged_in_groups(width):
     """A long segment of 11 chunks in groups of 4, one of 2 chunks, and unused ones, against float64."""
     lengths, chunk = [21, 1, 4, 0], 2
@@ -174,33 +165,7 @@ def test_nothing_to_do(rows, entries):
     case.check(interpreted(case.run)(a), a)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("shape", [(), (3,), (2, 5), (4, 16)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_map_entries(shape, dtype):
-    rng = np.random.default_rng(0)
-    x = np.asarray(jnp.asarray(rng.standard_normal((7, *shape)), dtype))
-    y = np.asarray(jnp.asarray(rng.standard_normal((37, *shape)), dtype))
-    index = rng.integers(0, 7, 37).astype(np.int32)
-    index[5] = 7  # a padding entry: reads zeros
-    scale = jnp.float32(3.0)
-    access = [kernels.Operand("indexed", 0), kernels.Operand("entry"), kernels.Operand("shared")]
-
-    def run(x):
-        return kernels.map_entries(
-            lambda a, b, c: (a * b, a + c.reshape(1, 1, *(1,) * len(shape))), [x, y, scale], access, num_entries=37,
-            index_tables=[index], outputs=[(shape, jnp.float32), (shape, dtype)],
-        )  # fmt: skip
-
-    product, shifted = interpreted(run)(x)
-    gathered = np.where((index < 7).reshape(-1, *(1,) * len(shape)), x.astype(float)[np.minimum(index, 6)], 0)
-    np.testing.assert_allclose(product, gathered * y.astype(float), rtol=1e-5)
-    np.testing.assert_allclose(np.asarray(shifted, float), gathered + 3, rtol=1e-2 if dtype != jnp.float32 else 1e-6)
-    (batched, _) = interpreted(jax.vmap(run))(jnp.stack([x, 2 * x]))
-    np.testing.assert_allclose(batched[1], 2 * np.asarray(product), rtol=1e-5)
-
-
-@pytest.mark.parametrize("shape", [(16,), (20,), (3, 17)])
+@pytest.mark.parametrize("shape", [(3, 17), *(pytest.param(s, marks=pytest.mark.slow) for s in ((16,), (20,)))])
 def test_a_map_uses_rows_as_it_writes_them(shape):
     """Rows written in 16 bits: what is computed of them is of the rounded numbers, in which padding has no part."""
     x = np.random.default_rng(0).standard_normal((37, *shape)).astype(np.float32)
@@ -229,9 +194,7 @@ def test_a_map_uses_rows_as_it_writes_them(shape):
         )  # fmt: skip
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("parts", [1, 2, 5])
-@pytest.mark.parametrize("warps", [1, 2])
+@pytest.mark.parametrize(("parts", "warps"), slow_but([(2, 1)], itertools.product((1, 2, 5), (1, 2))))
 def test_tiles_side_by_side_in_rows_that_are_stored_longer(request, parts, warps):
     """20 features in 24: the zeros behind them are the last tile's padding, or a tile of their own."""
     if parts == 5 and jax.__version_info__ < (0, 11):

@@ -1,6 +1,6 @@
 """The template of the grouped GEMM: rows times the matrix of their type; gathered, scattered or accumulated.
 
-Reference: `products.reference.grouped_gemm`. Contract test: `test_grouped_gemm` of `tests/pallas/test_gemm.py`.
+Reference: `products.reference.grouped_gemm`. Contract test: `test_grouped_gemm` of `tests/pallas/test_contract.py`.
 """
 
 from __future__ import annotations

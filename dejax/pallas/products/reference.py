@@ -1,6 +1,6 @@
 """The plain references of this folder's templates: numpy in float64, one type after the other.
 
-The contract tests (`tests/pallas/test_gemm.py`, `test_row_products.py`, `test_sums.py`) hold the kernels to them.
+The contract tests (`tests/pallas/test_contract.py`, `test_row_products.py`, `test_sums.py`) hold the kernels to them.
 """
 
 from __future__ import annotations

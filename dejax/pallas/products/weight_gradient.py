@@ -8,7 +8,7 @@ Narrow rows of a few columns can multiply the rows of x in the same pass: the gr
 with that of a weight by type.
 
 Reference: `products.reference.grouped_weight_gradient`. Contract test: `test_grouped_weight_gradient` of
-`tests/pallas/test_gemm.py`.
+`tests/pallas/test_contract.py`.
 """
 
 from __future__ import annotations

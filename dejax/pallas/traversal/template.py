@@ -63,7 +63,7 @@ def traverse(
     *features] for `shared` ones (`Operand` has what else there is, and what comes as None), each feature axis padded to
     the next power of two with zeros (`feature_mask` tells which lanes are padding). Floating tiles are float32. The
     body must be elementwise over the two leading axes and may leave them at size 1. Results are the same in every run:
-    there are no atomic additions. The contract test is `tests/pallas/test_traversal.py::test_traverse`.
+    there are no atomic additions. The contract test is `tests/pallas/test_contract.py::test_traverse`.
 
     Args:
       body: from tiles, in the order of `operands`, to (a value for each reduction, a value for each entry output). A

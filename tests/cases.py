@@ -1,0 +1,23 @@
+"""Which cases of a test are slow."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: those that are not among the quick ones have the marker `slow`.
+
+    A case of several arguments is a tuple, as `pytest.mark.parametrize` takes it.
+    """
+    cases = list(cases)
+    missing = [case for case in quick if case not in cases]
+    assert not missing, f"no cases of the test: {missing}"
+    arguments = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [
+        pytest.param(*each, marks=() if case in quick else pytest.mark.slow)
+        for case, each in zip(cases, arguments, strict=True)
+    ]
