@@ -5,7 +5,7 @@
 
 Sections: `small` (latency), `sizes` (table size by number of ids), `host_compute` (a peer), `widths` (row width at 1
 GiB), `sms` (number of SMs), `update` (scatter_add), `cached` (power-law ids), `overlap` (prefetched_scan alongside
-matrix products), `linear` (typed_linear and a gather), `devices` (GPUs that share a table), `sampling` (10^5 seeds;
+matrix products), `devices` (GPUs that share a table), `sampling` (10^5 seeds;
 fan-out 15, 10, 5) and `epoch` (GraphSAGE).
 
 Peers: the zero-copy kernel with ids as given; torch's gather with all threads into pinned memory and a copy; numpy.take
@@ -254,30 +254,6 @@ def overlap(args: argparse.Namespace) -> Cells:
     table.close()
 
 
-def linear(args: argparse.Namespace) -> Cells:
-    """A relational layer's first product: a kernel that reads the rows itself, or a gather and the same product."""
-    rows, width, types = args.width_bytes // 512, 128, 16
-    table = args.arena.table(rows, width)
-    ids = jnp.asarray(RNG.permutation(rows)[: args.ids[0]].astype(np.int32))
-    kinds = jnp.asarray(RNG.integers(0, types, len(ids)).astype(np.int32))
-    w = jnp.asarray(RNG.standard_normal((types, width, 64)), jnp.float32)
-    product = jax.jit(hg.typed_linear)
-    alone = jax.jit(lambda t, i: t[i])
-    gradient = jax.jit(jax.grad(lambda w, t, i, k: (hg.typed_linear(t, i, k, w) ** 2).sum()))
-    compiled = product.lower(table, ids, kinds, w).compile()
-    memory = compiled.memory_analysis()
-    yield {
-        "ids": len(ids),
-        "types": types,
-        "gather_ms": 1e3 * seconds(alone, table, ids, calls=args.calls),
-        "typed_linear_ms": 1e3 * seconds(product, table, ids, kinds, w, calls=args.calls),
-        "with_gradient_ms": 1e3 * seconds(gradient, w, table, ids, kinds, calls=args.calls),
-        "device_temporaries_mib": (memory.temp_size_in_bytes if memory else 0) / 2**20,
-        "gathered_copy_mib": len(ids) * width * 4 / 2**20,
-    }
-    table.close()
-
-
 def devices(args: argparse.Namespace) -> Cells:
     """Total GB/s of devices that read one table, each with its own ids; and the host memory that sharing takes."""
     rows, spec = args.width_bytes // 512, jax.sharding.PartitionSpec
@@ -326,7 +302,6 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Cells]] = {
         update,
         cached,
         overlap,
-        linear,
         devices,
         host_gather_graphs.sampling,
         host_gather_graphs.epoch,

@@ -10,21 +10,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
-from jax.typing import ArrayLike
-
-from dejax import _compat
 
 if TYPE_CHECKING:
     from dejax import _dejax_native
-
-POINTER_KINDS = ("host", "device", "pinned", "managed", "empty")  # native/pointer_kind.h
-_SUB_BYTE = {"int2", "uint2", "int4", "uint4", "int1", "uint1", "float4_e2m1fn"}
 
 
 class NativeExtensionError(ImportError):
@@ -92,108 +83,6 @@ def extension(what: str) -> Any:
 def num_threads() -> int:
     """Threads that a CPU handler uses: DEJAX_NUM_THREADS as it was at first use, otherwise the number of cores."""
     return extension("num_threads").num_threads()
-
-
-# ------------------------------------------------------------------------------------------------ CPU row gather
-
-
-def row_gather(
-    table: ArrayLike, ids: ArrayLike, mode: Literal["fill", "clip"] = "fill", *, fill_value: Any = 0
-) -> Array:
-    """Gather rows, `table[ids]`, with several threads on the CPU.
-
-    It works under `jit` and `vmap` (over table, ids or both, without copying an unbatched argument), and from several
-    threads at once. On other platforms it is XLA's own gather. It has no derivative.
-
-    Args:
-        table: [rows, *row], any dtype of whole bytes.
-        ids: int32 or int64, any shape. Negative ids are out of range: they do not count from the end.
-        mode: "fill": an id out of range gives a row of `fill_value`. "clip": it gives the nearest row; if the table has
-            no rows, a row of `fill_value`.
-        fill_value: a scalar, converted to the table's dtype.
-
-    Returns:
-        [*ids.shape, *row] of the table's dtype.
-
-    Raises:
-        ValueError: `table` is a scalar, or `mode` is unknown.
-        TypeError: `ids` is neither int32 nor int64, or the table's dtype is narrower than a byte.
-        NativeExtensionError: the extension is missing.
-
-    >>> row_gather(jnp.arange(6.0).reshape(3, 2), jnp.array([2, 0, 7]))
-    Array([[4., 5.],
-           [0., 1.],
-           [0., 0.]], dtype=float32)
-    """
-    extension("row_gather")
-    table, ids = jnp.asarray(table), jnp.asarray(ids)
-    if table.ndim == 0:
-        raise ValueError("row_gather: `table` must have an axis of rows, [rows, *row], got a scalar")
-    if ids.dtype not in (jnp.int32, jnp.int64):
-        raise TypeError(f"row_gather: `ids` must be int32 or int64, got {ids.dtype}; use ids.astype(jnp.int32)")
-    if mode not in ("fill", "clip"):
-        raise ValueError(f"row_gather: `mode` must be 'fill' or 'clip', got {mode!r}")
-    if table.dtype.name in _SUB_BYTE or jnp.issubdtype(table.dtype, jax.dtypes.extended):
-        raise TypeError(
-            f"row_gather: `table` must have a dtype of whole bytes, got {table.dtype}; use "
-            "table.astype(jnp.int8) or the like, or jax.random.key_data for keys"
-        )
-    fill = np.asarray(fill_value).astype(table.dtype)
-    if fill.ndim:
-        raise ValueError(f"row_gather: `fill_value` must be a scalar, got shape {fill.shape}")
-
-    out = _compat.varying_result(ids.shape + table.shape[1:], table.dtype, *map(jax.typeof, (table, ids)))
-    native = functools.partial(
-        # "expand_dims" gives an unbatched argument a batch axis of size 1, which the handler reads with stride 0.
-        jax.ffi.ffi_call("dejax_row_gather", out, vmap_method="expand_dims"),
-        ids_rank=np.int64(ids.ndim),
-        clip=mode == "clip",
-        fill=np.frombuffer(fill.tobytes(), np.uint8),
-    )
-    xla = functools.partial(_xla_row_gather, clip=mode == "clip", fill=fill)
-    return jax.lax.platform_dependent(table, ids, cpu=native, default=xla)
-
-
-def _xla_row_gather(table: Array, ids: Array, *, clip: bool, fill: np.ndarray) -> Array:
-    rows = table.shape[0]
-    if rows == 0:
-        return jnp.full(ids.shape + table.shape[1:], fill)
-    outside = (ids < 0) | (ids >= rows)
-    gathered = table[jnp.clip(ids, 0, rows - 1)]
-    if clip:
-        return gathered
-    return jnp.where(outside.reshape(ids.shape + (1,) * (table.ndim - 1)), fill, gathered)
-
-
-# ------------------------------------------------------------------------------------------------ memory of an operand
-
-
-def pointer_kind_code(x: ArrayLike) -> Array:
-    """The kind of memory of `x` in a handler, as an int32 scalar that indexes `POINTER_KINDS`. For `jit`."""
-    extension("pointer_kind")
-    call = jax.ffi.ffi_call("dejax_pointer_kind", jax.ShapeDtypeStruct((), jnp.int32), vmap_method="sequential")
-    return call(x)
-
-
-@functools.cache
-def _jitted_pointer_kind_code() -> Any:
-    return jax.jit(pointer_kind_code)
-
-
-def pointer_kind(x: ArrayLike) -> str:
-    """The kind of memory in which a handler gets `x`, an argument of a jitted function.
-
-    Args:
-        x: a concrete array in any memory.
-
-    Returns:
-        "host" (pageable), "device", "pinned" (page-locked host memory, readable by the GPU), "managed", or "empty" for
-        an array without elements, which has no memory.
-
-    Raises:
-        NativeExtensionError: the extension is missing.
-    """
-    return POINTER_KINDS[int(_jitted_pointer_kind_code()(x))]
 
 
 # ------------------------------------------------------------------------------------------------ CUDA driver

@@ -21,11 +21,9 @@ std::pair<std::unique_ptr<Api>, std::string> Load() {
                         Find(library, "cuDeviceGetName", &api->device_get_name, &why) &&
                         Find(library, "cuDeviceTotalMem_v2", &api->device_total_mem, &why) &&
                         Find(library, "cuDeviceGetAttribute", &api->device_get_attribute, &why) &&
-                        Find(library, "cuPointerGetAttribute", &api->pointer_get_attribute, &why) &&
                         Find(library, "cuStreamGetCtx", &api->stream_get_ctx, &why) &&
                         Find(library, "cuCtxPushCurrent_v2", &api->ctx_push_current, &why) &&
                         Find(library, "cuCtxPopCurrent_v2", &api->ctx_pop_current, &why) &&
-                        Find(library, "cuMemsetD32Async", &api->memset_d32_async, &why) &&
                         Find(library, "cuGetErrorName", &api->get_error_name, &why);
   if (!complete) return {nullptr, why};
   if (const Result result = api->init(0)) return {nullptr, "cuInit failed: " + ErrorName(*api, result)};

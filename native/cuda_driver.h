@@ -31,8 +31,6 @@ enum DeviceAttribute : int {
   kPageableMemoryAccess = 88,
   kCanUseHostPointerForRegisteredMemory = 91,
 };
-enum PointerAttribute : int { kMemoryType = 2, kIsManaged = 8 };
-enum MemoryType : unsigned { kHost = 1, kDevice = 2 };
 
 struct Api {
   Result (*init)(unsigned flags);
@@ -42,11 +40,9 @@ struct Api {
   Result (*device_get_name)(char* name, int length, Device device);
   Result (*device_total_mem)(size_t* bytes, Device device);
   Result (*device_get_attribute)(int* value, int attribute, Device device);
-  Result (*pointer_get_attribute)(void* value, int attribute, DevicePointer pointer);
   Result (*stream_get_ctx)(Stream stream, Context* context);
   Result (*ctx_push_current)(Context context);
   Result (*ctx_pop_current)(Context* context);
-  Result (*memset_d32_async)(DevicePointer pointer, unsigned value, size_t count, Stream stream);
   Result (*get_error_name)(Result result, const char** name);
 };
 

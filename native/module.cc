@@ -10,8 +10,6 @@
 #include "offload/bindings.h"
 #include "offload/handlers.h"
 #include "offload/pieces.h"
-#include "pointer_kind.h"
-#include "row_gather.h"
 #include "table_gather.h"
 #include "table_update.h"
 #include "thread_pool.h"
@@ -26,9 +24,6 @@ nb::tuple Handler(const char* name, const char* platform, XLA_FFI_Error* (*handl
 
 nb::list Handlers() {
   nb::list handlers;
-  handlers.append(Handler("dejax_row_gather", "cpu", dejax::RowGather));
-  handlers.append(Handler("dejax_pointer_kind", "cpu", dejax::PointerKindCpu));
-  handlers.append(Handler("dejax_pointer_kind", "CUDA", dejax::PointerKindCuda));
   handlers.append(Handler("dejax_table_gather", "cpu", dejax::TableGatherCpu));
   handlers.append(Handler("dejax_table_gather", "CUDA", dejax::TableGatherCuda));
   handlers.append(Handler("dejax_table_gather_start", "CUDA", dejax::TableGatherStart));

@@ -5,7 +5,6 @@
 * `gather` reads rows by ids inside `jax.jit`, without a copy of the table on the device and without a host callback.
 * `scatter`, `scatter_add`, and the optimizers `sgd`, `adagrad` and `adam` write rows in place.
 * `gather_start`, `gather_done` and `prefetched_scan` overlap reads with compute.
-* `typed_linear` multiplies rows by the matrix of their type, in the kernel that reads them.
 
 docs/host_gather.md is the guide, docs/performance/host_gather.md has the measurements.
 """
@@ -13,7 +12,6 @@ docs/host_gather.md is the guide, docs/performance/host_gather.md has the measur
 from dejax.host_gather.cached import CachedTable, count_ids
 from dejax.host_gather.gather import check_errors, gather
 from dejax.host_gather.gradient import RowGradient, value_and_grad
-from dejax.host_gather.linear import typed_linear
 from dejax.host_gather.pipeline import PendingRows, gather_done, gather_start, prefetched_scan
 from dejax.host_gather.placed import DeviceTable, SplitTable
 from dejax.host_gather.table import HostTable, TableClosedError, shardings
@@ -41,6 +39,5 @@ __all__ = [
     "scatter_add",
     "sgd",
     "shardings",
-    "typed_linear",
     "value_and_grad",
 ]

@@ -3,7 +3,6 @@
 from dejax.pallas._shapes import feature_mask, next_power_of_two
 from dejax.pallas._triton import label, maximum, minimum
 from dejax.pallas.formats.encode import to_row_scaled
-from dejax.pallas.formats.float_bits import FloatBits
 from dejax.pallas.formats.row_scaled import RowScaled, rounded
 from dejax.pallas.formats.table_slice import TableSlice
 from dejax.pallas.padding import clear_rows
@@ -20,7 +19,6 @@ from dejax.pallas.traversal.template import FusedSums, Operand, Outputs, Reducti
 
 __all__ = [
     "Factored",
-    "FloatBits",
     "FusedSums",
     "GemmEpilogue",
     "GemmGroups",

@@ -26,7 +26,6 @@ from dejax.host_gather import (
     prefetched_scan,
     scatter_add,
     shardings,
-    typed_linear,
 )
 from tests.distributed.test_data_parallel import trained
 
@@ -42,7 +41,6 @@ def copies(text: str, shape: str) -> list[str]:
 def test_the_table_is_pinned_and_not_copied() -> None:
     table = HostTable.zeros((1 << 16, 32))
     assert table._leaf.sharding.memory_kind == "pinned_host"
-    assert _native.pointer_kind(table._leaf) == "pinned"
     ids = jnp.zeros((3, 128), jnp.int32)
 
     def step(table: HostTable, ids: jax.Array) -> jax.Array:
@@ -111,8 +109,6 @@ def test_rows_beyond_four_gib() -> None:
         table.write(int(row), np.full((1, 128), k + 1))
     for order in ("given", "sorted"):
         np.testing.assert_array_equal(gather(table, marks, order=order)[:, 5], [1, 2, 3, 4])
-    product = typed_linear(table, marks, np.zeros(4, np.int32), jnp.ones((1, 128, 16)) / 128, precision="f32")
-    np.testing.assert_allclose(product[:, 3], [1, 2, 3, 4], rtol=1e-5)
     table = scatter_add(table, marks, np.ones((4, 128)))
     np.testing.assert_array_equal(table[marks][:, 127], [2, 3, 4, 5])
     table.close()
@@ -149,30 +145,6 @@ def test_a_gather_that_no_step_takes_is_given_back() -> None:
     assert module.gathers_under_way() <= 1  # that of the last failure, until this thread begins another
     np.testing.assert_array_equal(works(table, ids), np.zeros((256, 32)))
     assert module.gathers_under_way() == 0
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=str)
-def test_typed_linear_reads_the_table_in_its_kernel(dtype: object) -> None:
-    rng = np.random.default_rng(0)
-    rows = rng.standard_normal((1 << 12, 100)).astype(np.float32)
-    table = HostTable.from_numpy(np.asarray(jnp.asarray(rows, dtype)))
-    ids, types = rng.integers(-50, (1 << 12) + 50, 3000, np.int32), rng.integers(-1, 7, 3000, np.int32)
-    w = jnp.asarray(rng.standard_normal((6, 100, 48)) / 10, jnp.float32)
-    there = (ids >= 0) & (ids < 1 << 12) & (types >= 0) & (types < 6)
-    exact = np.asarray(table).astype(np.float64)[np.clip(ids, 0, (1 << 12) - 1)]
-    want = np.where(there[:, None], np.einsum("nk,nkm->nm", exact, np.asarray(w, np.float64)[np.clip(types, 0, 5)]), 0)
-    for precision, bound in (("f32", 1e-4), ("tf32", 5e-3)):
-        product = jax.jit(lambda t, i, k, w, p=precision: typed_linear(t, i, k, w, precision=p, out_dtype=jnp.float32))
-        got = product(table, ids, types, w)
-        assert np.abs(np.asarray(got) - want).max() < bound * np.abs(want).max()
-    text = product.lower(table, ids, types, w).compile().as_text()
-    assert "dejax_table_gather" not in text
-    assert not re.search(r"= \(?u(32|16)\[4096,(100|1,100)\]\S* (copy|copy-start|fusion|bitcast-convert)", text)
-    weight = jnp.asarray(rng.standard_normal((3000, 48)), jnp.float32)
-    loss = lambda w, t: (typed_linear(t, ids, types, w, precision="f32", out_dtype=jnp.float32) * weight).sum()  # noqa: E731
-    gradient = jax.jit(jax.grad(loss))(w, table)
-    dense = np.stack([(exact * there[:, None])[types == t].T @ np.asarray(weight)[types == t] for t in range(6)])
-    assert np.abs(np.asarray(gradient) - dense).max() < 2e-3 * np.abs(dense).max()
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -20,7 +20,6 @@ from dejax.host_gather import (
     scatter_add,
     sgd,
     shardings,
-    typed_linear,
 )
 
 RNG = np.random.default_rng(0)
@@ -48,7 +47,6 @@ def test_all_reads_give_the_rows_of_the_table() -> None:
         lambda t: gather(t, IDS.reshape(1, -1), reduce="mean"),
         lambda t: gather_done(gather_start(t, IDS)),
         lambda t: prefetched_scan(lambda c, rows, _: (c + rows.sum(), rows), 0.0, t, IDS[:, None]),
-        lambda t: typed_linear(t, IDS, IDS % 3, jnp.ones((3, 6, 2))),
         lambda t: jax.vmap(lambda i: t[i])(jnp.asarray(IDS)),
         lambda t: jax.checkpoint(lambda t: t[IDS])(t),
     ):

@@ -18,7 +18,6 @@ from dejax.host_gather import (
     gather_start,
     prefetched_scan,
     scatter_add,
-    typed_linear,
     value_and_grad,
 )
 
@@ -201,14 +200,11 @@ def test_tables_come_out_of_a_loss_as_they_went_in() -> None:
     np.testing.assert_array_equal(jax.jit(lambda t: t[IDS])(again), table[IDS])
 
 
-def test_of_cached_tables_and_in_typed_linear() -> None:
+def test_of_cached_tables() -> None:
     table = HostTable.from_numpy(ROWS)
     cached = CachedTable.from_ids(table, [3, 0])
     _, gradient = jax.jit(value_and_grad(squares))(cached)
     np.testing.assert_allclose(dense(gradient), of_squares(ROWS), rtol=1e-6)
-    w, types = jnp.ones((2, 5, 3)), np.arange(7) % 2
-    _, gradient = value_and_grad(lambda t: typed_linear(t, IDS, types, w).sum())(cached)
-    np.testing.assert_allclose(dense(gradient), 3.0 * (of_squares(np.ones_like(ROWS)) / 2), rtol=1e-6)
 
 
 @pytest.mark.parametrize("reduce", [None, "mean"])

@@ -21,7 +21,6 @@ from dejax.host_gather import (
     scatter,
     scatter_add,
     sgd,
-    typed_linear,
 )
 from dejax.host_gather._ids import checked_ids
 
@@ -58,10 +57,6 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
     "scatter_add": lambda ids: scatter_add(table(), ids, jnp.ones((len(ids), 4))).numpy(),
     "sgd": lambda ids: updated(sgd(0.5), ids),
     "adam": lambda ids: updated(adam(0.5), ids),
-    "typed_linear": lambda ids: typed_linear(table(), ids, np.zeros(len(ids), int), np.ones((1, 4, 2), np.float32)),
-    "typed_linear types": lambda ids: typed_linear(
-        table(), np.full(len(ids), 3), ids, np.ones((300, 4, 2), np.float32)
-    ),
     "count_ids": lambda ids: count_ids(jnp.zeros(300, jnp.int32), ids),
     "hit_rate": lambda ids: cached().hit_rate(ids),
 }
@@ -111,9 +106,6 @@ def test_narrow_ids_and_long_counts() -> None:
     assert counts[255] == 2 and counts[0] == 1 and counts.sum() == 3
     big = CachedTable.from_ids(HostTable.zeros((1000, 1)), [255, 600])
     assert float(big.hit_rate(jnp.array([255, 1], jnp.uint8))) == 0.5
-    ids, types = jnp.array([3, 4], jnp.uint8), jnp.array([1, 255], jnp.uint8)
-    types = typed_linear(table(), ids, types, jnp.ones((300, 4, 2)), precision="f32")
-    np.testing.assert_allclose(types[:, 0], ROWS[[3, 4]].sum(1), rtol=1e-5)
 
 
 def test_tables_of_more_rows_than_int32_counts() -> None:

@@ -21,7 +21,6 @@ from dejax.host_gather import (
     scatter_add,
     sgd,
     shardings,
-    typed_linear,
     value_and_grad,
 )
 
@@ -54,7 +53,6 @@ def test_all_reads_give_the_rows_of_the_table(made: str) -> None:
             gather(t, IDS.reshape(1, -1), reduce="mean"),
             gather_done(gather_start(t, IDS)),
             prefetched_scan(lambda c, rows, _: (c + rows.sum(), rows), 0.0, t, IDS[:, None]),
-            typed_linear(t, IDS, IDS % 3, jnp.ones((3, 6, 2))),
             jax.vmap(lambda i: t[i])(jnp.asarray(IDS)),
         )
 

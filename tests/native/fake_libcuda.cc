@@ -29,8 +29,9 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
     default: return 1;  // an attribute that this driver does not know
   }
 }
-int cuPointerGetAttribute(void*, int, unsigned long long) { return 1; }
+#ifndef WITHOUT_STREAM_GET_CTX
 int cuStreamGetCtx(void*, void**) { return 1; }
+#endif
 #ifndef WITH_CONTEXTS
 int cuCtxPushCurrent_v2(void*) { return 1; }
 int cuCtxPopCurrent_v2(void**) { return 1; }
@@ -76,9 +77,6 @@ UNUSED(cuLaunchKernel) UNUSED(cuMemsetD8Async) UNUSED(cuStreamCreateWithPriority
 UNUSED(cuStreamWaitEvent) UNUSED(cuEventCreate) UNUSED(cuEventRecord) UNUSED(cuEventDestroy_v2)
 UNUSED(cuMemcpyDtoDAsync_v2) UNUSED(cuMemAllocAsync) UNUSED(cuMemFreeAsync) UNUSED(cuMemAlloc_v2)
 UNUSED(cuDeviceGetDefaultMemPool) UNUSED(cuMemPoolSetAttribute)
-#endif
-#ifndef WITHOUT_MEMSET
-int cuMemsetD32Async(unsigned long long, unsigned, size_t, void*) { return 1; }
 #endif
 int cuGetErrorName(int result, const char** name) {
   *name = result == 100 ? "CUDA_ERROR_NO_DEVICE" : nullptr;

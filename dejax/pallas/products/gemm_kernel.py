@@ -68,7 +68,6 @@ class GemmPlan(MergedHeads):
     x_behind: int  # zeros behind the features of a row of x, which then has one head
     out_behind: int  # and behind those of each head of the result
     x_part: int  # columns that share an exponent where x comes as `RowScaled`
-    x_bits_of: jnp.dtype | None  # what the integers of x carry where it comes as `FloatBits`
     divided: bool  # the kernel divides rows of x by the powers of two of their columns
     divided_w: bool  # and matrices by those of the result's columns, instead of the result
 
@@ -234,8 +233,6 @@ def _product_of_step(tile: _Tile, i: Any, row_power: Any, column_power: Any) -> 
     w_at, w_mask = _place_in_w(tile, k[:, None])
     w = _triton.load(ref["w"], w_at, w_mask)
     x = _triton.load(ref["x"], x_at, x_mask)
-    if c.x_bits_of is not None:
-        x = lax.bitcast_convert_type(x, c.x_bits_of)
     if columns is not None and c.divided:
         x = x.astype(jnp.float32) * inverse_of(columns)
     if c.arithmetic != "direct" and column_power is None:

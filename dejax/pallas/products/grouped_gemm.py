@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from dejax.pallas import _triton
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import cdiv, next_power_of_two
-from dejax.pallas.formats.float_bits import FloatBits
 from dejax.pallas.formats.row_scaled import (
     RowScaled,
     encode,
@@ -267,7 +266,7 @@ def _operands(r: GroupedGemm, w: _Weights, dot_vector: jax.Array | None, row_sca
     divided = isinstance(x, RowScaled) and w.power is not None
     x_columns = None if r.x_columns is None or divided else r.x_columns.reshape(heads * k)
     found = {
-        "x": x.bits if isinstance(x, FloatBits) else _stored_rows(x).reshape(rows, -1),
+        "x": _stored_rows(x).reshape(rows, -1),
         "w": w.array,
         "offsets": groups.offsets,
         "tile_type": groups.tile_type,
@@ -366,7 +365,6 @@ def _plan(r: GroupedGemm, cut: _Cut, weights: _Weights, names: tuple[str, ...], 
         x_behind=math.prod(_stored_rows(x).shape[1:]) - heads * k,  # one head may be stored longer
         out_behind=out_length - r.n,
         x_part=x.part_width if isinstance(x, RowScaled) else 1,
-        x_bits_of=x.dtype if isinstance(x, FloatBits) else None,
         divided=r.x_columns is not None and not x_scaled,
         divided_w="out_columns" in names and weights.power is None and _is_linear(r) and large,
     )

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dejax.pallas.formats.float_bits import FloatBits
 from dejax.pallas.formats.row_scaled import RowScaled
 
 
@@ -90,7 +89,7 @@ class GroupedGemm:
 
     Attributes:
       x: float[rows, heads, k], or float[rows, k] for one head, which the result then has no axis for either; or
-        `RowScaled` of such a shape; or `FloatBits`, [rows, k].
+        `RowScaled` of such a shape.
       w: float[types, heads, k, n], or without the heads axis where `x` has none.
       groups: the positions, sorted by type.
       x_index: int32[num_positions], the row of `x` that a position reads; one out of range reads as zeros. None:
@@ -105,7 +104,7 @@ class GroupedGemm:
         and float16 are multiplied as they are. Sums are float32.
     """
 
-    x: jax.Array | RowScaled | FloatBits
+    x: jax.Array | RowScaled
     w: jax.Array
     groups: GemmGroups
     x_index: jax.Array | None = None

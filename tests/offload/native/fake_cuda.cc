@@ -119,7 +119,6 @@ int cuDeviceGet(int* device, int) { return *device = 0, 0; }
 int cuDeviceGetName(char* name, int length, int) { return std::strncpy(name, "Fake", length), 0; }
 int cuDeviceTotalMem_v2(size_t* bytes, int) { return *bytes = 1ull << 30, 0; }
 int cuDeviceGetAttribute(int* value, int, int) { return *value = 0, 0; }
-int cuPointerGetAttribute(void*, int, unsigned long long) { return 1; }
 int cuStreamGetCtx(void*, void** out) { return *out = &context, 0; }
 int cuCtxPushCurrent_v2(void*) { return 0; }
 int cuCtxPopCurrent_v2(void**) { return 0; }
