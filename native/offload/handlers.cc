@@ -84,7 +84,10 @@ ffi::Error DoStoreCuda(Stream stream, ffi::RunId run, int32_t device, ffi::AnyBu
             ->StoreOnCuda({run.run_id, device, stream, site, layout}, ring, Address(x.untyped_data()), x.size_bytes(),
                           Address(handle->untyped_data()));
       },
-      [&] { Check(GetCalls().memset_d32(Address(handle->untyped_data()), 0, 2, stream), "cuMemsetD32Async"); });
+      [&] {
+        GiveUpRun(run.run_id, device);
+        Check(GetCalls().memset_d32(Address(handle->untyped_data()), 0, 2, stream), "cuMemsetD32Async");
+      });
 }
 
 // The launching thread waits here for the work that it has submitted, which writes the handle.
@@ -98,7 +101,10 @@ ffi::Error DoFetchCuda(Stream stream, ffi::RunId run, int32_t device, HandleBuff
             ->FetchOnCuda({run.run_id, device, stream, site, layout}, value, Address(x->untyped_data()),
                           x->size_bytes());
       },
-      [&] { FillWithOnes(Address(x->untyped_data()), x->size_bytes(), stream); });
+      [&] {
+        GiveUpRun(run.run_id, device);
+        FillWithOnes(Address(x->untyped_data()), x->size_bytes(), stream);
+      });
 }
 
 ffi::Error DoGuardCpu(ffi::RunId run, ffi::AnyBuffer x, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> out) {

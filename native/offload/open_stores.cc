@@ -4,6 +4,7 @@
 #include <mutex>
 #include <set>
 #include <stdexcept>
+#include <vector>
 
 #include "current.h"
 #include "store.h"
@@ -77,6 +78,16 @@ std::shared_ptr<Store> FindStore(int64_t number) {
                              "ended (jax.block_until_ready)");
   }
   return found->second;
+}
+
+void GiveUpRun(int64_t run, int device) {
+  OpenStores& stores = Get();
+  std::vector<std::shared_ptr<Store>> open;
+  {
+    const std::lock_guard<std::mutex> lock(stores.mutex);
+    for (const auto& [number, store] : stores.by_number) open.push_back(store);
+  }
+  for (const auto& store : open) store->GiveUpRun(run, device);
 }
 
 }  // namespace dejax::offload

@@ -27,5 +27,7 @@ void AddOpenStore(const std::shared_ptr<Store>& store);
 void RemoveOpenStore(const Store& store);
 // Throws std::runtime_error where it is not open.
 std::shared_ptr<Store> FindStore(int64_t number);
+// Drops what a GPU has stored in a run that failed on another device, in all stores: this device will not fetch it.
+void GiveUpRun(int64_t run, int device);
 
 }  // namespace dejax::offload

@@ -63,6 +63,8 @@ class Store {
   void FetchOnCpu(const CpuCall& call, uint64_t handle, void* data, int64_t bytes);
   void StoreOnCuda(const CudaCall& call, int64_t ring_bytes, DevicePointer data, int64_t bytes, DevicePointer handle);
   void FetchOnCuda(const CudaCall& call, uint64_t handle, DevicePointer data, int64_t bytes);
+  // Drops what this device has stored in the run; does nothing where the store closes or does not know the run.
+  void GiveUpRun(int64_t run, int device);
 
   Stats GetStats();
   // Drops every entry that is not fetched yet. Not while a program that uses them runs.

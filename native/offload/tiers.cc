@@ -95,6 +95,11 @@ void Store::FailRun(const RunPtr& run, const std::string& why) {
   DropLive(run);
 }
 
+void Store::GiveUpRun(int64_t id, int device) {
+  const Lock lock(monitor_.mutex);
+  if (!monitor_.closing) FailRun(registry_.FindRun(id, device));
+}
+
 // Gives up the oldest run that has been idle for a while. A program of which an earlier run was given up with nothing
 // fetched is taken for a forward pass alone: the store does not wait for its runs again.
 bool Store::DropOldest(const Run* current) {
