@@ -126,12 +126,14 @@ def permuted_bytes(text: str) -> list[int]:
     """Bytes that each `collective-permute` of a compiled program moves over links."""
     found = []
     for line in text.splitlines():
-        # For a GPU a tuple: the operand, the result, and words of the asynchronous call.
-        match = re.search(r"= \(?(f32|f64|bf16|s32)\[([\d,]*)\].* collective-permute(?:-start)?\(", line)
+        # For a GPU a tuple: the operand (of several exchanges in one a tuple, too), the results, words of the call.
+        match = re.search(r"= (\(*)(.*?) collective-permute(?:-start)?\(", line)
         if match:
-            size = {"f32": 4, "f64": 8, "bf16": 2, "s32": 4}[match[1]]
+            operands = re.findall(r"(f32|f64|bf16|s32)\[([\d,]*)\]", match[2].partition(")")[0])
             pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", line)[1].count("{")  # type: ignore[index]
-            found.append(size * int(np.prod([int(n) for n in match[2].split(",") if n])) * pairs)
+            for dtype, shape in operands if len(match[1]) > 1 else operands[:1]:
+                size = {"f32": 4, "f64": 8, "bf16": 2, "s32": 4}[dtype]
+                found.append(size * int(np.prod([int(n) for n in shape.split(",") if n])) * pairs)
     return found
 
 

@@ -134,7 +134,8 @@ def test_hot_rows_are_written_and_their_copies_stay_equal(memory, devices) -> No
         np.testing.assert_array_equal(tree[0].numpy(), want)
         inside = (given >= 0) & (given < 203)
         np.testing.assert_array_equal(rows, np.where(inside[..., None], want[np.where(inside, given, 0)], 0))
-        copies = [np.asarray(shard.data).view(np.float32) for shard in tree[0].hot_words.addressable_shards]
+        shards = [jax.device_put(shard.data, jax.memory.Space.Device) for shard in tree[0].hot_words.addressable_shards]
+        copies = [np.asarray(shard).view(np.float32) for shard in shards]
         assert len(copies) == devices and all((copy == want[hot]).all() for copy in copies)
         assert not lost.any()
     often = np.tile(np.asarray(ids)[0], 50)  # of so many ids the margin of deviations is a small part

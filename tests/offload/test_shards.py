@@ -146,8 +146,8 @@ def test_explicit_axes(kinds):
         up = jnp.einsum("btd,dh->bth", x, ws[0], out_sharding=hidden)
         return x + jnp.einsum("bth,hd->btd", jnp.tanh(up), ws[1], out_sharding=out)
 
+    args = placed(mesh, (None, "tensor") if both else (), ("tensor",) if both else (), ("data",))
     with jax.set_mesh(mesh):
-        args = placed(mesh, (None, "tensor") if both else (), ("tensor",) if both else (), ("data",))
         stats = compared(lambda body: jax.jit(jax.grad(loss_of(body), (0, 1))), args, body)
     assert stats.stored_bytes < 2 * 4 * LAYERS * BATCH * TIME * (WIDTH + 3 * HIDDEN) * 4 / 2 + 1
 
@@ -248,7 +248,10 @@ def test_a_store_that_is_too_small_fails_the_next_step_on_all_devices():
 def test_leaving_a_store_raises_what_no_step_could():
     args = placed(mesh_of((4,), ("data",)), ("data",), ("data",), ("data",))
     step = step_of(offload(layer, min_bytes=1), args)
-    with pytest.raises(RuntimeError, match=r"one device of several.*NaN"), ActivationStore(host_bytes=4096):
+    with (
+        pytest.raises(RuntimeError, match=r"one device of several.*NaN"),
+        ActivationStore(device_bytes=0, host_bytes=4096),
+    ):
         step(*args)
     with ActivationStore(host_bytes=1 << 24) as store:
         step(*args)

@@ -87,13 +87,22 @@ def is_on_disk(x):
     return isinstance(x, DiskArray)
 
 
+def numpy_copy(x):
+    """`np.asarray` of an array in pinned host memory is a view, and XLA refuses to donate memory that has views."""
+    return np.asarray(jax.device_put(x, jax.memory.Space.Device) if isinstance(x, jax.Array) else x)
+
+
 def in_memory(state):
-    return jax.tree.map(np.asarray, state, is_leaf=is_on_disk)
+    return jax.tree.map(numpy_copy, state, is_leaf=is_on_disk)
 
 
 def equal(a, b):
+    """The same bits; on a GPU, where XLA rounds two programs apart, nearly the same numbers."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
+        if jax.default_backend() == "gpu":
+            np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=1e-5, atol=1e-7)
+        else:
+            np.testing.assert_array_equal(x, y)
 
 
 def undonated(step, state):
@@ -127,8 +136,8 @@ def test_the_numbers_and_the_communication_of_state_on_the_devices(places, name,
     how["path"] = tmp_path if how.get("path") else None
     losses, state, found = train(make(**how), name)
     want, want_state, want_found = on_the_devices(name)
-    assert losses == want and found <= want_found
-    equal(in_memory(state), want_state)
+    assert found <= want_found
+    equal((losses, in_memory(state)), (want, want_state))
     for key in ("w", "b", "odd"):
         for x in (state.layers[key], state.layer_moments[0].mu[key]):
             assert x.sharding.spec == MESHES[name][2].get(key, P())
@@ -171,7 +180,8 @@ def test_the_loss_alone_leaves_the_state_as_it_is(how, tmp_path):
     alone = jax.jit(step.loss)
     losses = [float(alone(state, batch("fsdp", 2))) for _ in range(2)]
     equal(in_memory(state), before)
-    assert losses == train(step, "fsdp", 1, 2, state)[0] * 2 == on_the_devices("fsdp", 3)[0][2:] * 2
+    equal(losses, train(step, "fsdp", 1, 2, state)[0] * 2)
+    equal(losses, on_the_devices("fsdp", 3)[0][2:] * 2)
 
 
 @pytest.mark.slow
@@ -207,8 +217,7 @@ def test_one_device_of_several(tmp_path):
     """Without `streams`, and without a mesh: dejax reads files, XLA copies host memory."""
     want, want_state, _ = on_the_devices(None)
     losses, state, _ = train(make(path=tmp_path, params="host"), None)
-    assert losses == want
-    equal(in_memory(state), want_state)
+    equal((losses, in_memory(state)), (want, want_state))
     assert state.layer_moments[0].mu["w"].sharding is None and is_on_disk(state.layer_moments[0].mu["w"])
 
 
