@@ -1,23 +1,30 @@
-# dejax: one virtual environment, made on first use from the package registry; stamps keep later calls from
-# installing again.
+# dejax: a virtual environment, made on first use from the package registry; stamps keep later calls from installing
+# again.
 #
 #   make demo              install into .venv and train on the standard library's code graph, three times
 #   make demo CUDA=13      the same with jax's CUDA 13 wheels (or CUDA=12)
-#   make test              lint, format, types, doctests and a sample of the tests, on one jax: what a change should pass
-#   make test-all          the same with the tests in full, and those that cover the code on the oldest supported jax: what CI runs
-#   make docs              build the documentation site and serve it at http://127.0.0.1:8000/
-#   make test-fast         the tests of `make test` alone
-#   make test-slow         the tests that take long: the same contracts over more cases
-#   make test-gpu          the tests on a GPU, room by room, with the Python at hand (ROOM=offload: only tests/offload)
+#   make test              lint, format, types, doctests and the suite: what a change should pass
+#   make test-all          the same, each room's contract on the oldest supported jax, and the site: what CI runs
+#   make test-slow         the tests that the suite leaves out: dear ones, and contracts over more cases
+#   make test-gpu          the suite on a GPU, room by room, with the Python at hand (ROOM=offload: only tests/offload)
 #   make test-gpus         the tests that need several devices on all GPUs of this machine
+#   make docs              build the documentation site and serve it at http://127.0.0.1:8000/
 #   make asan              the CPU handlers under AddressSanitizer
 #   make tsan              the offload store under ThreadSanitizer, with many threads
 #   make soak              offload under random faults, 10,000 steps
-#   make lint types venv clean
+#   make lint types doctest suite contracts site venv clean
 
-PYTHON ?= python3
+# Python 3.12 and later get the newest jax: `python3`, or else the first on PATH or of pyenv (a shim of pyenv may lie on
+# PATH for a version that is not switched on).
+PYTHON ?= $(shell for python in python3 python3.12 python3.13 $(HOME)/.pyenv/versions/3.1[23]*/bin/python3; do \
+	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$python && exit; \
+	done; echo python3)
+# The oldest supported jax, with the oldest supported Python where there is one.
+OLDEST := jax==0.10.2 jaxlib==0.10.2
+PYTHON_OLDEST ?= $(shell for python in python3.11 $(HOME)/.pyenv/versions/3.11*/bin/python3; do \
+	$$python -c 'import ensurepip' 2>/dev/null && echo $$python && exit; done; echo $(PYTHON))
 VENV ?= .venv
-VENV_NEXT ?= .venv-next
+VENV_OLDEST ?= .venv-oldest
 JOBS ?= 2
 CUDA ?=
 DEMO_ARGS ?= --seeds 3
@@ -26,43 +33,23 @@ BIN := $(VENV)/bin
 EXTRA := $(if $(CUDA),cuda$(CUDA))
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard native/* native/*/* native/*/*/* dejax/include/*)
 PIP := -m pip --disable-pip-version-check --no-input install --quiet
-# The dependencies of some extras. They are installed while the extension compiles, and without bytecode, which Python
-# makes of what is imported.
+# `$(call install,folder,extras,pins)`: the dependencies of the extras are installed while the extension compiles, and
+# without bytecode, which Python makes of what is imported.
 LIST := import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*p["dependencies"], *(r for e in sys.argv[1:] for r in p["optional-dependencies"][e]), sep="\n")
 define install
-	$(BIN)/python -c '$(LIST)' $(1) > $(VENV)/requirements.txt
-	$(BIN)/python $(PIP) --no-deps --editable . & \
-	$(BIN)/python $(PIP) --no-compile --requirement $(VENV)/requirements.txt; listed=$$?; wait $$! && exit $$listed
+	$(1)/bin/python -c '$(LIST)' $(2) > $(1)/requirements.txt
+	$(1)/bin/python $(PIP) --no-deps --editable . & \
+	$(1)/bin/python $(PIP) --no-compile --requirement $(1)/requirements.txt $(3); listed=$$?; wait $$! && exit $$listed
 endef
-# worksteal: neighbouring tests run in one process and share what they have compiled.
+# worksteal: neighbouring tests run in one process and share what they have compiled. Most of the tests' time is XLA's
+# compilation for the CPU, which the level halves. Without the three passes, which change no result, programs of
+# interpreted kernels compile in 6 to 9 % less time.
 PYTEST := -m pytest -n $(JOBS) --dist worksteal -q --durations=15
-# Most of the tests' time is XLA's compilation for the CPU, which the level halves. Without the three passes, which change
-# no result, programs of interpreted kernels compile in 6 to 9 % less time.
-QUICK_COMPILE := --xla_backend_optimization_level=0 \
-	--xla_disable_hlo_passes=while-loop-invariant-code-motion,while-loop-constant-sinking,reshape-mover
-QUICK = XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE)"
-# `$(call tests,folder of python,arguments)` runs tests. jaxlib 0.10 can do without its fusion emitters, and then compiles
-# in a third less time. Not where different programs are to give the same bits.
-SAME_BITS := tests/offload tests/examples/test_train_gpt.py
-NO_EMITTERS = $(if $(filter 0.10.%,$(shell \
-	$(1)/python -c 'from importlib.metadata import version; print(version("jaxlib"))')),--xla_cpu_use_fusion_emitters=false)
-define tests
-	$(if $(NO_EMITTERS),XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE) $(NO_EMITTERS)" \
-	$(1)/python $(PYTEST) $(2) $(SAME_BITS:%=--ignore=%) tests && passed=0 || passed=1; )$(QUICK) \
-	$(1)/python $(PYTEST) $(2) $(if $(NO_EMITTERS),$(SAME_BITS) && exit $$passed,tests)
-endef
+TESTED := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 \
+	--xla_disable_hlo_passes=while-loop-invariant-code-motion,while-loop-constant-sinking,reshape-mover"
 
-# A Python >= 3.12 gets the newest jax; pip gives 3.11 jax 0.10. The first that runs, of PATH, then of pyenv: a pyenv
-# shim may lie on PATH for a version that is not switched on.
-PYTHON_NEXT ?= $(shell for v in 3.12 3.13 3.14; do \
-	for python in $$(command -v python$$v) $(HOME)/.pyenv/versions/$$v*/bin/python$$v; do \
-	"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo "$$python" && exit; \
-	done; done)
-# Where .venv has the newest jax already, .venv-next gets the oldest that is supported.
-PINS_NEXT ?= $(shell $(PYTHON) -c 'import sys; print("jax==0.10.2 jaxlib==0.10.2" if sys.version_info >= (3, 12) else "")')
-
-.PHONY: venv venv-test demo docs site test test-all test-fast test-slow test-gpu test-gpus test-here test-next doctest lint types format asan tsan soak clean
+.PHONY: venv venv-test demo docs site test test-all test-slow test-gpu test-gpus suite contracts doctest lint types format asan tsan soak clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -74,12 +61,17 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed$(EXTRA): $(BUILD_INPUTS) | $(BIN)/python
-	$(call install,all $(EXTRA))
+	$(call install,$(VENV),all $(EXTRA))
 	@touch $@
 
 $(VENV)/.installed-test: $(BUILD_INPUTS) | $(BIN)/python
-	$(call install,test $(EXTRA))
+	$(call install,$(VENV),test $(EXTRA))
 	@touch $@ $(VENV)/.installed$(EXTRA)
+
+$(VENV_OLDEST)/.installed-test: $(BUILD_INPUTS)
+	test -x $(VENV_OLDEST)/bin/python || $(PYTHON_OLDEST) -m venv $(VENV_OLDEST)
+	$(call install,$(VENV_OLDEST),test,$(OLDEST))
+	@touch $@
 
 $(VENV)/.installed-docs: $(BUILD_INPUTS) | $(VENV)/.installed-test
 	$(BIN)/python -c '$(LIST)' docs > $(VENV)/requirements.txt
@@ -95,21 +87,25 @@ docs: $(VENV)/.installed-docs
 demo: venv
 	$(BIN)/python examples/entity_classification.py $(DEMO_ARGS)
 
-# The markers (pyproject.toml) choose the tests. --keep-going: a long line does not hide whether the tests pass.
+# --keep-going: a long line does not hide whether the tests pass.
 test: venv-test
 	@$(BIN)/python -c 'import jax, sys; print("Python", sys.version.split()[0], "with jax", jax.__version__)'
-	@$(MAKE) --no-print-directory --keep-going lint types doctest test-fast
+	@$(MAKE) --no-print-directory --keep-going lint types doctest suite
 	@echo "make test: all passed"
 
 test-all: venv-test
-	@$(MAKE) --no-print-directory --keep-going lint types doctest site test-here test-next
+	@$(MAKE) --no-print-directory --keep-going test contracts site
 	@echo "make test-all: all passed"
 
-test-fast: venv-test
-	$(call tests,$(BIN),-m "not slow and not full and not long" --hypothesis-profile=quick)
+suite: venv-test
+	$(TESTED) $(BIN)/python $(PYTEST) -m "not slow" tests
 
 test-slow: venv-test
-	$(call tests,$(BIN),-m slow)
+	$(TESTED) $(BIN)/python $(PYTEST) -m slow tests
+
+contracts: $(VENV_OLDEST)/.installed-test
+	@$(VENV_OLDEST)/bin/python -c 'import jax, sys; print("Python", sys.version.split()[0], "with jax", jax.__version__)'
+	$(TESTED) $(VENV_OLDEST)/bin/python $(PYTEST) -m "not slow" $(wildcard tests/*/test_contract.py)
 
 # Tests on GPUs run with a Python that has dejax installed editable, and jax with CUDA. A room is a folder of tests/, or `top`,
 # the files beside the folders. A room that takes longer than nine minutes fails. Each prints counts, the reasons of tests
@@ -139,7 +135,7 @@ soak: venv-test
 	DEJAX_SOAK_STEPS=10000 $(BIN)/python -m pytest -q -s -p no:cacheprovider tests/offload/test_store.py -k soak
 
 doctest: venv-test
-	XLA_FLAGS="$(XLA_FLAGS) $(QUICK_COMPILE) $(call NO_EMITTERS,$(BIN))" $(BIN)/python $(PYTEST) -p no:cacheprovider --doctest-modules dejax
+	$(TESTED) $(BIN)/python $(PYTEST) -p no:cacheprovider --doctest-modules dejax
 
 lint: venv-test
 	$(BIN)/ruff check . && checked=0 || checked=1; $(BIN)/ruff format --check . && exit $$checked
@@ -151,32 +147,6 @@ format: venv-test
 types: venv-test
 	$(BIN)/mypy
 
-# `make test-all` runs at both ends of the declared range of jax: on the newest everything but the slow tests; on the
-# oldest the tests that together execute each line of dejax (tests/choose_oldest.py): what differs there is jax's API.
-ALL := not slow
-ON_OLDEST := oldest_jax
-NEXT_IS_OLDEST := $(strip $(PINS_NEXT))
-HERE := $(if $(strip $(PYTHON_NEXT)),$(if $(NEXT_IS_OLDEST),$(ALL),$(ON_OLDEST)),$(ALL))
-NEXT := $(if $(NEXT_IS_OLDEST),$(ON_OLDEST),$(ALL))
-
-test-here: venv-test
-	$(BIN)/python -c 'import jax, sys; print("Python", sys.version.split()[0], "with jax", jax.__version__)'
-	$(call tests,$(BIN),-m "$(HERE)")
-
-ifeq ($(strip $(PYTHON_NEXT)),)
-test-next:
-	@echo "make test-all: no Python >= 3.12 found, so no second jax is tested (give one: make test-all PYTHON_NEXT=...)"
-else
-$(VENV_NEXT)/.installed-test: $(BUILD_INPUTS)
-	test -x $(VENV_NEXT)/bin/python || $(PYTHON_NEXT) -m venv $(VENV_NEXT)
-	$(VENV_NEXT)/bin/python $(PIP) --editable '.[test]' $(PINS_NEXT)
-	@touch $@
-
-test-next: $(VENV_NEXT)/.installed-test
-	$(VENV_NEXT)/bin/python -c 'import jax, sys; print("Python", sys.version.split()[0], "with jax", jax.__version__)'
-	$(call tests,$(VENV_NEXT)/bin,-m "$(NEXT)")
-endif
-
 # A copy of the package with an instrumented extension, in build/asan. A forked child has no sanitizer runtime to speak to.
 asan: venv-test
 	PYTHON=$(abspath $(BIN))/python sh tests/native/asan.sh
@@ -185,4 +155,4 @@ tsan:
 	sh tests/native/tsan.sh
 
 clean:
-	rm -rf $(VENV) $(VENV_NEXT) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

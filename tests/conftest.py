@@ -21,23 +21,17 @@ import jax
 import pytest
 
 from dejax import _native
-from tests import choose_oldest
 
 # Tracing makes many objects and few cycles, and jax has work of its own to do at each collection: a tenth of the time.
 gc.set_threshold(100_000, 20, 50)
 
 GOLDEN = Path(__file__).parent / "golden"
-# Node ids of tests that take long, one a line; `pytest --update-long 2` writes those that it saw take 2 seconds.
-LONG = Path(__file__).parent / "long_tests.txt"
 
 # deadline=None: the first example of a test compiles, which takes a hundred times as long as the second.
 hypothesis.settings.register_profile(
     "dejax", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
 )
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("dejax"), derandomize=True)
-_PROFILE = hypothesis.settings.get_profile("ci" if os.environ.get("CI") else "dejax")
-# `make test`: a quarter of the examples (`tests.budget.examples`).
-hypothesis.settings.register_profile("quick", parent=_PROFILE, max_examples=_PROFILE.max_examples // 4)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dejax")
 
 
@@ -47,30 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the golden texts under tests/golden from what the code gives",
     )
-
     parser.addoption(
         "--failures-at-once", action="store_true", help="print the traceback of each failed test when it ends"
     )
-    parser.addoption(
-        "--update-long",
-        type=float,
-        metavar="SECONDS",
-        help="write the tests that this run saw take as long into tests/long_tests.txt, which `make test` leaves out",
-    )
-
-
-class _Durations:
-    """Keeps the tests that take long, and writes their ids when all have run; of workers, in the process above them."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.long = seconds, set[str]()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.duration >= self.seconds:
-            self.long.add(report.nodeid)
-
-    def pytest_sessionfinish(self) -> None:
-        LONG.write_text("".join(f"{name}\n" for name in sorted(self.long)), encoding="utf-8")
 
 
 class _FailuresAtOnce:
@@ -93,9 +66,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--failures-at-once") and not hasattr(config, "workerinput"):
         terminal = config.pluginmanager.getplugin("terminalreporter")
         config.pluginmanager.register(_FailuresAtOnce(terminal), "failures at once")
-    seconds = config.getoption("--update-long")
-    if seconds is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Durations(seconds), "durations")
 
 
 def _why_not_here(item: pytest.Item) -> str | None:
@@ -169,12 +139,7 @@ def _mark_cases_outside_the_sample(items: list[pytest.Item]) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_cases_beyond_pairs(items)
     _mark_cases_outside_the_sample(items)
-    long, oldest = (set(path.read_text(encoding="utf-8").splitlines()) for path in (LONG, choose_oldest.LIST))
     for item in items:
-        if item.nodeid in long:
-            item.add_marker(pytest.mark.long)
-        if item.nodeid in oldest:
-            item.add_marker(pytest.mark.oldest_jax)
         if reason := _why_not_here(item):
             item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -1,17 +1,9 @@
-"""Markers of tests: they exist, say why, and the choice for the oldest jax covers all lines."""
+"""Markers of tests: those that commands choose by exist, and tests for CPUs only say why."""
 
 import ast
 import re
 import tomllib
 from pathlib import Path
-
-from .choose_oldest import cover
-
-
-def test_chosen_tests_execute_every_line_in_little_time() -> None:
-    lines = {"all": {1, 2, 3, 4}, "a": {1, 2}, "b": {3, 4}, "c": {2}, "nothing": set[int]()}
-    assert cover(lines, {"all": 9.0, "a": 1.0, "b": 1.0, "c": 1.0, "nothing": 0.0}) == ["b", "a"]
-    assert cover(lines, {"all": 1.0, "a": 1.0, "b": 1.0, "c": 1.0, "nothing": 0.0}) == ["all"]
 
 
 def test_tests_for_cpus_only_are_few_and_say_why() -> None:
@@ -37,8 +29,8 @@ def test_commands_choose_by_markers_that_exist() -> None:
     settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     known = {re.match(r"\w+", line)[0] for line in settings["tool"]["pytest"]["ini_options"]["markers"]}
     make = (root / "Makefile").read_text(encoding="utf-8")
-    chosen = re.findall(r'-m "([^"$]+)"', make) + re.findall(r"^(?:ALL|ON_OLDEST) := (.+)$", make, re.MULTILINE)
-    assert len(chosen) > 4 and set(re.findall(r"\w+", " ".join(chosen))) - {"not", "and", "or"} <= known
+    chosen = re.findall(r'-m (?:"[^"]+"|slow)', make)
+    assert len(chosen) > 4 and set(re.findall(r"\w+", " ".join(chosen))) - {"m", "not", "and", "or"} <= known
     workflow = root / ".github/workflows/test.yml"
     if workflow.exists():  # a source distribution has none
         assert re.findall(r"run: (.*)", workflow.read_text(encoding="utf-8")) == [".ci/run"]
