@@ -145,7 +145,7 @@ FOR_ANNOTATIONS = {
         ("products", "symbols"),
         ("symbols", "trace"),
     ]
-}
+} | {("dejax.rgnn.ir.derivatives", "dejax.rgnn.ir.inter")}
 
 
 def belongs(module: str, package: str) -> bool:

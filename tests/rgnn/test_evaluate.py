@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dejax import rgnn
-from dejax.rgnn.ir.rules import RULES
+from dejax.rgnn.ir.inter import OPERATORS as TABLE
 from dejax.rgnn.passes.backward import differentiate
 from tests.rgnn.evaluate import ELEMENTWISE, _Rows, evaluate, from_rows
 from tests.rgnn.preserved import trace
@@ -66,4 +66,4 @@ def test_operators_with_two_derivatives(name: str) -> None:
 
 def test_every_operator_has_a_definition() -> None:
     defined = {*ELEMENTWISE, *(name[1:] for name in vars(_Rows) if name.startswith("_")), "input"}
-    assert set(RULES) <= defined, set(RULES) - defined
+    assert set(TABLE) <= defined, set(TABLE) - defined

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dejax.rgnn.ir.inter import ROWWISE, VIAS, Builder, Op, Program, Space, is_float
-from dejax.rgnn.passes._rewrite import Counts, read_back, rebuild
+from dejax.rgnn.passes._rewrite import Counts, rebuild
 from dejax.rgnn.passes.compact import PARTIAL
 from dejax.rgnn.passes.cse import cse
 from dejax.rgnn.passes.dce import dce
@@ -93,7 +93,7 @@ def _with_sums(program: Program) -> Program:
             extremum = builder.op("reduce", fixed, via=op.attr("via"), op=op.attr("op"))
             if not is_float(op.dtype):
                 return extremum
-            back = read_back(builder, extremum, op.attr("via"), builder.ops[args[0]].space)
+            back = builder.read_back(extremum, op.attr("via"), builder.ops[args[0]].space)
             return _shared_by_ties(
                 builder, args[0], back, lambda rows: builder.op("reduce", rows, via=op.attr("via"), op="sum")
             )
@@ -116,11 +116,11 @@ def _softmax(builder: Builder, op: Op, score: int) -> int:
     via, space = op.attr("via"), op.space
     wide = builder.op("cast", score, dtype="float32") if op.dtype in ("bfloat16", "float16") else score
     largest = builder.op("reduce", builder.op("stop_gradient", wide), via=via, op="max")
-    weight = builder.op("exp", builder.op("sub", wide, read_back(builder, largest, via, space)))
+    weight = builder.op("exp", builder.op("sub", wide, builder.read_back(largest, via, space)))
     total = builder.op("reduce", weight, via=via, op="sum")
     dtype, coarse = builder.ops[total].dtype, builder.ops[total].space
     none = builder.op("eq", total, builder.const(0.0, dtype, coarse))
-    share = builder.op("div", weight, read_back(builder, builder.op("add", total, none), via, space))
+    share = builder.op("div", weight, builder.read_back(builder.op("add", total, none), via, space))
     return share if op.dtype == dtype else builder.op("cast", share, dtype=op.dtype)
 
 

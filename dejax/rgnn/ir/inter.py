@@ -22,16 +22,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from dejax.rgnn.ir.rules import (
-    BINARY,
+from dejax.rgnn.ir.operators import BINARY, ELEMENTWISE, OPERATORS, ROWWISE, UNARY, infer
+from dejax.rgnn.ir.type_rules import (
     COUNT_DTYPES,
-    FEATURE,
-    REDUCTIONS,
-    ROWWISE,
-    RULES,
-    UNARY,
     broadcast_shapes,
-    infer,
     is_float,
     need,
     parse_spec,
@@ -56,13 +50,12 @@ __all__ = [
     "Builder",
     "COMPOSED_VIAS",
     "COUNT_DTYPES",
-    "FEATURE",
+    "ELEMENTWISE",
     "IRError",
+    "OPERATORS",
     "Op",
     "Program",
-    "REDUCTIONS",
     "ROWWISE",
-    "RULES",
     "Space",
     "TYPE_VIA",
     "UNARY",
@@ -130,6 +123,10 @@ class Builder:
         if op.name == "const":
             return self.const(op.attr("value"), op.dtype, space)
         return self.op("gather", x, via="all", space=str(space))
+
+    def read_back(self, x: int, via: str, fine: Space) -> int:
+        """The value of a coarse space read at the rows of `fine`, from which the map `via` leads to it."""
+        return self.op("gather", x, via=via, **({"space": str(fine)} if VIAS[via].fine is None else {}))
 
     def build(self, outputs: Iterable[int]) -> Program:
         outputs = tuple(outputs)  # first, since an iterator may append operators

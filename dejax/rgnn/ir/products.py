@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dejax.rgnn.ir.inter import parse_spec
+from dejax.rgnn.ir.type_rules import parse_spec
 
 
 @dataclass(frozen=True, slots=True)

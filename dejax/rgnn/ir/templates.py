@@ -7,7 +7,8 @@ import math
 from dejax.pallas._shapes import padded_size
 from dejax.pallas.products.weight_gradient import MAX_NARROW
 from dejax.pallas.traversal.template import MAX_WIDTH
-from dejax.rgnn.ir.inter import COMPOSED_VIAS, ROWWISE, Op
+from dejax.rgnn.ir.inter import COMPOSED_VIAS, Op
+from dejax.rgnn.ir.operators import named
 from dejax.rgnn.ir.products import Product, with_axes
 
 # Contractions of a row with a matrix for its type, and of two rows into one: the GEMM template.
@@ -22,7 +23,7 @@ NARROW_SPECS = frozenset(("k,->k", "hk,h->hk", "k,h->hk"))
 # Contractions of a row with one or a few vectors for its type: the traversal template, in registers.
 VECTOR_SPECS = frozenset("k,k-> hk,hk->h k,hk->h ,k->k h,hk->k h,hk->hk".split())
 # Row-by-row operators that a kernel can compute on a tile in registers.
-TILE_OPS = (ROWWISE - {"concat", "slice", "pad", "transpose", "reshape"}) | {"const"}
+TILE_OPS = named(lambda o: o.in_registers)
 # What kernels read and write. They compute in float32.
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 # Accesses by which a traversal reads once for all entries of a segment.

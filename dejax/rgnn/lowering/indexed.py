@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.ir.forms import wide
 from dejax.rgnn.ir.inter import Op, Space
 from dejax.rgnn.lowering.segments import (
     extremum_at,
@@ -14,7 +15,6 @@ from dejax.rgnn.lowering.segments import (
     segments,
     valid_rows,
     where_rows,
-    wide,
     zero_if_none,
 )
 

@@ -17,13 +17,8 @@ import jax.numpy as jnp
 
 from dejax.pallas.formats.column_powers import ROWS, Columns, Placed, Source, column_powers, of_array
 from dejax.pallas.formats.row_scaled import RowScaled
-from dejax.rgnn.ir.inter import Op, Program, parse_spec
+from dejax.rgnn.ir.inter import OPERATORS, Op, Program, parse_spec
 
-# Operators whose result has the columns of their first argument.
-_LIKE_FIRST = frozenset("gather reduce cast neg abs relu leaky_relu stop_gradient div reshape".split())
-_SUMS = frozenset("add sub max min".split())
-# Operators whose result has the elements of their argument, or some of its rows, up to their signs.
-_SAME_MAGNITUDE = frozenset("gather cast neg abs stop_gradient".split())
 # An estimate takes so many steps at most. Layers with a residual, `h + f(h)`, in one program double them each time.
 _MOST_STEPS = 32
 # For the axes of features where no product names them.
@@ -103,8 +98,8 @@ class ColumnScales:
         return Columns(((value, letters),), letters, tuple(zip(letters, op.shape, strict=True)))
 
     def _computed(self, op: Op) -> Source | None:
-        first = op.args[0]
-        if op.name in _LIKE_FIRST:
+        first, columns = op.args[0], OPERATORS[op.name].columns
+        if columns in ("same", "at most"):
             return self.source(first) if self.program.ops[first].width == op.width else None
         if op.name == "broadcast":
             return self._elementwise((first,), op)
@@ -112,7 +107,7 @@ class ColumnScales:
             return self._transposed(op)
         if op.name == "mul":
             return self._elementwise(op.args, op)
-        if op.name in _SUMS:
+        if columns == "largest":
             parts = tuple(self._elementwise((a,), op) for a in op.args if self.program.ops[a].width > 1)
             return self._placed(parts, (0,) * len(parts), 0, op)
         if op.name == "linear":
@@ -136,7 +131,7 @@ class ColumnScales:
         placed = tuple(dict.fromkeys(zip(known, starts, strict=True)))
         if len(placed) == 1 and placed[0][0].size == op.width:
             return known[0]
-        if op.name in _SUMS and any(a in self._proportional for a in op.args):
+        if OPERATORS[op.name].columns == "largest" and any(a in self._proportional for a in op.args):
             return None  # nothing says which of the parts is the largest
         return Placed(placed, axis, op.shape)
 
@@ -179,7 +174,7 @@ class ColumnScales:
         Weights that are computed are taken apart, so that no source has a column for each element of a matrix.
         """
         ops = self.program.ops
-        while ops[w].name in _SAME_MAGNITUDE or (ops[w].name == "mul" and _has_narrow_factor(ops[w], ops)):
+        while OPERATORS[ops[w].name].columns == "same" or (ops[w].name == "mul" and _has_narrow_factor(ops[w], ops)):
             if ops[w].name == "mul" and (scales := self.source(narrow := min(ops[w].args, key=lambda a: ops[a].width))):
                 of_scales = _letters_of(ops[narrow].shape, right)
                 factors = ((scales, of_scales), *(() if rows is None else ((rows, left),)))

@@ -14,6 +14,7 @@ from dejax.pallas import TableSlice
 from dejax.rgnn.graphs.loop_tables import GROUPINGS
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
+from dejax.rgnn.ir.forms import wide
 from dejax.rgnn.ir.inter import TYPE_VIA, VIAS, Space
 
 
@@ -65,11 +66,6 @@ def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
     if x.shape[0] == 0:
         return jnp.zeros((index.shape[0], *x.shape[1:]), x.dtype)
     return x.at[index].get(mode="fill", fill_value=0)
-
-
-def wide(x: jax.Array) -> jax.Array:
-    """16-bit floats as float32, in which kernels accumulate; other arrays as they are."""
-    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
 # Sums over types read everything once for each row: wikikg2's 535 weights of 64 by 64 are 2^21 elements.

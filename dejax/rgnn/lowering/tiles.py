@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import dejax.pallas as kernels
 from dejax.pallas.formats.row_scaled import inverse_of
 from dejax.pallas.traversal.factored import max_axis, product, quotient, reshaped, scaled, sum_axis, whole
-from dejax.rgnn.ir.inter import Op, Program
+from dejax.rgnn.ir.inter import ELEMENTWISE, OPERATORS, Op, Program
 from dejax.rgnn.ir.intra import Accumulator, Traversal
 from dejax.rgnn.ir.products import with_axes
 from dejax.rgnn.ir.templates import BY_ROW
 from dejax.rgnn.lowering.factors import WithoutFactors
-from dejax.rgnn.lowering.xla import ELEMENTWISE
 
 
 class TileProgram:
@@ -182,25 +181,16 @@ class TileProgram:
             args = [whole(a) for a in args]
         if name == "const":
             return jnp.full((1,) * lead, op.attr("value"), jnp.float32)
-        if name == "erf":
-            return kernels.erf(args[0])
-        if name == "exp":
-            return kernels.exp(args[0])
-        if name == "softplus":
-            return kernels.maximum(args[0], 0.0) + jnp.log1p(kernels.exp(-jnp.abs(args[0])))
         if name in ELEMENTWISE:
             rank = len(op.shape)
             aligned = [
                 reshaped(a, (*a.shape, *(1,) * (rank - len(s)))) if s == () and rank else a
                 for a, s in zip(args, shapes, strict=True)
             ]
-            if name == "mul":
-                return product(*aligned)
-            if name == "div":
-                return quotient(*aligned)
-            if name in ("max", "min"):
-                return {"max": kernels.maximum, "min": kernels.minimum}[name](*aligned)
-            return ELEMENTWISE[name](op, *aligned)
+            operator = OPERATORS[name]
+            form = operator.tile or operator.form
+            assert form is not None
+            return form(*aligned, **dict(op.attrs))
         x = args[0]
         if name == "dot":
             return sum_axis(product(x, args[1]), lead + len(shapes[0]) - 1, shapes[0][-1])

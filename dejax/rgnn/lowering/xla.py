@@ -1,23 +1,20 @@
 """Plain XLA: every level-1 operator in terms of `jax.numpy`, which is the reference and the CPU path.
 
-A level-2 instance is evaluated by computing the level-1 values that it writes from those that are there; what it would
-keep in registers is an intermediate of XLA.
+Operators that work row by row have their form in the table of operators (`ir/operators.py`). The others, which read the
+tables of a graph, are methods of `Evaluator`. A level-2 instance is evaluated by computing the level-1 values that it
+writes from those that are there; what it would keep in registers is an intermediate of XLA.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from dejax._compat import computed_once, reduce_extremum
+from dejax._compat import computed_once
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
-from dejax.rgnn.ir.inter import TYPE_VIA, Op, Program, Space, parse_spec
+from dejax.rgnn.ir.forms import wide
+from dejax.rgnn.ir.inter import ELEMENTWISE, OPERATORS, TYPE_VIA, Op, Program, Space, parse_spec
 from dejax.rgnn.lowering.indexed import lookup, place
 from dejax.rgnn.lowering.segment_products import product_of_others, segment_prod
 from dejax.rgnn.lowering.segments import (
@@ -31,7 +28,6 @@ from dejax.rgnn.lowering.segments import (
     take_rows,
     valid_rows,
     where_rows,
-    wide,
     zero_if_none,
 )
 
@@ -81,19 +77,13 @@ class Evaluator:
             env[i] = value(i)
 
     def apply(self, op: Op, args: list[jax.Array]) -> jax.Array:
-        special = {
-            "const": self._const,
-            "count": self._count,
-            "gather": self._gather,
-            "reduce": self._reduce,
-            "softmax": self._softmax,
-            "linear": self._linear,
-            "outer": self._outer,
-            "product_of_others": self._product_of_others,
-            "lookup": lambda op, args: lookup(op, self.graph, *args),
-            "place": lambda op, args: place(op, self.graph, self._space_of(op), *args),
-        }.get(op.name)
-        result = special(op, args) if special else _rowwise(op, self.program, args)
+        form = OPERATORS[op.name].form
+        if form is None:  # one that reads the graph, below
+            return getattr(self, f"_{op.name}")(op, args).astype(op.dtype)
+        if op.name in ELEMENTWISE:
+            rank = len(op.shape)
+            args = [a.reshape(a.shape[0], *(1,) * rank) if a.ndim == 1 else a for a in args]
+        result = form(*args, **dict(op.attrs))
         return result.astype(op.dtype)
 
     def _const(self, op: Op, args: list[jax.Array]) -> jax.Array:
@@ -144,6 +134,12 @@ class Evaluator:
         group = segments(self.graph, op.attr("via"))
         x, *directions = map(wide, args)
         return product_of_others(x, directions, group.order, group.offsets)
+
+    def _lookup(self, op: Op, args: list[jax.Array]) -> jax.Array:
+        return lookup(op, self.graph, *args)
+
+    def _place(self, op: Op, args: list[jax.Array]) -> jax.Array:
+        return place(op, self.graph, self._space_of(op), *args)
 
     def _space_of(self, op: Op) -> Space:
         return self.program.ops[op.args[0]].space
@@ -240,122 +236,3 @@ class _Tiles:
         """[tiles, rows a tile, ...] back to rows; zeros for padding rows."""
         rows = y.reshape(y.shape[0] * y.shape[1], *y.shape[2:]).at[self.slot].get(mode="fill", fill_value=0)
         return jnp.where(self.padding.reshape(-1, *(1,) * (rows.ndim - 1)), jnp.zeros((), rows.dtype), rows)
-
-
-def _axes(axes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a + 1 for a in axes)
-
-
-def _rowwise(op: Op, program: Program, args: list[jax.Array]) -> jax.Array:
-    name = op.name
-    if name in ELEMENTWISE:
-        rank = len(op.shape)
-        aligned = [a.reshape(a.shape[0], *(1,) * rank) if a.ndim == 1 else a for a in args]
-        return ELEMENTWISE[name](op, *aligned)
-    x = args[0]
-    if name == "dot":
-        return jnp.sum(wide(x) * wide(args[1]), axis=-1)
-    if name == "sum_features":
-        return jnp.sum(wide(x), axis=_axes(op.attr("axes")), keepdims=op.attr("keepdims"))
-    if name == "extremum_features":
-        differentiable = jnp.issubdtype(x.dtype, jnp.inexact)
-        how = _extremum if differentiable else _extremum.fun
-        return how(x, _axes(op.attr("axes")), op.attr("op"), op.attr("keepdims"))
-    if name == "extremum_share":
-        return _extremum_share(x, _axes(op.attr("axes")), op.attr("op"))
-    if name == "reshape":
-        return x.reshape(x.shape[0], *op.shape)
-    if name == "transpose":
-        return jnp.transpose(x, (0, *_axes(op.attr("perm"))))
-    if name == "broadcast":
-        x = x.reshape(x.shape[0], *(1,) * len(op.shape)) if x.ndim == 1 else x
-        return jnp.broadcast_to(x, (x.shape[0], *op.shape))
-    if name == "concat":
-        return jnp.concatenate([a.astype(op.dtype) for a in args], axis=op.attr("axis") + 1)
-    if name == "slice":
-        return jax.lax.slice_in_dim(x, op.attr("start"), op.attr("stop"), axis=op.attr("axis") + 1)
-    if name == "pad":
-        config = [(0, 0, 0)] * x.ndim
-        config[op.attr("axis") + 1] = (op.attr("before"), op.attr("after"), 0)
-        return jax.lax.pad(x, jnp.zeros((), x.dtype), config)
-    raise NotImplementedError(f"operator {name!r} has no XLA lowering")
-
-
-# Elementwise operators; each works on whole arrays here and on tiles inside kernels.
-ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    "add": lambda op, x, y: x + y,
-    "sub": lambda op, x, y: x - y,
-    "mul": lambda op, x, y: x * y,
-    "div": lambda op, x, y: x / y,
-    "max": lambda op, x, y: jnp.maximum(x, y),
-    "min": lambda op, x, y: jnp.minimum(x, y),
-    "gt": lambda op, x, y: (x > y).astype(x.dtype),
-    "eq": lambda op, x, y: (x == y).astype(x.dtype),
-    "select": lambda op, c, x, y: jnp.where(c > 0, x, y),
-    "power": lambda op, x, y: jnp.power(x, y),
-    "atan2": lambda op, y, x: jnp.arctan2(y, x),
-    "neg": lambda op, x: -x,
-    "sin": lambda op, x: jnp.sin(x),
-    "cos": lambda op, x: jnp.cos(x),
-    "log1p": lambda op, x: jnp.log1p(x),
-    "expm1": lambda op, x: jnp.expm1(x),
-    "softplus": lambda op, x: jnp.logaddexp(x, jnp.zeros_like(x)),
-    "exp": lambda op, x: jnp.exp(x),
-    "log": lambda op, x: jnp.log(x),
-    "sqrt": lambda op, x: jnp.sqrt(x),
-    "rsqrt": lambda op, x: jax.lax.rsqrt(x),
-    "tanh": lambda op, x: jnp.tanh(x),
-    "sigmoid": lambda op, x: 1 / (1 + jnp.exp(-x)),
-    "erf": lambda op, x: jax.lax.erf(x),
-    "abs": lambda op, x: jnp.abs(x),
-    "sign": lambda op, x: jnp.where(x == x, (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype), x),
-    "square": lambda op, x: x * x,
-    "reciprocal": lambda op, x: 1 / x,
-    "relu": lambda op, x: jnp.where(x <= 0, jnp.zeros_like(x), x),  # NaN stays
-    "leaky_relu": lambda op, x: jnp.where(x > 0, x, op.attr("slope") * x),
-    "step": lambda op, x: jnp.where(x > 0, jnp.ones_like(x), jnp.full_like(x, op.attr("slope"))),
-    "pow": lambda op, x: _power(x, op.attr("exponent")),
-    "cast": lambda op, x: x,
-    "stop_gradient": lambda op, x: jax.lax.stop_gradient(x),
-}
-
-
-def _power(x: jax.Array, exponent: float) -> jax.Array:
-    """x to a constant power, by multiplication where the exponent is a small whole number."""
-    if exponent == int(exponent) and 0 <= exponent <= 4:
-        result = jnp.ones_like(x)
-        for _ in range(int(exponent)):
-            result = result * x
-        return result
-    whole = jnp.issubdtype(x.dtype, jnp.integer)  # a power by a float would be float32's
-    return jax.lax.integer_pow(x, int(exponent)) if whole else x**exponent
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def _extremum(x: jax.Array, axes: tuple[int, ...], how: str, keepdims: bool) -> jax.Array:
-    return reduce_extremum(how, x, axes, keepdims)
-
-
-@_extremum.defjvp
-def _extremum_jvp(axes: tuple[int, ...], how: str, keepdims: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """JAX's own rule divides 0 by 0 where the extremum equals no element; see `_extremum_share`."""
-    share = _extremum_share(primals[0], axes, how)
-    tangent = (share * tangents[0]).sum(axis=axes, keepdims=keepdims).astype(tangents[0].dtype)
-    return _extremum(primals[0], axes, how, keepdims), tangent
-
-
-def _extremum_share(x: jax.Array, axes: tuple[int, ...], how: str) -> jax.Array:
-    """The part of each element in the gradient of the extremum over `axes`: equal elements share it.
-
-    XLA may compute `x` once for the extremum and once for the comparison, and round the two differently, whatever
-    barrier stands between. Then no element equals the extremum. The element that the reduction finds counts, too, and
-    so does each NaN.
-    """
-    order = [a for a in range(x.ndim) if a not in axes] + list(axes)
-    rows = jnp.transpose(x, order)
-    flat = rows.reshape(*rows.shape[: x.ndim - len(axes)], math.prod(x.shape[a] for a in axes))
-    first = (jnp.argmax if how == "max" else jnp.argmin)(flat, axis=-1, keepdims=True)
-    chosen = (flat == reduce_extremum(how, flat, -1, True)) | (flat != flat) | (jnp.arange(flat.shape[-1]) == first)
-    chosen = wide(chosen.astype(x.dtype))
-    share = chosen / chosen.sum(axis=-1, keepdims=True)
-    return jnp.transpose(share.reshape(rows.shape), [order.index(a) for a in range(x.ndim)])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from dejax.pallas.machine import H200
-from dejax.rgnn.ir.inter import VIAS, Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import Builder, Op, Program, Space
 from dejax.rgnn.ir.products import with_axes
 
 # Given the new builder, the old operator, its arguments in the new program and its old number: the new value, or None
@@ -106,11 +106,6 @@ def copy_ops(program: Program, chosen: Iterable[int], outputs: Iterable[int]) ->
         line = program.lines[i] if program.lines else None
         new[i] = builder.copy(program.ops[i], (new[a] for a in program.ops[i].args), line)
     return builder.build_from(program, (new[o] for o in outputs))
-
-
-def read_back(builder: Builder, x: int, via: str, fine: Space) -> int:
-    """The value of a coarse space read at the rows of `fine`."""
-    return builder.op("gather", x, via=via, **({"space": str(fine)} if VIAS[via].fine is None else {}))
 
 
 def inserted_axes(op: Op, source: Op) -> tuple[int, ...] | None:

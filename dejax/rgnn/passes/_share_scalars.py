@@ -135,8 +135,8 @@ def _held(fusion: Fusion, traversal: TraversalPlan, scalars: list[int]) -> int:
     ops = fusion.program.ops
     _, leaves = fusion.cone([*traversal.roots, *scalars], set())
     sums = [ops[a.out] for a in traversal.accumulators]
-    # A sum marked `again` would else be summed forward and kept (`_softmax_gradient.py`): no reader could have it.
-    return sum(ops[v].width for v in leaves) + sum(op.width for op in sums if not op.attr("again"))
+    # A sum marked `recompute` would else be summed forward and kept (`_softmax_gradient.py`): no reader could have it.
+    return sum(ops[v].width for v in leaves) + sum(op.width for op in sums if not op.attr("recompute"))
 
 
 def _pays(fusion: Fusion, writer: TraversalPlan, reader: TraversalPlan, scalars: list[int]) -> bool:

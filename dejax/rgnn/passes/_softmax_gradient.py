@@ -180,8 +180,8 @@ class _Centring:
                 return builder.op("reduce", made, via=op.attr("via"), op="sum", **attrs)
 
             whole = total([*rest, Factor(r.plain, 1, difference.inserts)])
-            # `again`: not kept from forward, since the traversal that makes `whole` has all that this sum needs.
-            shares = total(rest, again=True)
+            # Not kept from forward, since the traversal that makes `whole` has all that this sum needs.
+            shares = total(rest, recompute=True)
             off = builder.op("mul", insert_axes(builder, new[r.left], difference.inserts), shares)
             if builder.ops[off].shape != builder.ops[whole].shape:
                 return None

@@ -8,8 +8,8 @@ and so do elementwise functions of values that are there already. Edges then gat
 
 from __future__ import annotations
 
-from dejax.rgnn.ir.inter import COMPOSED_VIAS, ROWWISE, Builder, Op, Program, Space
-from dejax.rgnn.ir.rules import is_float
+from dejax.rgnn.ir.inter import COMPOSED_VIAS, OPERATORS, ROWWISE, Builder, Op, Program, Space, is_float
+from dejax.rgnn.ir.operators import Infinite, named
 from dejax.rgnn.passes._rewrite import Counts, where_some
 
 # An anchor has the name of the map from edges to it; "edge" and "all" are the finest and the coarsest.
@@ -22,9 +22,7 @@ _SPACE = {**_PAIRS, "src": Space.NODE, "dst": Space.NODE, "etype": Space.EDGE_TY
 # Functions whose value or slope can be infinite. On nodes they would also apply to rows that no edge reads, and there
 # backward would multiply 0 by infinity. They stay on edges, or on pairs, each of which has an edge. Where they follow a
 # reduction of wide rows, as in a layer norm, they move to the nodes and are given 1 for rows that no edge reads.
-PARTIAL = frozenset("div exp expm1 log log1p sqrt rsqrt reciprocal pow power atan2 square".split())
-# Quotients that nodes or types have themselves, as 1 / the number of their edges, are given 1 there, too.
-_REACH_INFINITY = frozenset("div log log1p rsqrt reciprocal pow power".split())
+PARTIAL = named(lambda o: o.infinite is not Infinite.NOWHERE)
 _REDUCES = frozenset({"sum_features", "extremum_features", "dot"})
 _WIDE = 8
 # Compaction pays if it saves at least one row in five; below that the extra indirection costs more.
@@ -135,7 +133,7 @@ class _Compaction:
         if x not in self.infinite:
             op = self.builder.ops[x]
             found = op.name == "input" and op.width == 1 and is_float(op.dtype)
-            if op.name in _REACH_INFINITY:
+            if OPERATORS[op.name].infinite is Infinite.VALUE:
                 found = not self.is_positive(op.args[op.name == "div"])
             if op.name == "linear" or (op.name in ROWWISE and op.name != "select"):
                 found |= any(self.may_be_infinite(a) for a in op.args)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from dejax.rgnn.ir.inter import TYPE_VIA, Op, Program, Space
+from dejax.rgnn.ir.inter import OPERATORS, TYPE_VIA, Op, Program, Space
 from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, WeightGradient, access_operand
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.ir.templates import KERNEL_DTYPES, MATRIX_SPECS, WEIGHT_GRADIENT_SPECS
@@ -19,7 +19,6 @@ from dejax.rgnn.passes._rewrite import Counts, from_memory, powers_of_two
 _WHOLE_WIDTH = 64
 # Products with so many vectors for each type are better done as a grouped GEMM with a narrow matrix than in registers.
 _MIN_VECTORS = 4
-_ACTIVATIONS = ("relu", "tanh", "sigmoid", "leaky_relu")
 
 
 def fuse_gemm(kernels: Kernels, counts: Counts, *, accumulate: bool = False) -> Kernels:
@@ -81,7 +80,7 @@ def _with_epilogue(program: Program, users: list[list[int]], i: int, spec: str, 
             out, u = u, _only_user(program, users, u)
     if u is not None:
         user = program.ops[u]
-        if user.name in _ACTIVATIONS:
+        if OPERATORS[user.name].epilogue:
             slope = f":{user.attr('slope')}" if user.name == "leaky_relu" else ""
             out, activation = u, user.name + slope
         elif bias is None and accumulate and user.is_sum:

@@ -16,7 +16,6 @@ from dejax.rgnn.passes._rewrite import (
     in_range,
     insert_axes,
     multiply,
-    read_back,
     rebuild,
     where_some,
     widened,
@@ -63,7 +62,7 @@ def hoist(program: Program, counts: Counts, *, exact: bool = False) -> Program:
             read = program.ops[f.value]
             row = new[read.args[0]]
             if read.attr("via") == "all":
-                row = read_back(builder, row, "all", builder.ops[total].space)
+                row = builder.read_back(row, "all", builder.ops[total].space)
             else:
                 row = where_some(builder, via, widened(builder, row), 1.0)  # of an empty segment it may be anything
             parts.append((insert_axes(builder, row, f.inserts), f.power))

@@ -123,7 +123,7 @@ def _reads_maximum(program: Program, value: int) -> bool:
 
 def _keep(program: Program, value: int, counts: Counts, save_all: bool) -> bool:
     op = program.ops[value]
-    if op.name in ("const", "count", "gather") or op.attr("again"):
+    if op.name in ("const", "count", "gather") or op.attr("recompute"):
         return False
     if save_all:
         return True

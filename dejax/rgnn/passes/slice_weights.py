@@ -9,11 +9,10 @@ Kernels read rows whole; a part of one would be copied first, for each node or e
 
 from __future__ import annotations
 
-from dejax.rgnn.ir.inter import BINARY, UNARY, Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import ELEMENTWISE, Builder, Op, Program, Space
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import Counts, Rewrite
 
-_BY_ELEMENT = UNARY | BINARY | {"select"}
 _TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 
 
@@ -49,7 +48,7 @@ class _Slices(Rewrite):
             if user.name == "slice":
                 axes.add(user.attr("axis"))
                 width += user.attr("stop") - user.attr("start")
-            elif (user.name == "gather" or user.name in _BY_ELEMENT) and u in self.axis_of and user.shape == op.shape:
+            elif (user.name == "gather" or user.name in ELEMENTWISE) and u in self.axis_of and user.shape == op.shape:
                 axes.add(self.axis_of[u])
             else:
                 return None
@@ -59,7 +58,7 @@ class _Slices(Rewrite):
         return axis if op.name != "linear" or _weight_axis(op, axis) is not None else None
 
     def can_cut(self, op: Op) -> bool:
-        return op.name in _BY_ELEMENT or op.name in ("linear", "gather")
+        return op.name in ELEMENTWISE or op.name in ("linear", "gather")
 
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         """See `Rewrite`."""

@@ -12,7 +12,7 @@ Gimelshein, arXiv 1805.02867). It runs after backward generation, so the maximum
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import Builder, Op, Program
-from dejax.rgnn.passes._rewrite import Counts, as_dtype, or_one, read_back, rebuild
+from dejax.rgnn.passes._rewrite import Counts, as_dtype, or_one, rebuild
 
 
 def expand_softmax(program: Program, counts: Counts) -> Program:
@@ -25,10 +25,10 @@ def expand_softmax(program: Program, counts: Counts) -> Program:
         if op.dtype in ("bfloat16", "float16"):
             score = as_dtype(builder, score, "float32")
         largest = builder.op("reduce", score, via=via, op="max")
-        shifted = builder.op("sub", score, read_back(builder, largest, via, op.space))
+        shifted = builder.op("sub", score, builder.read_back(largest, via, op.space))
         exponential = builder.op("exp", shifted)
         total = builder.op("reduce", exponential, via=via, op="sum")
-        share = builder.op("div", exponential, read_back(builder, or_one(builder, total), via, op.space))
+        share = builder.op("div", exponential, builder.read_back(or_one(builder, total), via, op.space))
         return as_dtype(builder, share, op.dtype)
 
     return rebuild(program, visit)

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dejax.rgnn.ir.inter import BINARY, UNARY, Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import ELEMENTWISE, Builder, Op, Program, Space
 from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, in_range
-
-_ELEMENTWISE = UNARY | BINARY | {"select"}
 
 
 def split_rows(program: Program, counts: Counts) -> Program:
@@ -56,7 +54,7 @@ class _SplitRows(Rewrite):
             return None
         if op.name == "concat" and op.space == Space.EDGE:
             return self.concatenated(builder, op, args, index)
-        if op.name in _ELEMENTWISE or op.name == "dot":
+        if op.name in ELEMENTWISE or op.name == "dot":
             return self.by_element(builder, op, index)
         if op.name == "reduce" and len(op.args) == 1:
             parts = self.parts[op.args[0]]
@@ -68,7 +66,7 @@ class _SplitRows(Rewrite):
         """Whether a concatenation of edge rows has a reader that can take it part by part."""
         if op.name != "concat" or op.space != Space.EDGE or len(op.args) > 8 or self.of_one_node(op):
             return False
-        readers = _ELEMENTWISE | {"reduce", "sum_features", "dot"}
+        readers = ELEMENTWISE | {"reduce", "sum_features", "dot"}
         return any(self.program.ops[u].name in readers for u in self.users[index])
 
     def of_one_node(self, op: Op) -> bool:

@@ -9,11 +9,10 @@ group of equal operators becomes one. Parts that others read, too, and parts of 
 
 from __future__ import annotations
 
-from dejax.rgnn.ir.inter import BINARY, UNARY, Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import ELEMENTWISE, Builder, Op, Program, Space
 from dejax.rgnn.passes._rewrite import Counts, Rewrite
 
 _TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
-_BY_ELEMENT = UNARY | BINARY | {"select"}
 # (rows with heads, weight with heads) -> the contraction with heads of `k,kn->n`.
 _SPECS = {(False, True): "k,hkn->hn", (True, True): "hk,hkn->hn", (True, False): "hk,kn->hn"}
 
@@ -95,7 +94,7 @@ class _Group:
 
     def operator(self, op: Op, columns: list[tuple[int, ...]], values: tuple[int, ...]) -> int:
         builder = self.builder
-        if op.name in _BY_ELEMENT:
+        if op.name in ELEMENTWISE:
             args = [self.ranked(self.stacked(c), len(op.shape)) for c in columns]
             return builder.op(op.name, *args, **dict(op.attrs))
         if op.name == "linear":

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dejax.pallas.machine import H200
-from dejax.rgnn.ir.inter import Op, Program, Space
+from dejax.rgnn.ir.inter import OPERATORS, Op, Program, Space
 from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, RowProducts, Traversal, WeightGradient
+from dejax.rgnn.ir.operators import Linear
 from dejax.rgnn.passes._rewrite import Counts
 from dejax.rgnn.passes.save import Cut
 
@@ -32,15 +33,6 @@ _WIDE_PRODUCT = 256
 _READS_OF_WIDE = 4
 # Vectors of types come from the L1, and in 16 bits in half the time: sums over 3 million pairs of nodes 0.40 -> 0.34 ms
 _MANY_ENTRIES = 1_000_000
-
-
-# Linear, row by row or where rows are read.
-_MOVES = frozenset("neg cast gather reshape transpose broadcast concat slice pad stop_gradient".split())
-# A relative error of the argument is the same relative error of the result.
-_HOMOGENEOUS = frozenset("relu leaky_relu abs max min".split())
-# Constant but for jumps.
-_JUMPS = frozenset("step sign gt eq".split())
-_SUMS = frozenset("reduce linear outer dot sum_features".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +72,7 @@ def linear_in(program: Program, value: int) -> bool:
     for i in range(value + 1, len(program.ops)):
         op = program.ops[i]
         found = [carried[a] for a in op.args if a in carried]
-        if not found or op.name in _JUMPS:
+        if not found or OPERATORS[op.name].linear is Linear.CONSTANT:
             continue
         if not _safe(op, found, carried) or (arguments and _meets(program, i, value, arguments, before)):
             return False
@@ -89,7 +81,7 @@ def linear_in(program: Program, value: int) -> bool:
             part = (op.attr("axis"), op.attr("start"), op.attr("stop"))
         elif any(c.part != part for c in found):
             part = None
-        carried[i] = _Carries(op.name in _SUMS or all(c.summed for c in found), part)
+        carried[i] = _Carries(OPERATORS[op.name].linear is Linear.SUMS or all(c.summed for c in found), part)
     return True
 
 
@@ -101,7 +93,8 @@ def _ancestors(program: Program, value: int) -> frozenset[int]:
 
 def _is_made(op: Op) -> bool:
     """Whether an operator computes wide rows, and does not just read or move them."""
-    return op.width >= MIN_WIDTH and op.name not in _MOVES and op.name not in ("input", "const")
+    moves = OPERATORS[op.name].linear is Linear.MOVES
+    return op.width >= MIN_WIDTH and not moves and op.name not in ("input", "const")
 
 
 def _meets(program: Program, i: int, value: int, arguments: set[int], before: frozenset[int]) -> bool:
@@ -138,8 +131,8 @@ def _related(program: Program, value: int, a: int, b: int) -> bool:
 
 def _safe(op: Op, found: list[_Carries], carried: dict[int, _Carries]) -> bool:
     """Whether an operator is linear in those of its arguments that are stored rows, and takes no difference of them."""
-    rows = [c for c in found if not c.summed]
-    if not rows or op.name in _MOVES or op.name in _HOMOGENEOUS or op.name == "add":
+    rows, linear = [c for c in found if not c.summed], OPERATORS[op.name].linear
+    if not rows or linear in (Linear.MOVES, Linear.SAME_FACTOR) or op.name == "add":
         return True
     if op.name == "select":
         return carried.get(op.args[0], _Carries(summed=True)).summed
@@ -147,7 +140,7 @@ def _safe(op: Op, found: list[_Carries], carried: dict[int, _Carries]) -> bool:
         return len(found) == 1 or found[0].apart(found[1])
     if op.name == "div" and not carried.get(op.args[1], _Carries(summed=True)).summed:
         return False
-    if op.name not in _SUMS and op.name not in ("mul", "div"):
+    if linear not in (Linear.SUMS, Linear.SCALES):
         return False
     return len(rows) == 1 or rows[0].apart(rows[1])
 

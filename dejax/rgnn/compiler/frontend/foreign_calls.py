@@ -9,12 +9,12 @@ import traceback
 from collections.abc import Iterable
 
 from dejax.rgnn.compiler.frontend.errors import ProgramError, fail, is_internal, is_library
+from dejax.rgnn.ir.operators import named
 
-# Functions that rgnn has by the same name.
-_SAME = frozenset(
-    "abs arctan2 clip concatenate cos dot elu erf exp expm1 gelu leaky_relu log log1p log_softmax logsumexp max "
-    "maximum mean min minimum reciprocal relu rsqrt sigmoid sign silu sin softmax softplus sqrt square stack "
-    "stop_gradient sum tanh where".split()
+# Functions that rgnn has by the same name: those of elementwise operators, and those that are made of several.
+_SAME = named(lambda operator: operator.doc is not None) | frozenset(
+    "arctan2 clip concatenate dot elu gelu leaky_relu log_softmax logsumexp max maximum mean min minimum silu softmax "
+    "stack sum where".split()
 )
 _OTHER = {
     "absolute": "rgnn.abs",

@@ -6,24 +6,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dejax.rgnn.compiler.frontend.errors import fail
-from dejax.rgnn.ir.inter import Op
+from dejax.rgnn.ir.inter import OPERATORS, Op
 
 if TYPE_CHECKING:
     from dejax.rgnn.compiler.frontend.symbols import Symbol
-
-# Operators that give a mask from a mask, and those that give a mask from several.
-_KEPT = frozenset("gather reshape slice broadcast transpose cast stop_gradient".split())
-_JOINED = frozenset("mul max min concat".split())
 
 
 def is_mask(ops: Sequence[Op], value: int) -> bool:
     """Whether every element of a value is 0 or 1: booleans, comparisons, and logic on them."""
     op = ops[value]
-    if op.dtype == "bool" or op.name in ("gt", "eq"):
+    masks = OPERATORS[op.name].masks
+    if op.dtype == "bool" or masks == "made":
         return True
-    if op.name in _KEPT:
-        return is_mask(ops, op.args[0])
-    if op.name in _JOINED:
+    if masks == "kept":
         return all(is_mask(ops, a) for a in op.args)
     if op.name == "const":
         return op.attr("value") in (0.0, 1.0)
