@@ -127,7 +127,6 @@ def run(name: str, make: Callable[[], tuple[Any, Any, Any]], shares: list[float]
     found: dict[str, Any] = {"planning_s": time.perf_counter() - begin, "all_on_the_device_gb": everything / 1e9}
     rates = {name: value for name, value in dataclasses.asdict(plan.tiers).items() if value and math.isfinite(value)}
     found |= {"measured_tiers": rates, "measured_cost": dataclasses.asdict(plan.costs[1])}
-    found["measured_copies"] = {name: x for name, x in dataclasses.asdict(plan.copies).items() if math.isfinite(x)}
     for share in shares:
         try:
             part = plan.within(device_bytes=share * everything)
@@ -137,23 +136,22 @@ def run(name: str, make: Callable[[], tuple[Any, Any, Any]], shares: list[float]
             continue
         near, seconds = measured(part, make()[1], x)
         row = {
-            "moved": sorted(part.chosen.far),
-            "inputs": part.chosen.activations,
+            "moved": sorted(what for what, at in part.chosen.choices.items() if at == "host" and what != "inputs"),
+            "inputs": part.chosen.choices["inputs"],
             "predicted_gb": part.chosen.device_bytes / 1e9,
             "measured_gb": near / 1e9,
             "memory_off": part.chosen.device_bytes / near - 1,
             "predicted_ms": 1e3 * part.chosen.seconds,
-            "predicted_copying_ms": 1e3 * part.chosen.copy_seconds,
-            "predicted_launching_ms": 1e3 * part.chosen.launch_seconds,
             "measured_ms": 1e3 * seconds,
             "time_off": part.chosen.seconds / seconds - 1,
         }
-        fitting = [
-            way for way in plan.ways if way.device_bytes <= part.device_bytes and way.host_bytes <= part.host_bytes
-        ]
+        fitting = [way for way in plan.ways if all(getattr(way, name) <= most for name, most in part.budgets.items())]
         drawn = random.Random(0).sample(fitting, min(others, len(fitting)))
         if drawn:
-            row["others_ms"] = [1e3 * measured(dataclasses.replace(part, chosen=way), make()[1], x)[1] for way in drawn]
+            chosen, row["others_ms"] = part.chosen, []
+            for part.chosen in drawn:
+                row["others_ms"].append(1e3 * measured(part, make()[1], x)[1])
+            part.chosen = chosen
             # Once more after the others, so that other work on the machine during the first time does not count.
             row["measured_ms"] = min(row["measured_ms"], 1e3 * measured(part, make()[1], x)[1])
             row["time_off"] = row["predicted_ms"] / row["measured_ms"] - 1

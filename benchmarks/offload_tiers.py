@@ -89,7 +89,7 @@ def planned(
     import jax.numpy as jnp
 
     from dejax.offload import ActivationStore, plan_stack
-    from dejax.offload.plan.profile import scan_layers, training_step
+    from dejax.offload.plan.measure import scan_layers, training_step
 
     def layer(w: Any, x: Any) -> Any:
         for _ in range(passes):
@@ -111,23 +111,23 @@ def planned(
         plan = plan_stack(layer, ws, x, budget_bytes=int(budget_gib * GIB), store=store, choices=choices)
         found["planning_seconds"] = time.perf_counter() - begin
         found["tiers"] = dataclasses.asdict(plan.tiers)
-        found["forward_ms"] = 1e3 * plan.forward_seconds
+        found["forward_ms"] = 1e3 * next(iter(plan.costs.values())).forward_seconds
         chosen = plan.chosen
         say(plan.table())
-        for way in (chosen, *[w for w in plan.ways if w.layers in others]):
+        for way in (chosen, *[w for w in plan.ways if tuple(w.choices.get(c, 0) for c in CHOICES) in others]):
             plan.chosen = way
             before = store.stats()
             peak, seconds = plan.measure(ws, x)
             stats = store.stats()
             rows.append(
                 {
-                    "layers": dict(zip(CHOICES, way.layers, strict=True)),
-                    "predicted_gib": way.peak_bytes / GIB,
+                    "layers": dict(way.choices),
+                    "predicted_gib": way.device_bytes / GIB,
                     "peak_gib": peak / GIB,
                     "predicted_ms": 1e3 * way.seconds,
                     "ms": 1e3 * seconds,
                     "predicted_wait_ms": 1e3 * way.stall_seconds,
-                    "predicted_disk_gib": way.placement.disk_bytes / GIB,
+                    "predicted_disk_gib": way.disk_bytes / GIB,
                     "written_gib": (stats.written_bytes - before.written_bytes) / GIB,
                     "read_gib": (stats.read_bytes - before.read_bytes) / GIB,
                     "steps": stats.runs - before.runs,

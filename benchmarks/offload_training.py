@@ -237,9 +237,8 @@ def gpt_plan(num: int, batch: int, sequence: int, width: int, share: float) -> d
         say(plan.table())
         ways = [
             {
-                "saved": None if way.saved is None else sorted(way.saved),
-                "offloaded": sorted(way.offloaded),
-                "peak_gib": way.peak_bytes / GIB,
+                "choices": dict(way.choices),
+                "peak_gib": way.device_bytes / GIB,
                 "ms": 1e3 * way.seconds,
                 "wait_ms": 1e3 * way.stall_seconds,
             }
@@ -248,9 +247,9 @@ def gpt_plan(num: int, batch: int, sequence: int, width: int, share: float) -> d
     return {
         "saved": saved,
         "share": share,
-        "choices": {name: plan.chosen.choice(name) for name in plan.bytes_of},
+        "choices": dict(plan.chosen.choices),
         "bytes_of": plan.bytes_of,
-        "predicted_gib": plan.chosen.peak_bytes / GIB,
+        "predicted_gib": plan.chosen.device_bytes / GIB,
         "peak_gib": peak / GIB,
         "predicted_ms": 1e3 * plan.chosen.seconds,
         "ms": 1e3 * seconds,
@@ -266,7 +265,7 @@ def largest_batch(num: int, batch: int, sequence: int, width: int) -> dict[str, 
     import jax.numpy as jnp
 
     from dejax.offload import ActivationStore
-    from dejax.offload.plan.profile import residuals_of, ring_of
+    from dejax.offload.plan.measure import residuals_of, ring_of
 
     _, params, x, bodies = gpt_model(num, batch, sequence, width)
     # Autotuning matrix products for each size would take most of the time.

@@ -15,10 +15,9 @@ from dejax.offload.activations.residuals import Residual
 from dejax.offload.activations.stats import StoreStats
 from dejax.offload.activations.store import ActivationStore, default_store
 from dejax.offload.activations.transform import offload
-from dejax.offload.plan.layers import CHOICES, Prediction, StackPlan, plan_stack
-from dejax.offload.plan.names import NamesPlan, NamesWay, plan_names
-from dejax.offload.plan.step import StepPlan, StepWay, plan_step
-from dejax.offload.plan.ways import Plan
+from dejax.offload.plan.activations import CHOICES, plan_names, plan_stack
+from dejax.offload.plan.result import Plan, Way
+from dejax.offload.plan.step import plan_step
 from dejax.offload.state.master import MasterState, master_weights
 from dejax.offload.state.optimizer import optimizer
 from dejax.offload.state.stack_step import StackState, StackStep, stack_step
@@ -32,19 +31,14 @@ __all__ = [
     "ActivationStore",
     "DiskArray",
     "MasterState",
-    "NamesPlan",
-    "NamesWay",
     "Plan",
-    "Prediction",
     "Recording",
     "Residual",
-    "StackPlan",
     "StackState",
     "StackStep",
     "StateStore",
-    "StepPlan",
-    "StepWay",
     "StoreStats",
+    "Way",
     "default_store",
     "master_weights",
     "offload",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dejax.offload import ActivationStore, offload
-from dejax.offload.plan import profile
+from dejax.offload.plan import measure
 from dejax.offload.plan.loops import scan_pieces
 
 
@@ -32,7 +32,7 @@ def test_layers_run_in_several_ways_share_parameters_and_gradients():
         (jax.checkpoint(body), 2),
         (body, 3),
     ]
-    plain = compiled(lambda params, x: profile.scan_layers(body, params, x))
+    plain = compiled(lambda params, x: measure.scan_layers(body, params, x))
     with ActivationStore() as store:
         mixed = compiled(lambda params, x: scan_pieces(pieces, params, x))
         got = mixed(params, x)

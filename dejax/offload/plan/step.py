@@ -2,8 +2,8 @@
 
 Short stacks of the user's own layers are compiled and timed with all of their state on the device. Memory and time of
 the whole stack follow: state that lies on the host costs its bytes over the bus, alongside the arithmetic of the
-layers. Where both directions of the bus are busy, the bus has the rate that was measured so. Each array also costs two
-copies on the device, and time of the thread that launches the step's work.
+layers, and two copies on the device, between staging memory and XLA's buffers. Where both directions of the bus are
+busy, the bus has the rate that was measured so.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import itertools
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,149 +23,131 @@ import numpy as np
 from dejax import _native
 from dejax.offload.activations import memory
 from dejax.offload.activations.store import ActivationStore
-from dejax.offload.plan.copy_cost import FREE, CopyCosts, copy_costs, duplex_bandwidth
-from dejax.offload.plan.profile import (
-    SHORT,
+from dejax.offload.plan.measure import (
+    LayerCost,
     Tiers,
-    base_and_layer,
     count_layers,
-    launched,
-    measured_rows,
+    device_bandwidth,
+    duplex_bandwidth,
     part,
+    short_stacks,
     state_bandwidths,
     tiers_of,
     timed,
 )
-from dejax.offload.plan.step_cost import NO_DRIVE, Cost, Drive, KeptGradients, Leaf, StepWay, predict
+from dejax.offload.plan.result import Phase, Plan, Way, place
 from dejax.offload.state.moments import Tier
 from dejax.offload.state.stack_settings import Kept
-from dejax.offload.state.stack_step import StackState, StackStep, stack_step
+from dejax.offload.state.stack_step import StackStep, stack_step
 from dejax.offload.state.store import StateStore
 
+_STAGED_LAYERS = 4  # two on their way to the device and two on their way back
 
-@dataclass(slots=True)
-class StepPlan:
-    """A plan for a training step, made by `plan_step`.
+
+@dataclass(frozen=True, slots=True)
+class StateArray:
+    """An array of a step's state, of all layers."""
+
+    path: str
+    nbytes: int
+    is_param: bool
+    is_frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What is known of a step before its ways are compared.
 
     Attributes:
-        chosen: the fastest way within the budgets.
-        ways: every way that was considered.
         num_layers: of the stack.
-        tiers: measured bandwidths, and the sizes of host memory and of the drive for activations.
-        copies: measured costs of carrying state, besides the bus; all zero where XLA carries it.
-        costs: measured short stacks, by number of microbatches.
-        device_bytes, host_bytes, disk_bytes: the budgets.
-        measured: (device bytes, seconds) of the chosen way, after `measure`.
-
-    >>> import jax.numpy as jnp, optax
-    >>> from dejax.offload import plan_step
-    >>> plan = plan_step(  # doctest: +SKIP
-    ...     lambda outer, x: x * outer["scale"],
-    ...     lambda w, x: x + jnp.tanh(x @ w),
-    ...     lambda outer, x, batch: jnp.mean(x**2),
-    ...     optax.adam(1e-3),
-    ...     {"scale": jnp.ones(())},
-    ...     jnp.ones((6, 128, 128)) / 128,
-    ...     jnp.ones((16, 128)),
-    ...     device_bytes=1 << 30,
-    ... )
-    >>> print(plan.table())  # doctest: +SKIP
-    >>> step = plan.apply()  # doctest: +SKIP
+        state_bytes: of parameters, moments and the batch.
+        tiers: of activations.
+        write_bandwidth, read_bandwidth: bytes a second of the drive for state.
+        freed: whether backward frees gradients; else they are kept.
+        host_gradients: bytes of gradients that are kept in host memory.
+        copy_bandwidth: bytes a second that the device reads and writes in a copy; inf: nothing is copied.
     """
 
-    chosen: StepWay
-    ways: list[StepWay]
     num_layers: int
+    state_bytes: float
     tiers: Tiers
-    copies: CopyCosts
-    costs: Mapping[int, Cost]
-    device_bytes: float
-    host_bytes: float
-    disk_bytes: float
-    _make: Callable[..., StackStep]
-    measured: tuple[float, float] | None = field(default=None)
+    write_bandwidth: float = float("inf")
+    read_bandwidth: float = float("inf")
+    freed: bool = True
+    host_gradients: int = 0
+    copy_bandwidth: float = float("inf")
 
-    def apply(self) -> StackStep:
-        """The step as planned."""
-        return _step_of(self._make, self.chosen)
 
-    def within(
-        self,
-        *,
-        device_bytes: float | None = None,
-        host_bytes: float | None = None,
-        disk_bytes: float | None = None,
-    ) -> StepPlan:
-        """The plan for other budgets, by the same measurements.
+def predict(
+    host: Sequence[StateArray],
+    disk: Sequence[StateArray],
+    inputs: Tier,
+    cost: LayerCost,
+    facts: StepFacts,
+    choices: dict[str, Any],
+) -> Way | None:
+    """Memory and time of a step with so much of its state in host memory and on a drive; None where that is too small.
 
-        Args:
-            device_bytes, host_bytes, disk_bytes: as for `plan_step`; None: as before.
+    Args:
+        host, disk: the arrays that lie there; all others lie on the device.
+        inputs: where the layers' inputs lie.
+        cost: of a layer with all state on the device; its stored_bytes are those of its input.
+        facts: of the step.
+        choices: for the result.
+    """
+    layers, away, kept = facts.num_layers, [*host, *disk], facts.host_gradients
+    moved, on_drive = _bytes(away), _bytes(disk)
+    params, back = _bytes(a for a in away if a.is_param), _bytes(a for a in away if not a.is_frozen)
+    # What is on its way to and from the drive: two layers that are read, and as much as the staging memory to write.
+    held = moved - on_drive + (2 + _STAGED_LAYERS) * on_drive / layers
+    stored = layers * cost.stored_bytes if inputs == "host" else 0
+    ring = min(stored, 2 * cost.stored_bytes)
+    # One drive reads and writes in turn.
+    read_params = _bytes(a for a in disk if a.is_param) / facts.read_bandwidth
+    drive = on_drive / facts.read_bandwidth + _bytes(a for a in disk if not a.is_frozen) / facts.write_bandwidth
 
-        Raises:
-            ValueError: nothing fits; the message gives the least that would.
-        """
-        device = self.device_bytes if device_bytes is None else device_bytes
-        host = self.host_bytes if host_bytes is None else host_bytes
-        disk = self.disk_bytes if disk_bytes is None else disk_bytes
-        budgets: dict[str, Any] = {"device_bytes": device, "host_bytes": host, "disk_bytes": disk}
-        return dataclasses.replace(self, chosen=_choose(self.ways, **budgets), measured=None, **budgets)
+    def phase(seconds: float, into: float, out: float, on_drive: float, stored: float = 0) -> Phase:
+        return Phase(layers * seconds + 2 * (into + out + stored) / facts.copy_bandwidth, into, out, on_drive)
 
-    def measure(self, state: StackState, batch: Any) -> tuple[float, float]:
-        """Compiles and times the planned step; returns (device bytes, seconds), which `table` then shows.
+    forward = phase(cost.forward_seconds, params, 0.0, read_params, stored)
+    backward_seconds = max(0.0, cost.layer_seconds - cost.forward_seconds)
+    if facts.freed:
+        backward, update = phase(backward_seconds, moved, back, drive, stored), Phase(0.0)
+    else:  # the update comes after backward, and next to no arithmetic hides its copies
+        backward = phase(backward_seconds, params, kept, read_params, stored)
+        update = phase(0.0, moved + kept, back, drive)
+    left = dataclasses.replace(facts.tiers, host_bytes=max(0.0, facts.tiers.host_bytes - held - kept))
+    where = place(stored, ring, forward, backward, left)
+    if where is None:
+        return None
+    phases = (forward, backward, update)
+    stall = where.stall_seconds + update.stall_seconds(facts.tiers)
+    stall += sum(_ends(each, facts.tiers) for each in phases) / layers
+    near = 0 if inputs == "host" else layers * cost.stored_bytes
+    staging = ring + _STAGED_LAYERS * (moved + kept) / layers
+    return Way(
+        choices,
+        facts.state_bytes - moved - kept + cost.base_bytes + layers * cost.layer_bytes + near + staging,
+        cost.base_seconds + sum(each.seconds for each in phases) + stall,
+        stall,
+        staging,
+        held + kept + where.host_bytes,
+        where.disk_bytes + 2 * on_drive,
+    )
 
-        Args:
-            state: from the planned step's `init`; it is used up.
-            batch: of the step.
-        """
-        compiled = self.apply().jit(state).lower(state, batch).compile()
-        near = sum(x.nbytes for x in jax.tree.leaves(state) if _is_near(x))
-        temp = float(compiled.memory_analysis().temp_size_in_bytes)
-        held = [state]
 
-        def run() -> Any:
-            held[0], loss = compiled(held[0], batch)
-            return loss
+def _bytes(arrays: Any) -> int:
+    return sum(array.nbytes for array in arrays)
 
-        seconds = timed(run)
-        self.measured = (near + temp + self.chosen.staging_bytes, seconds)
-        return self.measured
 
-    def table(self) -> str:
-        """A Markdown table: the fastest way for each choice of places, the chosen one, and its measured values.
+def _ends(phase: Phase, tiers: Tiers) -> float:
+    """What a loop takes beyond its slowest part, times its number of layers.
 
-        A step's time has two parts besides arithmetic: it waits for the bus or the drive, and the device copies between
-        staging memory and XLA's buffers. A step takes at least as long as the thread that launches its work.
-        """
-        lines = [
-            "| parameters, moments on the host | on disk | inputs | parts | device, GB | host, disk, GB | step, ms | "
-            "waiting, copying, ms | launching, ms |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        ]
-        for way in self.ways:
-            if way is not self.chosen and way not in self.best():
-                continue
-            mark = "**" if way is self.chosen else ""
-            counts = [
-                " and ".join(str(sum(path.startswith(kind) for path in some)) for kind in ("params", "moments"))
-                for some in (way.far, way.on_disk)
-            ]
-            lines.append(
-                f"| {mark}{counts[0]} arrays{mark} | {counts[1]} arrays | {way.activations} | {way.microbatches} | "
-                f"{way.device_bytes / 1e9:.3f} | {way.host_bytes / 1e9:.3f}, {way.disk_bytes / 1e9:.3f} | "
-                f"{way.seconds * 1e3:.2f} | {way.stall_seconds * 1e3:.2f}, {way.copy_seconds * 1e3:.2f} | "
-                f"{way.launch_seconds * 1e3:.2f} |"
-            )
-        lines += ["", "| | device, GiB | step, ms | | |", "| --- | --- | --- | --- | --- |"]
-        lines.append(f"| predicted | {self.chosen.device_bytes / 2**30:.3f} | {self.chosen.seconds * 1e3:.2f} | | |")
-        return "\n".join([*lines, *measured_rows((self.chosen.device_bytes, self.chosen.seconds), self.measured)])
-
-    def best(self) -> list[StepWay]:
-        """The ways that no other beats in both device memory and time, sorted by memory."""
-        found: list[StepWay] = []
-        for way in sorted(self.ways, key=lambda way: (way.device_bytes, way.seconds)):
-            if not found or way.seconds < found[-1].seconds:
-                found.append(way)
-        return found
+    The first layer waits for its rows, and the loop ends when the last layer's rows are back. So of the ways in and out
+    and the arithmetic, all but the slowest add the time of one layer.
+    """
+    parts = phase.seconds, phase.in_bytes / tiers.in_bandwidth, phase.out_bytes / tiers.out_bandwidth
+    return sum(parts) - max(parts)
 
 
 def plan_step(
@@ -188,13 +170,13 @@ def plan_step(
     frozen: Callable[[str, Any], bool] | None = None,
     path: Any = None,
     disk_bytes: float | None = None,
-) -> StepPlan:
+) -> Plan:
     """Decides where parameters, moments and activations of a `stack_step` lie, and in how many parts a batch runs.
 
-    It measures the bus, the store's drive, and two short stacks for each number of microbatches. It also measures what
-    an array that travels costs besides its time on the bus: copies on the device, and time of the thread that launches
-    a step's work. It predicts the rest. Moments leave the device before parameters, because parameters travel twice in
-    a step. Large arrays leave before small ones. The layers' inputs leave if computation hides their time over the bus.
+    It measures the bus, the store's drive, and two short stacks for each number of microbatches, and predicts the rest.
+    State that travels costs its bytes over the bus, alongside the arithmetic, and copies on the device. Moments leave
+    the device before parameters, because parameters travel twice in a step. Large arrays leave before small ones. The
+    layers' inputs leave if computation hides their time over the bus.
     With a `path`, moments and then parameters may go on to a drive.
 
     Args:
@@ -223,55 +205,74 @@ def plan_step(
         given = {"store": store, "min_bytes": min_bytes, "streams": streams, "frozen": frozen, "path": path}
         return stack_step(embed, body, head, tx, clip_norm=clip_norm, gradients=gradients, **given | how)  # type: ignore[arg-type]
 
-    device_bytes = _device_budget() if device_bytes is None else device_bytes
-    host_bytes = memory.available_memory() / 2 if host_bytes is None else host_bytes
-    if disk_bytes is None:
-        disk_bytes = float("inf") if path is None else _free_bytes(path)
-    tiers, copies = dataclasses.replace(tiers_of(store), host_bytes=host_bytes), FREE
+    step = make()
+    budgets = {
+        "device_bytes": _device_budget() if device_bytes is None else device_bytes,
+        "host_bytes": memory.available_memory() / 2 if host_bytes is None else host_bytes,
+        "disk_bytes": (math.inf if path is None else _free_bytes(path)) if disk_bytes is None else disk_bytes,
+    }
+    arrays = _arrays(step, outer, layers)
+    facts = _facts(step, outer, layers, batch, arrays, store, path, budgets["host_bytes"])
+    movable = sorted(
+        (array for array in arrays if array.nbytes >= max(1, min_bytes) * num_layers),
+        key=lambda array: (array.is_param, -array.nbytes),
+    )
+    costs = {count: _cost(make, outer, layers, batch, count) for count in microbatches}
+    ways = []
+    for (count, cost), (on_disk, moved), inputs in itertools.product(
+        costs.items(), _cuts(len(movable), path), ("device", "host")
+    ):
+        disk, host = movable[:on_disk], movable[on_disk:moved]
+        tiers: dict[str, Any] = {array.path: "device" for array in arrays}
+        tiers |= {array.path: "disk" for array in disk} | {array.path: "host" for array in host}
+        tiers |= {"inputs": inputs, "microbatches": count}
+        ways.append(predict(host, disk, inputs, cost, facts, tiers))  # type: ignore[arg-type]
+
+    def apply(way: Way) -> StackStep:
+        return _step_of(make, way)
+
+    return Plan(
+        [way for way in ways if way is not None],
+        budgets,
+        facts.tiers,
+        costs,
+        {array.path: array.nbytes for array in arrays},
+        "plan_step",
+        apply,
+        lambda way, state, batch: _measure(apply(way), state, batch),
+    )
+
+
+def _facts(
+    step: StackStep,
+    outer: Any,
+    layers: Any,
+    batch: Any,
+    arrays: Sequence[StateArray],
+    store: ActivationStore | None,
+    path: Any,
+    host_bytes: float,
+) -> StepFacts:
+    tiers, copies = dataclasses.replace(tiers_of(store), host_bytes=host_bytes), math.inf
     if jax.default_backend() == "gpu" and _native.unavailable_reason() is None:
         tiers = tiers.with_duplex(duplex_bandwidth())
-        copies = FREE if streams is False else copy_costs()
-    drive = NO_DRIVE if path is None else Drive((), *state_bandwidths(path))
-    step = make()
-    leaves, kept = _leaves(step, outer, layers), _kept(step, outer, layers)
-    total = sum(leaf.nbytes for leaf in leaves)
+        copies = math.inf if step.streams is False else device_bandwidth()
     outside = step.split(outer, layers)[0].trained(jax.tree.leaves(outer))
-    fixed = sum(_nbytes(x) for x in jax.tree.leaves((outer, jax.eval_shape(tx.init, outside), batch)))
-    movable = sorted(
-        (leaf for leaf in leaves if leaf.nbytes >= max(1, min_bytes) * num_layers),
-        key=lambda leaf: (leaf.is_param, -leaf.nbytes),
+    fixed = sum(_nbytes(x) for x in jax.tree.leaves((outer, jax.eval_shape(step.tx.init, outside), batch)))
+    gradients = 0
+    if step.gradients == "host":
+        trained = step.split(outer, layers)[1].trained(jax.tree.leaves(layers))
+        places = zip(jax.tree.leaves(trained), step.places("host", trained), strict=True)
+        gradients = sum(_nbytes(x) for x, at in places if at == "host")
+    return StepFacts(
+        count_layers(layers, "plan_step"),
+        _bytes(arrays) + fixed,
+        tiers,
+        *((math.inf, math.inf) if path is None else state_bandwidths(path)),
+        freed=step.gradients == "freed",
+        host_gradients=gradients,
+        copy_bandwidth=copies,
     )
-    ways = []
-    costs = {count: _cost(make, outer, layers, batch, count) for count in microbatches}
-    for count, cost in costs.items():
-        for (on_disk, moved), activations in itertools.product(_cuts(len(movable), path), ("device", "host")):
-            some = dataclasses.replace(drive, leaves=tuple(movable[:on_disk]))
-            far = movable[on_disk:moved]
-            way = predict(far, total + fixed, cost, num_layers, count, activations, tiers, kept, some, copies)  # type: ignore[arg-type]
-            ways += [] if way is None else [way]
-    budgets: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
-    return StepPlan(_choose(ways, **budgets), ways, num_layers, tiers, copies, costs, **budgets, _make=make)
-
-
-def _excess(way: StepWay, budgets: dict[str, float]) -> set[str]:
-    """Names of the budgets that a way does not meet."""
-    return {name for name, most in budgets.items() if getattr(way, name) > most}
-
-
-def _least(ways: Sequence[StepWay], budgets: dict[str, float]) -> str:
-    """The least that fits: of each budget, with the others as they are, and of the device's memory."""
-    if not ways:
-        return "the tiers are too small for any way"
-    said = []
-    for name in budgets:
-        alone = [getattr(way, name) for way in ways if _excess(way, budgets) == {name}]
-        said += [f"{name}={math.ceil(min(alone))} would do"] if alone else []
-    least = min(ways, key=lambda way: way.device_bytes)
-    said.append(
-        f"the least on the device takes {int(least.device_bytes)} bytes, with {int(least.host_bytes)} in host memory "
-        f"and {int(least.disk_bytes)} on disk"
-    )
-    return "; ".join(said)
 
 
 def _cuts(count: int, path: Any) -> list[tuple[int, int]]:
@@ -279,91 +280,69 @@ def _cuts(count: int, path: Any) -> list[tuple[int, int]]:
     return [(k, n) for n in range(count + 1) for k in range(n + 1 if path is not None else 1)]
 
 
-def _choose(ways: Sequence[StepWay], **budgets: float) -> StepWay:
-    """The fastest way within `device_bytes`, `host_bytes` and `disk_bytes`."""
-    fitting = [way for way in ways if not _excess(way, budgets)]
-    if not fitting:
-        given = " and ".join(f"{name}={int(n)}" for name, n in budgets.items() if n != float("inf"))
-        raise ValueError(
-            f"plan_step: nothing fits {given}; {_least(ways, budgets)}; give more, a smaller batch, or more "
-            "microbatches"
-        )
-    fastest = min(way.seconds for way in fitting)
-    # Measured times differ by half a percent between runs: among such ways, move as little as possible.
-    near = [way for way in fitting if way.seconds <= 1.005 * fastest]
-    return min(near, key=lambda way: (way.host_bytes + way.disk_bytes, way.device_bytes))
+def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, count: int) -> LayerCost:
+    """Two short stacks, all of their state on the device, and gradients that are kept.
 
-
-def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, count: int) -> Cost:
-    """Two short stacks, all of their state on the device, and gradients that are kept."""
+    The cost's bytes are without the layers' inputs, and its stored_bytes are those of an input.
+    """
     step = make(params="device", moments="device", microbatches=count)
     if step.gradients == "host":
         step = dataclasses.replace(step, gradients="device")
-    temps, seconds, launch = [], [], []
-    for length in SHORT:
+    input_bytes = sum(_nbytes(x) for x in jax.tree.leaves(jax.eval_shape(step.embed, outer, batch)))
+
+    def measured(length: int) -> tuple[float, float]:
         state = step.init(jax.tree.map(_copied, outer), _some_layers(layers, length))
         compiled = step.jit(state).lower(state, batch).compile()
-        temps.append(float(compiled.memory_analysis().temp_size_in_bytes))
-        held = [state]
+        temp = float(compiled.memory_analysis().temp_size_in_bytes)
+        return temp - length * input_bytes, timed(_running(compiled, state, batch))
 
-        def run(compiled: Any = compiled, held: list[Any] = held) -> Any:
-            held[0], loss = compiled(held[0], batch)
-            return loss
-
-        took, returned = launched(run)
-        seconds.append(took)
-        launch.append(returned)
-    x = jax.eval_shape(step.embed, outer, batch)
-    input_bytes = sum(_nbytes(leaf) for leaf in jax.tree.leaves(x))
-    layer_bytes = max(0.0, (temps[1] - temps[0]) / (SHORT[1] - SHORT[0]) - input_bytes)
-    base_bytes = max(0.0, temps[0] - SHORT[0] * (layer_bytes + input_bytes))
-    base_seconds, layer_seconds = base_and_layer(seconds)
-    base_launch, layer_launch = base_and_layer(launch)
-    return Cost(
-        base_bytes,
-        layer_bytes,
-        base_seconds,
-        layer_seconds,
-        layer_seconds / 4,
-        input_bytes,
-        base_launch,
-        layer_launch,
+    cost = short_stacks(measured)
+    return dataclasses.replace(
+        cost,
+        base_bytes=max(0.0, cost.base_bytes),
+        layer_bytes=max(0.0, cost.layer_bytes),
+        forward_seconds=cost.layer_seconds / 4,  # backward computes a layer again
+        stored_bytes=input_bytes,
     )
 
 
-def _leaves(step: StackStep, outer: Any, layers: Any) -> list[Leaf]:
-    found = []
+def _running(compiled: Any, state: Any, batch: Any) -> Callable[[], Any]:
+    """A function that makes a step from the state that the last one left."""
+    held = [state]
+
+    def run() -> Any:
+        held[0], loss = compiled(held[0], batch)
+        return loss
+
+    return run
+
+
+def _measure(step: StackStep, state: Any, batch: Any) -> tuple[float, Callable[[], Any]]:
+    compiled = step.jit(state).lower(state, batch).compile()
+    near = sum(x.nbytes for x in jax.tree.leaves(state) if _is_near(x))
+    return near + float(compiled.memory_analysis().temp_size_in_bytes), _running(compiled, state, batch)
+
+
+def _arrays(step: StackStep, outer: Any, layers: Any) -> list[StateArray]:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layers)
     split = step.split(outer, layers)[1]
     moments = jax.eval_shape(jax.vmap(step.tx.init), split.trained(jax.tree.leaves(shapes)))
-    for (path, leaf), frozen in zip(jax.tree_util.tree_leaves_with_path(shapes), split.frozen, strict=True):
-        found.append(Leaf("params" + jax.tree_util.keystr(path), _nbytes(leaf), True, frozen))
+    params = zip(jax.tree_util.tree_leaves_with_path(shapes), split.frozen, strict=True)
+    found = [StateArray("params" + jax.tree_util.keystr(at), _nbytes(x), True, frozen) for (at, x), frozen in params]
     for path, leaf in jax.tree_util.tree_leaves_with_path(moments):
-        found.append(Leaf("moments" + jax.tree_util.keystr(path), _nbytes(leaf), False, False))
+        found.append(StateArray("moments" + jax.tree_util.keystr(path), _nbytes(leaf), False))
     return found
 
 
-def _kept(step: StackStep, outer: Any, layers: Any) -> KeptGradients:
-    if step.gradients != "host":
-        return KeptGradients(step.gradients == "freed", 0)
-    trained = step.split(outer, layers)[1].trained(jax.tree.leaves(layers))
-    places = step.places("host", trained)
-    far = [_nbytes(x) for x, at in zip(jax.tree.leaves(trained), places, strict=True) if at == "host"]
-    return KeptGradients(False, sum(far), len(far))
-
-
-def _step_of(make: Callable[..., StackStep], way: StepWay) -> StackStep:
+def _step_of(make: Callable[..., StackStep], way: Way) -> StackStep:
     def where(kind: str) -> Callable[[str, Any], Tier]:
-        def place(path: str, _: Any) -> Tier:
-            return "disk" if kind + path in way.on_disk else "host" if kind + path in way.far else "device"
-
-        return place
+        return lambda path, _: way.choices[kind + path]  # type: ignore[no-any-return]
 
     return make(
         params=where("params"),
         moments=where("moments"),
-        activations=way.activations,
-        microbatches=way.microbatches,
+        activations=way.choices["inputs"],
+        microbatches=way.choices["microbatches"],
     )
 
 

@@ -1,4 +1,4 @@
-"""Measurements for the planners: short stacks of layers, the bus, the drive, and the waits for them."""
+"""Measurements for plans: short stacks of layers, the bus, the device's memory and drives."""
 
 from __future__ import annotations
 
@@ -19,41 +19,25 @@ from dejax.offload.activations.boundary import ring_bytes
 from dejax.offload.activations.residuals import Residual, make_plan
 from dejax.offload.activations.store import ActivationStore
 from dejax.offload.state.store import StateStore, store_at
+from dejax.offload.state.stream.chain import staging_bytes
+from dejax.offload.state.stream.rows import HostRows, Walk
 
 SHORT = (2, 4)  # layers of the profiled stacks
 _PROFILE_SECONDS = 0.3  # for each time taken
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-_KEPT_FREE = 1 / 8  # of host memory, which a store with a disk tier leaves free
 _drives: dict[tuple[Any, ...], tuple[float, float]] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """What moves during one phase of a step.
-
-    Attributes:
-        in_bytes, out_bytes: over the bus, to the device and from it.
-        drive_seconds: that a drive takes for its part.
-    """
-
-    in_bytes: float = 0.0
-    out_bytes: float = 0.0
-    drive_seconds: float = 0.0
-
-
-NOTHING = Traffic()
-
-
-@dataclass(frozen=True, slots=True)
 class Tiers:
-    """Where offloaded tensors can go, and how fast.
+    """Where arrays can go, and how fast.
 
     Attributes:
         out_bandwidth, in_bandwidth: bytes a second, device to pinned host memory and back.
         host_bytes: size of host memory.
         disk_bytes: size of the disk tier; 0: there is none.
         write_bandwidth, read_bandwidth: bytes a second of the disk tier.
-        out_duplex, in_duplex: bytes a second of each direction of the bus while both are busy. None: as alone.
+        duplex_bandwidth: bytes a second of each direction of the bus while both are busy, if that is slower than alone.
     """
 
     out_bandwidth: float
@@ -62,18 +46,15 @@ class Tiers:
     disk_bytes: float = 0.0
     write_bandwidth: float = float("inf")
     read_bandwidth: float = float("inf")
-    out_duplex: float | None = None
-    in_duplex: float | None = None
+    duplex_bandwidth: float = float("inf")
 
-    def bus_seconds(self, moved: Traffic) -> float:
+    def bus_seconds(self, in_bytes: float, out_bytes: float) -> float:
         """The time of copies that run in both directions at once: first both, then the rest of one of them."""
-        alone = max(moved.in_bytes / self.in_bandwidth, moved.out_bytes / self.out_bandwidth)
-        into = self.in_bandwidth if self.in_duplex is None else min(self.in_duplex, self.in_bandwidth)
-        out = self.out_bandwidth if self.out_duplex is None else min(self.out_duplex, self.out_bandwidth)
-        both = min(moved.in_bytes / into, moved.out_bytes / out)
+        into, out = min(self.in_bandwidth, self.duplex_bandwidth), min(self.out_bandwidth, self.duplex_bandwidth)
+        both = min(in_bytes / into, out_bytes / out)
         if both <= 0:
-            return alone
-        rest_in, rest_out = moved.in_bytes - both * into, moved.out_bytes - both * out
+            return max(in_bytes / self.in_bandwidth, out_bytes / self.out_bandwidth)
+        rest_in, rest_out = in_bytes - both * into, out_bytes - both * out
         return both + max(0.0, rest_in / self.in_bandwidth, rest_out / self.out_bandwidth)
 
     def with_duplex(self, each: float) -> Tiers:
@@ -82,63 +63,28 @@ class Tiers:
         A direction alone is not slower. Where it was measured so, something else was using the bus.
         """
         alone = {"in_bandwidth": max(each, self.in_bandwidth), "out_bandwidth": max(each, self.out_bandwidth)}
-        return dataclasses.replace(self, out_duplex=each, in_duplex=each, **alone)
+        return dataclasses.replace(self, duplex_bandwidth=each, **alone)
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a step's stored bytes lie.
+class LayerCost:
+    """What a way to run a layer costs, in a stack of such layers.
 
     Attributes:
-        ring_bytes, host_bytes, disk_bytes: in each tier when forward ends.
-        stall_seconds: time that the step waits for copies.
+        base_bytes, layer_bytes: temporaries of a stack of n layers: base_bytes + n * layer_bytes.
+        base_seconds, layer_seconds: likewise, time of a training step without waits for the bus.
+        forward_seconds: of layer_seconds, the forward pass.
+        stored_bytes: what one layer stores, if it does.
+        ring_bytes: size of the device's ring.
     """
 
-    ring_bytes: float
-    host_bytes: float
-    disk_bytes: float
-    stall_seconds: float
-
-
-def place(
-    stored: float,
-    ring: float,
-    forward: float,
-    backward: float,
-    tiers: Tiers,
-    with_forward: Traffic = NOTHING,
-    with_backward: Traffic = NOTHING,
-) -> Placement | None:
-    """Predicts where stored bytes lie, and how long a step waits for them.
-
-    All bytes but the ring's leave the device while forward runs; where the bus is slower, the compute stream waits.
-    Backward likewise. Bytes that host memory does not hold are written to disk meanwhile. They must be there before the
-    last tensor needs their memory, so the time of the tensors that stay in the ring does not count.
-
-    Args:
-        stored: bytes of a step.
-        ring: bytes of the ring.
-        forward: seconds of the layers that store.
-        backward: seconds of the layers that fetch.
-        tiers: the tiers below the ring.
-        with_forward, with_backward: what else goes over the bus meanwhile; waits for it are counted, too.
-
-    Returns:
-        None where the tiers are too small.
-    """
-    travels = max(0.0, stored - ring)
-    on_disk = 0.0
-    if tiers.disk_bytes > 0:
-        on_disk = max(0.0, travels - tiers.host_bytes * (1 - _KEPT_FREE))
-    if on_disk > tiers.disk_bytes or travels - on_disk > tiers.host_bytes:
-        return None
-    share = travels / stored if stored > 0 else 0.0
-    out = tiers.bus_seconds(Traffic(with_forward.in_bytes, with_forward.out_bytes + travels))
-    back = tiers.bus_seconds(Traffic(with_backward.in_bytes + travels, with_backward.out_bytes))
-    written, read = on_disk / tiers.write_bandwidth, on_disk / tiers.read_bandwidth
-    waiting = max(0.0, out - forward, with_forward.drive_seconds - forward, written - share * forward)
-    waiting += max(0.0, back - backward, with_backward.drive_seconds - backward, read - share * backward)
-    return Placement(min(ring, stored), travels - on_disk, on_disk, waiting)
+    base_bytes: float
+    layer_bytes: float
+    base_seconds: float
+    layer_seconds: float
+    forward_seconds: float = 0.0
+    stored_bytes: int = 0
+    ring_bytes: int = 0
 
 
 def tiers_of(store: ActivationStore | None) -> Tiers:
@@ -226,17 +172,6 @@ def count_layers(params: Any, caller: str) -> int:
     return num_layers
 
 
-def measured_rows(predicted: tuple[float, float], measured: tuple[float, float] | None) -> list[str]:
-    """The last rows of a plan's table, from (peak bytes, seconds): the measured values, and how far they are off."""
-    if measured is None:
-        return []
-    off = [f"{100 * (a / b - 1):+.1f} %" for a, b in zip(predicted, measured, strict=True)]
-    return [
-        f"| measured | {measured[0] / 2**30:.3f} | {measured[1] * 1e3:.2f} | | |",
-        f"| off by | {off[0]} | {off[1]} | | |",
-    ]
-
-
 def scan_layers(body: Callable[[Any, Any], Any], params: Any, x: Any) -> Any:
     """`body` over the leading axis of `params`."""
     return jax.lax.scan(lambda x, p: (body(p, x), None), x, params)[0]
@@ -247,29 +182,29 @@ def part(params: Any, begin: int, count: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[begin : begin + count], params)
 
 
-def short_stacks(
-    body: Callable[[Any, Any], Any], params: Any, x: Any, *, run: bool = True
-) -> tuple[float, float, float, float]:
-    """(base bytes, bytes a layer, base seconds, seconds a layer) of a training step, from two short stacks."""
-    temps, seconds = [], []
-    for count in SHORT:
-        step = training_step(functools.partial(scan_layers, body))
-        if run:
-            temp, took = profile(step, part(params, 0, count), x)
-        else:
-            compiled = step.lower(part(params, 0, count), x).compile()
-            temp, took = float(compiled.memory_analysis().temp_size_in_bytes), 0.0
-        temps.append(temp)
-        seconds.append(took)
-    layer_bytes = (temps[1] - temps[0]) / (SHORT[1] - SHORT[0])
-    return temps[0] - SHORT[0] * layer_bytes, layer_bytes, *base_and_layer(seconds)
+def short_stacks(run: Callable[[int], tuple[float, float]]) -> LayerCost:
+    """The cost of a layer, from `run`: (number of layers) -> (bytes of temporaries, seconds) of a stack."""
+    (few_bytes, few), (many_bytes, many) = map(run, SHORT)
+    more = SHORT[1] - SHORT[0]
+    layer_bytes = (many_bytes - few_bytes) / more
+    layer = max(0.0, (many - few) / more)  # other work on the machine can make the shorter stack take longer
+    return LayerCost(few_bytes - SHORT[0] * layer_bytes, layer_bytes, max(0.0, few - SHORT[0] * layer), layer)
 
 
-def base_and_layer(seconds: Sequence[float]) -> tuple[float, float]:
-    """Times of a step without layers, and of one layer, from those of the two short stacks."""
-    # Other work on the machine can make the shorter stack take longer.
-    layer = max(0.0, (seconds[1] - seconds[0]) / (SHORT[1] - SHORT[0]))
-    return max(0.0, seconds[0] - SHORT[0] * layer), layer
+def profile_stack(
+    body: Callable[[Any, Any], Any], params: Any, x: Any, *, run: bool = True, gradient: bool = True
+) -> LayerCost:
+    """The cost of a layer in a training step, or in the forward pass alone; compiled, and run unless told otherwise."""
+
+    def measured(count: int) -> tuple[float, float]:
+        stack = functools.partial(scan_layers, body)
+        step = training_step(stack) if gradient else jax.jit(stack)
+        arguments = part(params, 0, count), x
+        compiled = step.lower(*arguments).compile()
+        temp = float(compiled.memory_analysis().temp_size_in_bytes)  # type: ignore[union-attr]
+        return temp, timed(lambda: compiled(*arguments)) if run else 0.0
+
+    return short_stacks(measured)
 
 
 def training_step(stack: Callable[[Any, Any], Any]) -> Any:
@@ -281,25 +216,17 @@ def training_step(stack: Callable[[Any, Any], Any]) -> Any:
     return jax.jit(jax.value_and_grad(loss))
 
 
-def timed(run: Callable[[], Any], *, seconds: float | None = None) -> float:
+def timed(run: Callable[[], Any]) -> float:
     """Median seconds of a run, after three warm-up runs."""
-    return launched(run, seconds=seconds)[0]
-
-
-def launched(run: Callable[[], Any], *, seconds: float | None = None) -> tuple[float, float]:
-    """Median seconds of a run, after three warm-up runs, and least until `run` returns, which may be before it ends."""
     for _ in range(3):
         jax.block_until_ready(run())
     times: list[float] = []
-    returned: list[float] = []
-    end = time.perf_counter() + (_PROFILE_SECONDS if seconds is None else seconds)
+    end = time.perf_counter() + _PROFILE_SECONDS
     while len(times) < 3 or time.perf_counter() < end:
         begin = time.perf_counter()
-        result = run()
-        returned.append(time.perf_counter() - begin)
-        jax.block_until_ready(result)
+        jax.block_until_ready(run())
         times.append(time.perf_counter() - begin)
-    return statistics.median(times), min(returned)
+    return statistics.median(times)
 
 
 def fastest(runs: Sequence[Callable[[], Any]], *, seconds: float) -> list[float]:
@@ -320,22 +247,6 @@ def fastest(runs: Sequence[Callable[[], Any]], *, seconds: float) -> list[float]
             least[i] = min(least[i], time.perf_counter() - begin)
         rounds += 1
     return least
-
-
-def profile(step: Any, params: Any, x: Any) -> tuple[float, float]:
-    """Compiles and times a step: (bytes of temporaries, seconds)."""
-    compiled = step.lower(params, x).compile()
-    temp = float(compiled.memory_analysis().temp_size_in_bytes)
-    return temp, timed(lambda: compiled(params, x))
-
-
-def forward_seconds(body: Callable[[Any, Any], Any], params: Any, x: Any) -> float:
-    """Seconds of a layer's forward pass."""
-    took = []
-    for count in SHORT:
-        stack = jax.jit(functools.partial(scan_layers, body))
-        took.append(timed(functools.partial(stack, part(params, 0, count), x)))
-    return base_and_layer(took)[1]
 
 
 def residuals_of(fn: Callable[[Any, Any], Any], params: Any, x: Any, min_bytes: int) -> tuple[list[Residual], float]:
@@ -379,13 +290,48 @@ def bandwidths(nbytes: int = 1 << 28, count: int = 4) -> tuple[float, float]:
 
     The time of one copy is subtracted from that of several: it includes the allocation.
     """
-    near = [jax.device_put(np.full(nbytes // 4, i, np.float32), jax.devices()[0]) for i in range(count)]
-    far = jax.block_until_ready(jax.device_put(near, _HOST))
+    on_device = [jax.device_put(np.full(nbytes // 4, i, np.float32), jax.devices()[0]) for i in range(count)]
+    on_host = jax.block_until_ready(jax.device_put(on_device, _HOST))
 
     def copy(arrays: list[Any], to: Any) -> Callable[[], Any]:
         return lambda: jax.device_put(arrays, to)
 
-    ways = [copy(arrays[:n], to) for arrays, to in ((near, _HOST), (far, _DEVICE)) for n in (1, count)]
+    ways = [copy(arrays[:n], to) for arrays, to in ((on_device, _HOST), (on_host, _DEVICE)) for n in (1, count)]
     out_one, out_all, in_one, in_all = fastest(ways, seconds=0.2)
     moved = (count - 1) * nbytes
     return moved / max(1e-9, out_all - out_one), moved / max(1e-9, in_all - in_one)
+
+
+def there_and_back(row_bytes: int, length: int) -> Callable[[], Any]:
+    """A function that starts a loop in which rows of an array in host memory come to the device and go back."""
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+
+    def loop(arrays: list[Any]) -> list[Any]:
+        moved = HostRows(arrays, staging_bytes([row_bytes], 1, length))
+        walk = Walk((0,), length, False, 1)
+        ticket = moved.first_rows(moved.begin(), walk)
+
+        def one(ticket: Any, _: Any) -> tuple[Any, None]:
+            ticket, arrived = moved.take(ticket, walk)
+            return moved.put(ticket, walk, (0,), arrived), None
+
+        return moved.finish(jax.lax.scan(one, ticket, length=length)[0])
+
+    run = jax.jit(loop, donate_argnums=0, in_shardings=host, out_shardings=host)
+    held = [jax.device_put([np.zeros((length, row_bytes // 4), np.float32)], host)]
+
+    def once() -> Any:
+        held[0] = run(held[0])
+        return held[0]
+
+    return once
+
+
+@functools.cache
+def duplex_bandwidth(row_bytes: int = 32 << 20, lengths: tuple[int, int] = (4, 16)) -> float:
+    """Bytes a second of each direction of the bus while both are busy; measured once in each process.
+
+    The difference of two lengths leaves out the first row's way in and the last one's way out.
+    """
+    short, long = fastest([there_and_back(row_bytes, length) for length in lengths], seconds=0.1)
+    return (lengths[1] - lengths[0]) * row_bytes / max(1e-9, long - short)
