@@ -44,6 +44,7 @@ def test_every_kernel_is_tuned_and_stored(case, tmp_path):
     assert library.rgcn.tune(graph, x, params, options=OPTIONS, measure=clock, save=False).path is None
 
 
+@pytest.mark.cpu_only("a GPU is there")
 def test_tuning_needs_a_gpu_and_concrete_arrays(case):
     graph, x, params = case
     with pytest.raises(RuntimeError, match="tune needs a GPU, got the default backend cpu"):

@@ -139,9 +139,20 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
 }
 
 
+NO_STORAGE = pytest.param(
+    "storage",
+    "xla",
+    marks=pytest.mark.cpu_only("products on a GPU have all digits in these tests, so no row is encoded"),
+)
+
+
 @pytest.mark.parametrize(
     ("fault", "backend"),
-    [*((fault, "xla") for fault in FAULTS), pytest.param("its plan is wrong", "pallas", marks=pytest.mark.full)],
+    [
+        *((fault, "xla") for fault in FAULTS if fault != "storage"),
+        NO_STORAGE,
+        pytest.param("its plan is wrong", "pallas", marks=pytest.mark.full),
+    ],
 )
 def test_a_fault_of_the_compiler_costs_no_result(fault: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning at the program's line, and the gradients that are right."""
