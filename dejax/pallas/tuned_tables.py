@@ -20,7 +20,6 @@ import jax
 from dejax.pallas._shapes import next_power_of_two
 
 TUNED = Path(__file__).parent / "tuned"
-_RENAMED = {"items_per_step": "entries_per_step"}
 
 
 def cache_file() -> Path:
@@ -41,17 +40,12 @@ def read_table(path: Path) -> dict[str, dict[str, Any]]:
     """`{kernel: {key: fields of a schedule}}` from a file; empty where there is none, or none that can be read."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        return {kernel: _renamed(schedules) for kernel, schedules in table.items()}
+        return {kernel: {key: dict(fields) for key, fields in schedules.items()} for kernel, schedules in table.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         warnings.warn(f"{path} holds no table of schedules ({error}); delete it or tune again", stacklevel=2)
         return {}
-
-
-def _renamed(schedules: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Schedules by key, with today's names of their fields: tables of users outlive a release."""
-    return {key: {_RENAMED.get(name, name): v for name, v in fields.items()} for key, fields in schedules.items()}
 
 
 @functools.cache

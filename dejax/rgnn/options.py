@@ -42,7 +42,7 @@ class Options:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
         if self.precision not in (None, *PRECISIONS):
             raise ValueError(f"precision must be None or one of {', '.join(PRECISIONS)}, got {self.precision!r}")
-        object.__setattr__(self, "disable", known_passes(self.disable, stacklevel=3))
+        object.__setattr__(self, "disable", known_passes(self.disable))
 
     def with_default_precision(self) -> Options:
         """These options; where they have no precision, with that of `jax.default_matmul_precision` in this thread."""

@@ -162,15 +162,7 @@ def test_a_tuned_table_is_read(cache):
     cache.write_text(json.dumps({"gemm": {"a": {"block_k": 32}}}))
     assert tuned_tables.lookup("gemm", "a") == {"block_k": 32}, "the user's table comes first"
     assert tuned_tables.lookup("gemm", "b") == {"block_k": 64}
-    assert tuned_tables.lookup("gemm", "c") is None
-
-
-def test_a_table_with_a_field_by_its_old_name_is_read(cache):
-    fields = {"rows_per_program": 4, "items_per_step": 2, "num_warps": 1, "num_stages": 1}
-    cache.write_text(json.dumps({"traversal": {"key": fields}}))
-    found = tuned_tables.lookup("traversal", "key")
-    assert traversals.TraversalSchedule(**found) == traversals.TraversalSchedule(4, 2, 1, 1)
-    assert tuned_tables.lookup("outer", "a") is None
+    assert tuned_tables.lookup("gemm", "c") is None and tuned_tables.lookup("outer", "a") is None
     assert tuned_tables.choose("gemm", "c", {"block_k": 1}, list, print) == {"block_k": 1}
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import operator
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,27 +12,8 @@ import numpy as np
 
 from dejax._int32 import clipped_to_int32
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 MAX_ENTRIES = 2**31 - 2
 """The most nodes, edges or types of a graph: ids, and the bound itself as the padding id, are int32."""
-
-
-def takes_hub_chunk(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Takes `hub_chunk`, which is `long_segment_chunk`'s old name, with a DeprecationWarning."""
-
-    @functools.wraps(function)
-    def renamed(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if "hub_chunk" in kwargs:
-            if "long_segment_chunk" in kwargs:
-                raise TypeError(
-                    "`hub_chunk` must not be given with `long_segment_chunk`, whose old name it is; leave it out"
-                )
-            warnings.warn("`hub_chunk` is named `long_segment_chunk`", DeprecationWarning, stacklevel=2)
-            kwargs["long_segment_chunk"] = kwargs.pop("hub_chunk")
-        return function(*args, **kwargs)
-
-    return renamed
 
 
 def is_traced(*values: object) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax._optional import optional
-from dejax.rgnn.graphs.checks import is_traced, takes_hub_chunk
+from dejax.rgnn.graphs.checks import is_traced
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.spec import SELF_LOOP
 from dejax.rgnn.graphs.tables import LONG_SEGMENT_CHUNK
@@ -71,7 +71,6 @@ def to_relations(graph: RelGraph) -> dict[tuple[str, str, str], tuple[np.ndarray
     return relations
 
 
-@takes_hub_chunk
 def from_graphs_tuple(
     graphs_tuple: jraph.GraphsTuple,
     *,

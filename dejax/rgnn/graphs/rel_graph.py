@@ -133,7 +133,6 @@ class RelGraph:
         group: Segments = getattr(self, name)
         return group if self.packed is None else self.packed.onto(name, group)
 
-    @checks.takes_hub_chunk
     def with_loop_tables(self, long_segment_chunk: int = LONG_SEGMENT_CHUNK) -> RelGraph:
         """The graph with the tables that GPU kernels read; 48 bytes per edge.
 
@@ -155,7 +154,6 @@ class RelGraph:
         return with_loop_tables(self, long_segment_chunk)
 
     @classmethod
-    @checks.takes_hub_chunk
     def from_edges(
         cls,
         senders: Any,
@@ -244,7 +242,6 @@ class RelGraph:
         return cls._concrete(edges, node_type, node_mask, spec, bounded)
 
     @classmethod
-    @checks.takes_hub_chunk
     def from_relations(
         cls,
         relations: Mapping[tuple[str, str, str], tuple[Any, Any]],
@@ -290,7 +287,6 @@ class RelGraph:
         return cls._concrete(edges, node_type, None, spec, bounded)
 
     @classmethod
-    @checks.takes_hub_chunk
     def build_traced(
         cls,
         senders: Any,

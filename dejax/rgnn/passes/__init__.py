@@ -6,7 +6,6 @@ the names in `PASSES`, to leave passes out one by one; results agree whichever a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -52,7 +51,6 @@ __all__ = [
     "LATE",
     "OPTIMISE",
     "PASSES",
-    "RENAMED",
     "Counts",
     "Cut",
     "Watch",
@@ -121,40 +119,23 @@ PASSES = (
     *("backward", "recompute", "gemm", "row_products", "traversal", "share_scalars", "fallback"),
     *("merge_weight_gradients", "storage"),
 )
-# Old names that `Options(disable=...)` takes for one more release -> the names of now.
-RENAMED = {
-    "units": "unit_axes",
-    "merge": "merge_gemms",
-    "sink": "decompact",
-    "extract": "factor_weights",
-    "join": "concat_parts",
-    "lead": "share_scalars",
-    "pair": "merge_weight_gradients",
-}
 
 
 def silent(stage: str, what: object) -> None:
     """Watches nothing."""
 
 
-def known_passes(names: Iterable[str], stacklevel: int = 1) -> tuple[str, ...]:
-    """The names of passes, sorted; an old one is replaced by the name of now, with a `DeprecationWarning`.
+def known_passes(names: Iterable[str]) -> tuple[str, ...]:
+    """The names of passes, sorted.
 
     Raises:
-      ValueError: a name that no pass has or had.
+      ValueError: a name that no pass has.
     """
     names = set(names)
-    unknown = names - {*PASSES, *RENAMED}
-    if unknown:
+    if unknown := names - {*PASSES}:
         got, known = ", ".join(sorted(unknown)), ", ".join(PASSES)
         raise ValueError(f"`disable` must be names of passes, got {got}; the passes are {known}")
-    for old in sorted(names & RENAMED.keys()):
-        warnings.warn(
-            f'the pass "{old}" is now called "{RENAMED[old]}"; use that name in Options(disable=...)',
-            DeprecationWarning,
-            stacklevel=stacklevel + 1,
-        )
-    return tuple(sorted({RENAMED.get(name, name) for name in names}))
+    return tuple(sorted(names))
 
 
 def run_passes(

@@ -153,15 +153,6 @@ def test_large_graph_agrees_with_lexsort() -> None:
     assert len(tiles.start) <= edges // 128 + types  # and not types times tiles
 
 
-def test_the_old_name_of_long_segment_chunk() -> None:
-    ends = ([0, 1, 2, 3] * 3, [0] * 12, [0] * 12)
-    with pytest.warns(DeprecationWarning, match="`hub_chunk` is named `long_segment_chunk`"):
-        graph = RelGraph.from_edges(*ends, num_nodes=4, hub_chunk=4)  # type: ignore[call-arg]
-    assert graph.by_receiver.long_segments is not None and graph.by_receiver.long_segments.chunk == 4
-    with pytest.raises(TypeError, match="must not be given with `long_segment_chunk`"):
-        RelGraph.from_edges(*ends, num_nodes=4, hub_chunk=4, long_segment_chunk=4)  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize("add_self_loops", [False, True])
 def test_no_edges(add_self_loops: bool) -> None:
     graph = RelGraph.from_edges([], [], [], num_nodes=2, add_self_loops=add_self_loops)

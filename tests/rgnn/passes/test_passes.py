@@ -14,7 +14,7 @@ from dejax.rgnn.compiler import execute
 from dejax.rgnn.ir.inter import Builder, Program, Space, verify
 from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Traversal, WeightGradient, verify_kernels
 from dejax.rgnn.ir.templates import access_by
-from dejax.rgnn.passes import LATE, PASSES, RENAMED, Counts, differentiated, lower_to_kernels, optimise, run_passes
+from dejax.rgnn.passes import LATE, PASSES, Counts, differentiated, lower_to_kernels, optimise, run_passes
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
 from dejax.rgnn.passes.combine_node_products import combine_node_products
@@ -623,14 +623,6 @@ def test_every_pass_has_a_golden_text() -> None:
         "storage",
     }
     assert shown == set(PASSES)
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_an_old_name_of_a_pass_is_accepted_with_a_warning(old: str, new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f'"{old}" is now called "{new}"') as told:
-        options = Options(disable=(old, "cse"))
-    assert options == Options(disable=("cse", new)) and told[0].filename == __file__
-    assert new in PASSES and old not in PASSES
 
 
 def test_vectors_of_types_may_be_computed() -> None:
