@@ -109,7 +109,7 @@ class DiskArray:
         raise TypeError(f"DiskArray: an array on disk must not be used as a value; {_REMEDY}")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse
-    __truediv__ = __rtruediv__ = __pow__ = __neg__ = __abs__ = __float__ = __int__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __neg__ = __abs__ = __float__ = __int__ = __bool__ = _refuse
 
     @property
     def ticket(self) -> Any:

@@ -174,7 +174,7 @@ def test_is_a_pytree_with_a_hashable_static_part() -> None:
     }
     graph = RelGraph.from_edges([0, 1, 2], [1, 0, 0], [0, 1, 1], **kwargs)
     leaves, structure = jax.tree.flatten(graph)
-    assert all(isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in leaves)
+    assert all(isinstance(leaf, jax.Array) for leaf in leaves)
     other = RelGraph.from_edges([2, 0, 1], [0, 2, 2], [0, 1, 1], **kwargs)  # the same graph with renumbered nodes
     assert hash(structure) == hash(jax.tree.structure(other)) and structure == jax.tree.structure(other)
     traces = []
