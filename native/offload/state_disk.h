@@ -144,7 +144,7 @@ class StateDisk {
   std::map<int64_t, std::shared_ptr<StateArray>> arrays_;
   std::map<int, std::unique_ptr<Lane>> lanes_;
   int running_ = 0;
-  int64_t next_ = 1;
+  int64_t next_ = 2;  // jnp.ones_like(ticket) is the ticket of no array
   bool closing_ = false;
   Stats stats_;
   std::shared_ptr<Interceptor> interceptor_;
