@@ -25,13 +25,30 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from benchmarks.clock import milliseconds
-from benchmarks.mini_batch import layer_parameters
 from dejax.distributed.full_graph import ShardedGraph, over_mesh
 from dejax.distributed.full_graph._exchange import exchange
 from dejax.rgnn import RelGraph, library
 
 Tree = Any
 NODE_TYPES = 4
+
+
+def layer_parameters(
+    rng: np.random.Generator, relations: int, types: int, *, width: int = 32, heads: int = 4
+) -> dict[str, dict[str, np.ndarray]]:
+    """Parameters of RGCN, RGAT and HGT layers from rows of `width` to rows of `width`."""
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape) / np.sqrt(shape[-2] if len(shape) > 1 else 1)
+
+    r, t, h, k, d = relations, types, heads, width, width // heads
+    hgt = {name: draw(t, h, k, d) for name in ("key", "query", "value")}
+    hgt |= {f"relation_{name}": draw(r, h, d, d) for name in ("attention", "message")}
+    return {
+        "rgcn": {"weight": draw(r, k, k), "root": draw(k, k)},
+        "rgat": {"weight": draw(r, h, k, d), "attention_src": draw(r, h, d), "attention_dst": draw(r, h, d)},
+        "hgt": hgt | {"prior": np.ones((r, h)), "out": draw(t, k, k)},
+    }
 
 
 def local_graph(args: argparse.Namespace) -> RelGraph:

@@ -5,8 +5,7 @@
 
 Sections: `small` (latency), `sizes` (table size by number of ids), `host_compute` (a peer), `widths` (row width at 1
 GiB), `sms` (number of SMs), `update` (scatter_add), `cached` (power-law ids), `overlap` (prefetched_scan alongside
-matrix products), `devices` (GPUs that share a table), `sampling` (10^5 seeds;
-fan-out 15, 10, 5) and `epoch` (GraphSAGE).
+matrix products) and `devices` (GPUs that share a table).
 
 Peers: the zero-copy kernel with ids as given; torch's gather with all threads into pinned memory and a copy; numpy.take
 and device_put; jnp.take under compute_on("device_host"); jnp.take of the pinned memory as device memory. All tables of
@@ -35,7 +34,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import host_gather_graphs, host_gather_overlap
 from benchmarks.clock import rounds
 from benchmarks.device_time import profile_jax
 from benchmarks.peers import cpu_gather
@@ -46,6 +44,7 @@ WIDTHS = (48, 100, 128, 256, 400, 512, 516, 640, 1000, 1024, 1028, 1152, 2048, 2
 GIB = 1 << 30
 RNG = np.random.default_rng(0)
 Cells = Iterator[dict[str, Any]]
+Program = Callable[[hg.HostTable, jax.Array, jax.Array], jax.Array]
 
 
 class Arena:
@@ -234,6 +233,57 @@ def small(args: argparse.Namespace) -> Cells:
     table.close()
 
 
+def layer() -> Callable[..., tuple[jax.Array, None]]:
+    """A scan's step: four products with the carry, and a read of one gathered row."""
+
+    def step(carry: jax.Array, rows: jax.Array, matrix: jax.Array) -> tuple[jax.Array, None]:
+        for _ in range(4):
+            carry = (carry @ matrix).astype(carry.dtype)
+        return carry + rows[:1, :1].astype(carry.dtype), None
+
+    return step
+
+
+def programs(step: Callable[..., Any], **options: Any) -> dict[str, Program]:
+    """Functions of a table, ids [steps, n] and a matrix: each part alone, both in turn, and both at once."""
+    none = jnp.zeros((1, 1))
+
+    def scan(body: Callable[..., Any], carry: Any, xs: Any) -> Any:
+        return jax.lax.scan(body, carry, xs)[0]
+
+    return {
+        "compute": lambda t, i, w: scan(lambda c, _: step(c, none, w), w, i[:, 0]),
+        "transfer": lambda t, i, w: scan(lambda s, i: (s + t[i][0, 0], None), 0.0, i),
+        "serial": lambda t, i, w: scan(lambda c, i: step(c, t[i], w), w, i),
+        "prefetched": lambda t, i, w: hg.prefetched_scan(lambda c, rows, _: step(c, rows, w), w, t, i, **options)[0],
+    }
+
+
+def one_more_step(
+    timed: Callable[..., float],
+    loops: dict[str, Program],
+    whole: dict[str, float],
+    table: hg.HostTable,
+    ids: jax.Array,
+    matrix: jax.Array,
+) -> dict[str, float]:
+    """The time that one step adds to a long loop, without one-time costs such as the first gather, which runs alone.
+
+    Args:
+        timed: the time of a program with its arguments.
+        loops: the programs of `programs`, jitted.
+        whole: `timed` of each program with all ids.
+        table, ids, matrix: the arguments.
+    """
+    half = ids.shape[0] // 2
+    found = {
+        f"{name}_a_step": (whole[name] - timed(loops[name], table, ids[half:], matrix)) / half
+        for name in ("compute", "transfer", "prefetched")
+    }
+    longer = max(found["compute_a_step"], found["transfer_a_step"])
+    return found | {"ratio_a_step": found["prefetched_a_step"] / longer}
+
+
 def overlap(args: argparse.Namespace) -> Cells:
     """Milliseconds of a loop: matrix products of a layer alongside the gather of the next step's rows."""
     on_gpu = jax.default_backend() == "gpu"
@@ -241,16 +291,15 @@ def overlap(args: argparse.Namespace) -> Cells:
     table = args.arena.table(rows, 128)
     ids = jnp.asarray(random_ids(rows, steps * args.ids[0] // 4).reshape(steps, -1))
     w = jnp.asarray(RNG.standard_normal((size, size)) / size**0.5, jnp.bfloat16)
-    step = host_gather_overlap.layer()
-    programs = host_gather_overlap.programs(step)
-    programs["prefetched_8_sms"] = host_gather_overlap.programs(step, num_sms=8)["prefetched"]
-    loops = {name: jax.jit(program) for name, program in programs.items()}
+    step = layer()
+    ways = programs(step) | {"prefetched_8_sms": programs(step, num_sms=8)["prefetched"]}
+    loops = {name: jax.jit(program) for name, program in ways.items()}
 
     def timed(program: Callable[..., Any], *args: Any) -> float:
         return 1e3 * seconds(program, *args, calls=2)
 
     found = {name: timed(loop, table, ids, w) for name, loop in loops.items()}
-    yield {"steps": steps} | found | host_gather_overlap.one_more_step(timed, loops, found, table, ids, w)
+    yield {"steps": steps} | found | one_more_step(timed, loops, found, table, ids, w)
     table.close()
 
 
@@ -303,8 +352,6 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Cells]] = {
         cached,
         overlap,
         devices,
-        host_gather_graphs.sampling,
-        host_gather_graphs.epoch,
     )
 }
 
@@ -382,14 +429,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--keep", action="store_true", help="keep the other sections of the existing file")
     parser.add_argument("--quick", action="store_true", help="small sizes")
     args = parser.parse_args(arguments)
-    args.width_bytes, args.graph, args.fan_outs = GIB, (10_000_000, 100_000_000, 100_000), [15, 10, 5]
-    args.epoch = (65_000_000, 100_000_000, 4_000_000, 1024, 40)  # nodes, edges, nodes with edges, batch, steps
+    args.width_bytes = GIB
     if args.quick:
         args.gib, args.ids, args.calls = [1 / 64], [4096], 2
-        args.width_bytes, args.graph, args.fan_outs = 1 << 23, (2_000, 20_000, 50), [3, 2]
-        args.epoch = (3_000, 30_000, 500, 32, 4)
+        args.width_bytes = 1 << 23
     wanted = args.sections.split(",")
-    tables = [max(args.gib) * GIB] * ("sizes" in wanted) + [args.epoch[0] * 400] * ("epoch" in wanted)
+    tables = [max(args.gib) * GIB] * ("sizes" in wanted)
     begun = time.perf_counter()
     args.arena = Arena(int(max([args.width_bytes, *tables])))
     print(f"host memory filled in {time.perf_counter() - begun:.1f} s", flush=True)

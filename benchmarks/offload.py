@@ -27,7 +27,7 @@ if "--quick" in sys.argv:
 
 from offload_measuring import GIB, QUICK, bandwidths, keep, say
 from offload_tiers import drive, optimizer_state, planned
-from offload_training import bits, gpt, gpt_plan, largest_batch, layers, torch_layers
+from offload_training import gpt, gpt_plan, largest_batch, layers
 from provenance import save
 
 
@@ -73,7 +73,6 @@ CASES: dict[str, Callable[[str], Any]] = {
     "gpt": lambda disk: gpt(*SIZES["gpt"], words("GPT", "saved remat inputs all names jax-inputs jax-names")),
     "gpt_plan": lambda disk: gpt_plan(*SIZES["gpt"], 0.6 if QUICK else 0.4),
     "batch": lambda disk: largest_batch(*SIZES["batch"]),
-    "bits": lambda disk: bits(os.environ.get("DUMP")),
     "nvme": lambda disk: stack(
         "nvme", "shm:3,4,direct shm:3,4,tensorstore shm:2,3,direct shm:2,3,tensorstore host:2", disk
     ),
@@ -90,7 +89,6 @@ CASES: dict[str, Callable[[str], Any]] = {
         path=disk,
         host_bytes=4 * GIB if QUICK else GIB // 2,
     ),
-    "torch12": lambda disk: torch_layers(*SIZES["layers12"]),
 }
 
 

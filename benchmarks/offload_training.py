@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from offload_measuring import GIB, keep, measure, same_bits, say, table, time_step
+from offload_measuring import GIB, keep, measure, say, table, time_step
 
 
 def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> dict[str, Any]:
@@ -305,138 +303,3 @@ def largest_batch(num: int, batch: int, sequence: int, width: int) -> dict[str, 
     found["tokens_a_second"] = size * tokens / found["ms"]
     say(json.dumps(found))
     return found
-
-
-# ------------------------------------------------------------------------------------------------ bits
-
-
-def bits(dump: str | None) -> dict[str, Any]:
-    """Which programs give equal bits, and under which of the compiler's freedoms."""
-    import jax
-    import jax.numpy as jnp
-
-    from dejax.offload import ActivationStore, offload
-
-    free: dict[str, Any] = {
-        "default": {},
-        "deterministic": {"xla_gpu_exclude_nondeterministic_ops": True},
-        "fixed": {
-            "xla_gpu_exclude_nondeterministic_ops": True,
-            "xla_gpu_autotune_level": 0,
-            "xla_gpu_enable_triton_gemm": False,
-            "xla_allow_excess_precision": False,
-        },
-    }
-    found: dict[str, Any] = {}
-    _, params, x, bodies = gpt_model(4, 2, 1024, 2048)
-    for name, flags in free.items():
-        try:
-            run = {k: gradient_step(bodies[k], compiler_options=flags) for k in ("remat", "inputs", "inputs-cut")}
-            with ActivationStore():
-                once, again = run["remat"](params, x), run["remat"](params, x)
-                fresh = gradient_step(jax.checkpoint(bodies["saved"]), compiler_options=flags)(params, x)
-                away, away_again, cut = run["inputs"](params, x), run["inputs"](params, x), run["inputs-cut"](params, x)
-                found[f"gpt {name}"] = {
-                    "remat twice": same_bits(once, again),
-                    "remat compiled twice": same_bits(once, fresh),
-                    "offload twice": same_bits(away, away_again),
-                    "offload and remat": same_bits(away, once),
-                    "offload and its cuts alone": same_bits(away, cut),
-                }
-        except Exception as error:
-            found[f"gpt {name}"] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        say(name, json.dumps(found[f"gpt {name}"]))
-
-    def layer(w: Any, x: Any) -> Any:
-        return x + 0.1 * (jax.nn.gelu(x @ w) @ w.T)
-
-    key_w, key_x = jax.random.split(jax.random.key(0))
-    ws = (jax.random.normal(key_w, (12, 512, 512)) / 512**0.5).astype(jnp.bfloat16)
-    x = jax.random.normal(key_x, (256, 512)).astype(jnp.bfloat16)
-    free["no fusion"] = {**free["fixed"], "xla_disable_hlo_passes": "priority-fusion,multi_output_fusion,gemm-rewriter"}
-    for name, flags in free.items():
-        try:
-            variants = {"saved": layer, "offload": offload(layer, min_bytes=1)}
-            variants["cut"] = offload(layer, min_bytes=1, store="device")
-            results = {}
-            with ActivationStore():
-                for key, body in variants.items():
-                    step = gradient_step(body, compiler_options=flags).lower(ws, x).compile()
-                    results[key] = step(ws, x)
-                    if dump and name == "fixed":
-                        Path(f"{dump}.{key}.hlo.txt").write_text(step.as_text())
-            found[f"layer {name}"] = {
-                "offload and saved": same_bits(results["offload"], results["saved"]),
-                "offload and its cuts alone": same_bits(results["offload"], results["cut"]),
-            }
-        except Exception as error:
-            found[f"layer {name}"] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        say(name, json.dumps(found[f"layer {name}"]))
-    return found
-
-
-# ------------------------------------------------------------------------------------------------ torch
-
-
-def torch_layers(num: int, batch: int, width: int) -> dict[str, Any]:
-    """The stack of layers in PyTorch: saved, checkpointed, `save_on_cpu` on pinned memory."""
-    import torch
-    from torch.utils.checkpoint import checkpoint
-
-    torch.manual_seed(0)
-    ws = [
-        (torch.randn(width, width, device="cuda") * (1.3 / width**0.5)).bfloat16().requires_grad_() for _ in range(num)
-    ]
-    x = torch.randn(batch, width, device="cuda").bfloat16()
-
-    def layer(w: Any, x: Any) -> Any:
-        return x + (torch.nn.functional.gelu(x @ w, approximate="tanh") @ w.T) * 0.1
-
-    def saved(w: Any, x: Any) -> Any:
-        return layer(w, x)
-
-    def again(w: Any, x: Any) -> Any:
-        return checkpoint(layer, w, x, use_reentrant=False)
-
-    rows = []
-    for name, body, on_cpu in (
-        ("torch, all saved", saved, False),
-        ("torch, checkpoint", again, False),
-        ("torch, checkpoint, save_on_cpu", again, True),
-        ("torch, save_on_cpu", saved, True),
-    ):
-
-        def step(body: Any = body, on_cpu: bool = on_cpu) -> None:
-            import contextlib
-
-            hooks = torch.autograd.graph.save_on_cpu(pin_memory=True) if on_cpu else contextlib.nullcontext()
-            with hooks:
-                out = x
-                for w in ws:
-                    out = body(w, out)
-                loss = (out.float() ** 2).mean()
-            loss.backward()
-            for w in ws:
-                w.grad = None
-
-        row: dict[str, Any] = {"name": name}
-        try:
-            step()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            times = []
-            for _ in range(3):
-                begin = time.perf_counter()
-                step()
-                torch.cuda.synchronize()
-                times.append(time.perf_counter() - begin)
-            row["ms"] = 1e3 * statistics.median(times)
-            grads = num * width * width * 2  # jax counts gradients as outputs, not as temporaries
-            row["temp_gib"] = (torch.cuda.max_memory_allocated() - before - grads) / GIB
-        except Exception as error:
-            row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
-        rows.append(row)
-        keep({"rows": rows})
-    table(rows)
-    return {"rows": rows}

@@ -396,7 +396,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="file for the JSON")
     parser.add_argument("--svg", type=Path, help="file for the plot")
-    parser.add_argument("--measure", type=int, nargs="+", metavar="PROCESSES", help="CPU processes on loopback")
     return parser.parse_args(argv)
 
 
@@ -406,13 +405,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = predict(machine, given.hosts)
     print(table(rows))
     found: dict[str, Any] = {"machine": asdict(machine), "rows": [asdict(row) for row in rows]}
-    if given.measure:
-        import scale_model_measured
-
-        measured = scale_model_measured.measure(given.measure)
-        print()
-        print(scale_model_measured.table(measured))
-        found["measured"] = measured
     if given.json:
         save(given.json, found, device=False)
     if given.svg:

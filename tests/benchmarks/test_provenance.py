@@ -64,7 +64,7 @@ def test_results_are_saved_with_it(tmp_path: Path) -> None:
 
 
 # Parts of a result for another process, which saves the whole.
-PARTS = {"offload_measuring", "scale_model_measured", "rgnn", "provenance"}
+PARTS = {"offload_measuring", "rgnn", "provenance"}
 
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)

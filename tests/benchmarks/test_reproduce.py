@@ -70,7 +70,7 @@ def test_every_benchmark_that_is_a_command_is_named() -> None:
         for name in tracked("benchmarks/*.py")
         if name.count("/") == 1 and '__name__ == "__main__"' in (ROOT / name).read_text(encoding="utf-8")
     ]
-    known = {"benchmarks/render_tables.py", "benchmarks/offload_curves.py", "benchmarks/scale_model_measured.py"}
+    known = {"benchmarks/render_tables.py", "benchmarks/offload_curves.py"}
     named = {str(script_of(shlex.split(command)).relative_to(ROOT)) for command in COMMANDS}
     assert not sorted(set(scripts) - named - known)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scale_model
-import scale_model_measured
 from scale_model import GRAPHS, Graph, Machine, Sampled
 
 
@@ -85,18 +84,3 @@ def test_the_page_and_the_results_are_what_the_model_gives():
     for measured in found["measured"]:
         for case in measured["cases"].values():
             assert case["bytes"] == pytest.approx(case["model_bytes"], rel=0.02)
-
-
-@pytest.mark.slow
-def test_processes_send_the_bytes_of_the_model():
-    """What the kernel counted on the TCP connections of two processes, within 2 %."""
-    (found,) = scale_model_measured.measure([2], turns=2)
-    assert set(found["cases"]) == {
-        "rows of a sharded table",
-        "gradients",
-        "exchange of one column",
-        "step of two layers",
-    }
-    for name, case in found["cases"].items():
-        assert case["bytes"] == pytest.approx(case["model_bytes"], rel=0.02), name
-    assert "step of two layers" in scale_model_measured.table([found])
