@@ -271,6 +271,7 @@ def test_a_handle_is_never_a_number(tmp_path):
             "numpy": lambda: jax.tree.map(np.asarray, state),
             "ufunc": lambda: jax.tree.map(lambda p: np.add(p, 1.0), state),
             "number": lambda: float(ticket),
+            "truth": lambda: bool(state["w"]),
             "get": lambda: jax.tree.map(lambda p: jax.device_get(p) + 0, state),
             "ravel": lambda: jax.flatten_util.ravel_pytree(state),
             "bits": lambda: jax.lax.bitcast_convert_type(ticket, jnp.float32),
@@ -291,6 +292,9 @@ def test_a_handle_is_never_a_number(tmp_path):
         for name in "arithmetic", "jit", "pickle", "pickled leaves", "python", "random":
             with pytest.raises(TypeError, match=r"read the array first: np\.asarray"):
                 uses[name]()
+        for like in jnp.zeros_like, jnp.ones_like:
+            with pytest.raises(RuntimeError, match="must have arrays of its StateStore"):
+                np.asarray(jax.tree.map(like, state["w"]))
         np.testing.assert_array_equal(state["w"], np.full((4, 3), 2.0))
         np.testing.assert_array_equal(state["w"][1:2], np.full((1, 3), 2.0))
 
