@@ -46,7 +46,7 @@ def drive(disk: str, gib: float = 4.0) -> dict[str, Any]:
 
     tensor = GIB >> 3
     x = jax.random.bits(jax.random.key(0), (tensor // 4,), jnp.uint32)
-    put = jax.jit(lambda x: calls.store(x, store_id=0, site=10**6, ring_bytes=2 * tensor))
+    put = jax.jit(lambda x: calls.store(x, binding=0, site=10**6, ring_bytes=2 * tensor))
 
     def through_store(engine: Any) -> float:
         with ActivationStore(disk, host_bytes=4 * tensor, engine=engine, io_threads=8) as store:

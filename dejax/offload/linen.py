@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from dejax._optional import optional
 from dejax.offload.activations.store import ActivationStore
-from dejax.offload.activations.transform import MIN_BYTES, Inputs, Options, Policy, wrap
+from dejax.offload.activations.transform import MIN_BYTES, Inputs, OffloadOptions, Policy, wrap
 
 with optional("flax", of="dejax.offload.linen"):
     import flax.linen as nn
@@ -59,7 +59,7 @@ def offload(
                 return fn(scope, *args, **kwargs), repack(scope)
 
             pure.__qualname__ = getattr(target, "__qualname__", pure.__qualname__)
-            run = wrap(pure, Options.of(policy, store, inputs, min_bytes, (0, 1)), shifted, static_argnames)
+            run = wrap(pure, OffloadOptions.of(policy, store, inputs, min_bytes, (0, 1)), shifted, static_argnames)
             return run(variables, rngs, *args, **kwargs)
 
         return lift.pack(inner, (True,), (True,), (True,), name="offload", enable_kwargs=True)

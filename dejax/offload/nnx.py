@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dejax._optional import optional
 from dejax.offload.activations.store import ActivationStore
-from dejax.offload.activations.transform import MIN_BYTES, Inputs, Options, Policy, wrap
+from dejax.offload.activations.transform import MIN_BYTES, Inputs, OffloadOptions, Policy, wrap
 
 with optional("flax", of="dejax.offload.nnx"):
     from flax import nnx
@@ -62,7 +62,7 @@ def offload(
             return out, nnx.state(held, nnx.Not(nnx.Param))
 
         pure.__qualname__ = getattr(fn, "__qualname__", pure.__qualname__)
-        options = Options.of(policy, store, inputs, min_bytes, (0,))
+        options = OffloadOptions.of(policy, store, inputs, min_bytes, (0,))
         out, changed = wrap(pure, options, static, static_argnames)((params, rest), *args, **kwargs)
         nnx.update((module,), changed)
         return out

@@ -171,12 +171,12 @@ def test_steps_dispatched_ahead() -> None:
 
 def swapped(x, y, flag):
     """Two stores of one site, and fetches in an order that the data decides, as no backward pass has."""
-    put = [calls.store(v, store_id=0, site=10**6, ring_bytes=6 * v.nbytes) for v in (x, y)]
+    put = [calls.store(v, binding=0, site=10**6, ring_bytes=6 * v.nbytes) for v in (x, y)]
     put[1], put[0] = jax.lax.optimization_barrier((put[1], put[0]))
     first = jnp.where(flag, put[0], put[1])
     second = jnp.where(flag, put[1], put[0])
-    a = calls.fetch(second, x, (), store_id=0, site=10**6)
-    b = calls.fetch(first, x, (a[:1],), store_id=0, site=10**6)
+    a = calls.fetch(second, x, (), binding=0, site=10**6)
+    b = calls.fetch(first, x, (a[:1],), binding=0, site=10**6)
     return a, b
 
 

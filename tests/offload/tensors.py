@@ -32,13 +32,13 @@ class Tensors:
             handles = []
             for x, site in zip(xs, sites, strict=True):
                 (x, _) = jax.lax.optimization_barrier((x, handles[-1:]))  # in this order
-                handles.append(calls.store(x, store_id=0, site=site, ring_bytes=0))
+                handles.append(calls.store(x, binding=0, site=site, ring_bytes=0))
             return handles
 
         def fetch(handles):
             outs = []
             for handle, x, site in reversed(list(zip(handles, self.xs, sites, strict=True))):
-                outs.append(calls.fetch(handle, x, outs[-1:], store_id=0, site=site))
+                outs.append(calls.fetch(handle, x, outs[-1:], binding=0, site=site))
             return outs[::-1]
 
         self.put, self.fetch = jax.jit(put), jax.jit(fetch)

@@ -17,10 +17,9 @@ from jax import Array
 from jax.extend import core
 
 from dejax import _compat
-from dejax.offload.activations import calls, notes
-from dejax.offload.activations import on_demand as _on_demand
+from dejax.offload.activations import calls, notes, on_demand
 from dejax.offload.activations.forward_mode import FORWARD_MODE, refuse_forward_mode
-from dejax.offload.activations.residuals import Plan, Residual, make_plan
+from dejax.offload.activations.residuals import Derivative, Residual, make_derivative
 
 # A fast GPU computes 600 TFLOP/s in bfloat16 while the bus moves 50 GB/s; and a quarter more.
 _FLOPS_PER_BYTE = 15_000
@@ -78,67 +77,6 @@ class Choice:
             )
 
 
-class Traced:
-    """A function, traced for arguments of some shapes. It holds no tracer and no array of its caller.
-
-    Args:
-        name: of the function.
-        jaxpr: with the constants as its first arguments.
-        avals: of its arguments, constants first.
-        is_activation: for each argument, whether it may leave the device.
-        choice: the residuals that leave it.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        jaxpr: core.ClosedJaxpr,
-        avals: Sequence[Any],
-        is_activation: Sequence[bool],
-        choice: Choice,
-    ) -> None:
-        self.name = name
-        self.avals = list(avals)
-        self._jaxpr = jaxpr
-        self._is_activation = list(is_activation)
-        self._choice = choice
-        self._lock = threading.RLock()
-
-    def __call__(self, binding: int, operands: Sequence[Any]) -> list[Any]:
-        """Evaluates the function, constants first, with a derivative that uses the store of a binding."""
-        try:
-            return Boundary(self, binding, _occurrence((self.name, *map(str, self.avals))))(*operands)
-        except TypeError as error:  # under vmap JAX refuses forward mode before our operator does
-            if "forward-mode" not in str(error) or "custom_vjp" not in str(error):
-                raise
-            raise NotImplementedError(FORWARD_MODE) from error
-
-    def evaluate(self, *operands: Any) -> list[Any]:
-        """Evaluates the function without a derivative of its own."""
-        return core.jaxpr_as_fun(self._jaxpr)(*operands)
-
-    @property
-    def on_demand(self) -> bool:
-        """Whether tensors are stored and fetched one by one."""
-        return self._choice.on_demand
-
-    @functools.cached_property
-    def plan(self) -> Plan:
-        """How forward and backward run; made on the first differentiation."""
-        with self._lock:
-            plan = make_plan(self.evaluate, self.avals, self._is_activation, self._choice)
-            self._choice.check_names(self.name, plan.jaxpr.jaxpr)
-            notes.note_stored(self.name, plan, self._choice)
-            return plan
-
-    @functools.cached_property
-    def digest(self) -> bytes:
-        """A hash that is the same in every process that traces this function."""
-        described: list[Any] = [self.name, [str(aval) for aval in self.avals], list(_primitives(self.plan.jaxpr.jaxpr))]
-        described.append([(source.info.shape, source.info.dtype.name, source.stored) for source in self.plan.sources])
-        return hashlib.blake2b(repr(described).encode(), digest_size=16).digest()
-
-
 _counts: weakref.WeakKeyDictionary[Any, collections.Counter[Any]] = weakref.WeakKeyDictionary()
 _counts_lock = threading.Lock()
 
@@ -158,45 +96,81 @@ def _occurrence(described: tuple[str, ...]) -> int:
 
 
 class Boundary:
-    """One call of a traced function, with its derivative.
+    """One call of an offloaded function, traced, with its derivative. It holds no tracer and no array of its caller.
 
     Args:
-        traced: the function.
+        name: of the function.
+        jaxpr: with the constants as its first arguments.
+        avals: of its arguments, constants first.
+        is_activation: for each argument, whether it may leave the device.
+        choice: the residuals that leave it.
         binding: of the store, as programs carry it.
-        occurrence: number of the call among the program's calls of functions with this name and these arguments.
     """
 
-    def __init__(self, traced: Traced, binding: int, occurrence: int) -> None:
-        self.traced = traced
-        self.binding = binding
-        self.occurrence = occurrence
-        call = jax.custom_vjp(traced.evaluate)
-        call.defvjp(self.forward, self.backward)
-        self._call = call
+    def __init__(
+        self,
+        name: str,
+        jaxpr: core.ClosedJaxpr,
+        avals: Sequence[Any],
+        is_activation: Sequence[bool],
+        choice: Choice,
+        binding: int,
+    ) -> None:
+        self._name = name
+        self._jaxpr = jaxpr
+        self._avals = list(avals)
+        self._is_activation = list(is_activation)
+        self._choice = choice
+        self._binding = binding
+        self._occurrence = _occurrence((name, *map(str, self._avals)))
 
-    def __call__(self, *operands: Any) -> list[Any]:
-        return self._call(*map(refuse_forward_mode, operands))
+    def __call__(self, operands: Sequence[Any]) -> list[Any]:
+        """Evaluates the function, constants first."""
+        call = jax.custom_vjp(self._evaluate)
+        call.defvjp(self._forward, self._backward)
+        try:
+            return call(*map(refuse_forward_mode, operands))  # type: ignore[no-any-return]
+        except TypeError as error:  # under vmap JAX refuses forward mode before our operator does
+            if "forward-mode" not in str(error) or "custom_vjp" not in str(error):
+                raise
+            raise NotImplementedError(FORWARD_MODE) from error
+
+    def _evaluate(self, *operands: Any) -> list[Any]:
+        return core.jaxpr_as_fun(self._jaxpr)(*operands)
 
     @functools.cached_property
-    def sites(self) -> list[int]:
-        """The number of the store call and the fetch call of each source; 0: it is not stored."""
-        return [
-            _site(self.traced.digest, self.occurrence, number) if source.stored else 0
-            for number, source in enumerate(self.traced.plan.sources)
-        ]
+    def _derivative(self) -> Derivative:
+        """How forward and backward run; made as the call is differentiated."""
+        derivative = make_derivative(self._evaluate, self._avals, self._is_activation, self._choice)
+        self._choice.check_names(self._name, derivative.jaxpr.jaxpr)
+        notes.note_stored(self._name, derivative, self._choice)
+        return derivative
 
-    def forward(self, *operands: Any) -> tuple[list[Any], list[Any]]:
+    @functools.cached_property
+    def _sites(self) -> list[int]:
+        """The number of the store call and the fetch call of each source; 0: it is not stored.
+
+        It is the same in every process that traces this function.
+        """
+        sources = self._derivative.sources
+        described: list[Any] = [self._name, [str(aval) for aval in self._avals]]
+        described.append(list(_primitives(self._derivative.jaxpr.jaxpr)))
+        described.append([(source.info.shape, source.info.dtype.name, source.stored) for source in sources])
+        digest = hashlib.blake2b(repr(described).encode(), digest_size=16).digest()
+        return [_site(digest, self._occurrence, n) if source.stored else 0 for n, source in enumerate(sources)]
+
+    def _forward(self, *operands: Any) -> tuple[list[Any], list[Any]]:
         """(operands) -> (outputs, the sources: handles of those that are stored, tensors of the others)."""
-        plan = self.traced.plan
-        sizes = [source.info.nbytes for source in plan.sources if source.stored]
-        ring = ring_bytes(sizes, plan.flops)
+        derivative = self._derivative
+        sizes = [source.info.nbytes for source in derivative.sources if source.stored]
+        ring = ring_bytes(sizes, derivative.flops)
 
         def put(x: Array, number: int) -> Array:
-            return calls.store(x, store_id=self.binding, site=self.sites[number], ring_bytes=ring)
+            return calls.store(x, binding=self._binding, site=self._sites[number], ring_bytes=ring)
 
         operands_now = list(operands)
         handed: dict[int, Any] = {}
-        for number, source in enumerate(plan.sources):
+        for number, source in enumerate(derivative.sources):
             if source.argument is None:
                 continue
             handed[number] = operands_now[source.argument]
@@ -206,12 +180,12 @@ class Boundary:
                     (handed[number], put(handed[number], number))
                 )
         handles: dict[int, Any] = {}
-        if self.traced.on_demand:
-            values = _on_demand.forward(plan, operands_now, put, handles)
+        if self._choice.on_demand:
+            values = on_demand.forward(derivative, operands_now, put, handles)
         else:
-            values = core.jaxpr_as_fun(plan.jaxpr)(*operands_now)
-        out, computed = values[: plan.num_outputs], iter(values[plan.num_outputs :])
-        for number, source in enumerate(plan.sources):
+            values = core.jaxpr_as_fun(derivative.jaxpr)(*operands_now)
+        out, computed = values[: derivative.num_outputs], iter(values[derivative.num_outputs :])
+        for number, source in enumerate(derivative.sources):
             if source.argument is None:
                 handed[number] = next(computed)
                 if source.stored and number not in handles:
@@ -220,21 +194,21 @@ class Boundary:
             # What follows waits for the copies. Otherwise XLA's scheduler could keep all tensors until the end.
             out, handles = jax.lax.optimization_barrier((out, handles))
             handed.update(handles)
-        return out, [handed[number] for number in range(len(plan.sources))]
+        return out, [handed[number] for number in range(len(derivative.sources))]
 
-    def backward(self, handed: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
+    def _backward(self, handed: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
         """(sources as `forward` returns them, cotangents of the outputs) -> cotangents of the operands."""
-        plan = self.traced.plan
-        stored = [number for number, source in enumerate(plan.sources) if source.stored]
-        arrays = [i for i, ct in enumerate(cotangents) if _on_demand.is_array(ct)]
+        derivative = self._derivative
+        stored = [number for number, source in enumerate(derivative.sources) if source.stored]
+        arrays = [i for i, ct in enumerate(cotangents) if on_demand.is_array(ct)]
         values = list(handed)
 
         def fetch(number: int, handle: Array, after: Sequence[Array]) -> Array:
-            like = plan.sources[number].var.aval
-            return calls.fetch(handle, like, after, store_id=self.binding, site=self.sites[number])
+            like = derivative.sources[number].var.aval
+            return calls.fetch(handle, like, after, binding=self._binding, site=self._sites[number])
 
-        if stored and self.traced.on_demand:
-            return _on_demand.backward(plan, values, cotangents, fetch, self._guard)
+        if stored and self._choice.on_demand:
+            return on_demand.backward(derivative, values, cotangents, fetch, self._guard)
         if stored:
             # Not before the cotangent is there. Otherwise all tensors could come back at once.
             waited, handles = jax.lax.optimization_barrier(
@@ -245,13 +219,15 @@ class Boundary:
                 cotangents[i] = ct
             for number, handle in reversed(list(zip(stored, handles, strict=True))):
                 values[number] = fetch(number, handle, waited[:1])
-            if blind := [values[number] for number in stored if not calls.has_nan(plan.sources[number].info.dtype)]:
+            if blind := [
+                values[number] for number in stored if not calls.has_nan(derivative.sources[number].info.dtype)
+            ]:
                 for i in arrays:
                     cotangents[i] = self._guard(cotangents[i], blind)
-        return tuple(plan.rebuild(values)(cotangents))
+        return tuple(derivative.rebuild(values)(cotangents))
 
     def _guard(self, x: Array, after: Sequence[Array]) -> Array:
-        return calls.guard(x, after, store_id=self.binding)
+        return calls.guard(x, after, binding=self._binding)
 
 
 def _site(digest: bytes, occurrence: int, number: int) -> int:

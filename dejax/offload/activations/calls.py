@@ -30,16 +30,16 @@ DEVICE = -1
 """In place of a binding: the tensor is its own handle and stays, with the same barriers in the program."""
 
 
-def store(x: Array, *, store_id: int, site: int, ring_bytes: int) -> Array:
+def store(x: Array, *, binding: int, site: int, ring_bytes: int) -> Array:
     """Stores a copy of `x`; returns its handle, uint32[2].
 
     Args:
         x: at least one element, of a dtype of whole bytes.
-        store_id: the store's binding, see `current.py`. 0: the current store.
+        binding: the store's binding, see `current.py`. 0: the current store.
         site: number of the call in its program.
         ring_bytes: size of the device's ring for this program, where the store was given none.
     """
-    if store_id == DEVICE:
+    if binding == DEVICE:
         return jax.lax.optimization_barrier(x)
     _native.extension("offload")
 
@@ -48,7 +48,7 @@ def store(x: Array, *, store_id: int, site: int, ring_bytes: int) -> Array:
         ring = np.int64(np.ceil(ring_bytes * share))
         with jax.named_scope("offload_store"):
             ffi = jax.ffi.ffi_call("dejax_offload_store", HANDLE)
-            return ffi(x, store=np.int64(store_id), site=np.int64(site), ring=ring, layout=np.int64(layout))
+            return ffi(x, store=np.int64(binding), site=np.int64(site), ring=ring, layout=np.int64(layout))
 
     def of_batch(batch: int) -> Any:
         """With so many axes in front."""
@@ -68,17 +68,17 @@ def store(x: Array, *, store_id: int, site: int, ring_bytes: int) -> Array:
     return call(x)
 
 
-def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, site: int) -> Array:
+def fetch(handle: Array, like: Any, after: Sequence[Array], *, binding: int, site: int) -> Array:
     """The tensor of a handle.
 
     Args:
         handle: uint32[2], from `store`.
         like: its shape and dtype.
         after: the fetch waits for these.
-        store_id: as in `store`.
+        binding: as in `store`.
         site: as in `store`.
     """
-    if store_id == DEVICE:
+    if binding == DEVICE:
         return jax.lax.optimization_barrier(handle)
 
     def of_shard(handle: Array, shape: tuple[int, ...], layout: int, after: Sequence[Array]) -> Array:
@@ -108,7 +108,7 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, store_id: int, si
     return _sharded_as(call(handle, *after), like)
 
 
-def guard(x: Array, after: Sequence[Array], *, store_id: int) -> Array:
+def guard(x: Array, after: Sequence[Array], *, binding: int) -> Array:
     """`x`, or NaN where a store or a fetch of this run has failed on one of several devices.
 
     The fetches of such a run return NaN, so that no device waits for another one. A dtype without NaN cannot show that:
@@ -117,9 +117,9 @@ def guard(x: Array, after: Sequence[Array], *, store_id: int) -> Array:
     Args:
         x: floating-point; its memory is reused.
         after: fetched tensors of a dtype without NaN.
-        store_id: as in `store`.
+        binding: as in `store`.
     """
-    if store_id == DEVICE:
+    if binding == DEVICE:
         return x
 
     def on_shard(x: Array, *after: Array) -> Array:

@@ -12,11 +12,11 @@ _notes: dict[str, None] = {}
 _INSIDE = ("contextlib", "dejax", "flax", "functools", "jax")
 
 
-def note_stored(name: str, plan: Any, choice: Any) -> None:
+def note_stored(name: str, derivative: Any, choice: Any) -> None:
     """Warns where a differentiated call stores nothing because its tensors are too small."""
-    if any(source.stored for source in plan.sources):
+    if any(source.stored for source in derivative.sources):
         return
-    declined = [source.info for source in plan.sources if source.declined]
+    declined = [source.info for source in derivative.sources if source.declined]
     small = [info.nbytes for info in declined if info.nbytes < choice.min_bytes and choice.wants(info)]
     if not small:
         return

@@ -17,7 +17,7 @@ from jax.extend import core
 
 from dejax.offload._evaluation import _equation
 from dejax.offload.activations.calls import has_nan
-from dejax.offload.activations.residuals import Plan
+from dejax.offload.activations.residuals import Derivative
 
 # Elementwise equations do not wait: XLA fuses them.
 _LARGE = frozenset(
@@ -27,13 +27,13 @@ _LARGE = frozenset(
 
 
 def forward(
-    plan: Plan, operands: Sequence[Any], put: Callable[[Array, int], Array], handles: dict[int, Any]
+    derivative: Derivative, operands: Sequence[Any], put: Callable[[Array, int], Array], handles: dict[int, Any]
 ) -> list[Any]:
-    """Evaluates `plan.jaxpr`; adds the handles of stored tensors, by source, to `handles`."""
-    jaxpr = plan.jaxpr.jaxpr
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, plan.jaxpr.consts, strict=True))
+    """Evaluates `derivative.jaxpr`; adds the handles of stored tensors, by source, to `handles`."""
+    jaxpr = derivative.jaxpr.jaxpr
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, derivative.jaxpr.consts, strict=True))
     known.update(zip(jaxpr.invars, operands, strict=True))
-    number_of = {s.var: i for i, s in enumerate(plan.sources) if s.stored and s.argument is None}
+    number_of = {s.var: i for i, s in enumerate(derivative.sources) if s.stored and s.argument is None}
     fresh: list[int] = []  # stored since the last large equation
 
     def read(var: Any) -> Any:
@@ -60,7 +60,7 @@ def forward(
 
 
 def backward(
-    plan: Plan,
+    derivative: Derivative,
     handed: Sequence[Any],
     cotangents: Sequence[Any],
     fetch: Callable[[int, Array, Sequence[Array]], Array],
@@ -73,17 +73,17 @@ def backward(
         every = list(cotangents)
         for i, ct in zip(arrays, given, strict=True):
             every[i] = ct
-        found.extend(plan.rebuild(values)(every))
+        found.extend(derivative.rebuild(values)(every))
         return [ct for ct in found if is_array(ct)]
 
     found: list[Any] = []  # as traced
-    avals = [source.var.aval for source in plan.sources]
+    avals = [source.var.aval for source in derivative.sources]
     closed = jax.make_jaxpr(run)(avals, [jax.typeof(cotangents[i]) for i in arrays])
     jaxpr = closed.jaxpr
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     sources = jaxpr.invars[: len(avals)]
     known.update(zip(jaxpr.invars[len(avals) :], [cotangents[i] for i in arrays], strict=True))
-    away = {var: i for i, (var, source) in enumerate(zip(sources, plan.sources, strict=True)) if source.stored}
+    away = {var: i for i, (var, source) in enumerate(zip(sources, derivative.sources, strict=True)) if source.stored}
     known.update((var, handed[i]) for i, var in enumerate(sources) if var not in away)
     # What depends on a cotangent: values that are there once backward has come so far.
     late = set(jaxpr.invars[len(avals) :])
@@ -96,7 +96,7 @@ def backward(
         nonlocal last
         number = away.pop(var)
         known[var] = fetch(number, handed[number], [] if last is None else [known[last]])
-        if last is not None and not has_nan(plan.sources[number].info.dtype):
+        if last is not None and not has_nan(derivative.sources[number].info.dtype):
             known[last] = guard(known[last], [known[var]])
 
     for eqn in jaxpr.eqns:

@@ -13,7 +13,7 @@ from dejax import _compat
 from dejax.offload._evaluation import _equation
 from dejax.offload.activations.residuals import Residual
 from dejax.offload.activations.store import ActivationStore
-from dejax.offload.activations.transform import MIN_BYTES, Inputs, Options, Policy, wrap
+from dejax.offload.activations.transform import MIN_BYTES, Inputs, OffloadOptions, Policy, wrap
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,7 +54,7 @@ def region(
     ...     print(store.stats().stored_count)
     3
     """
-    options = Options.of(policy, store, inputs, min_bytes, on_demand=True)
+    options = OffloadOptions.of(policy, store, inputs, min_bytes, on_demand=True)
 
     @functools.wraps(fn)
     def inner(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def region(
     return wrap(inner, options, static_argnums, static_argnames)  # type: ignore[no-any-return]
 
 
-def _run(closed: core.ClosedJaxpr, args: Sequence[Any], options: Options) -> list[Any]:
+def _run(closed: core.ClosedJaxpr, args: Sequence[Any], options: OffloadOptions) -> list[Any]:
     """Evaluates a jaxpr; bodies of its loops are offloaded."""
     jaxpr = closed.jaxpr
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -96,7 +96,7 @@ def _run(closed: core.ClosedJaxpr, args: Sequence[Any], options: Options) -> lis
     return [read(var) for var in jaxpr.outvars]
 
 
-def _scan(eqn: Any, args: Sequence[Any], options: Options) -> list[Any]:
+def _scan(eqn: Any, args: Sequence[Any], options: OffloadOptions) -> list[Any]:
     params = eqn.params
     num_consts, num_carry = _compat.scan_counts(eqn)
     consts, carry, xs = args[:num_consts], args[num_consts : num_consts + num_carry], args[num_consts + num_carry :]
@@ -109,7 +109,7 @@ def _scan(eqn: Any, args: Sequence[Any], options: Options) -> list[Any]:
     def policy(residual: Residual) -> bool:  # not `Names`, which looks for all names: a layer need not have all
         return options.policy(residual)
 
-    one = wrap(body, Options(policy, options.min_bytes, options.store, carried, on_demand=True))
+    one = wrap(body, OffloadOptions(policy, options.min_bytes, options.store, carried, on_demand=True))
 
     def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         out = one(*consts, *carry, *xs)

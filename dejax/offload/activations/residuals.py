@@ -60,7 +60,7 @@ class Residual:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ResidualSource:
     """A tensor that forward hands to backward.
 
     Attributes:
@@ -79,7 +79,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ResidualView:
     """A residual that backward makes from a source.
 
     Attributes:
@@ -92,7 +92,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Derivative:
     """How forward and backward of one function run.
 
     Attributes:
@@ -108,8 +108,8 @@ class Plan:
     jaxpr: core.ClosedJaxpr
     num_outputs: int
     treedef: Any
-    sources: tuple[Source, ...]
-    residuals: tuple[View | np.ndarray | core.ClosedJaxpr | jax.ShapeDtypeStruct, ...]
+    sources: tuple[ResidualSource, ...]
+    residuals: tuple[ResidualView | np.ndarray | core.ClosedJaxpr | jax.ShapeDtypeStruct, ...]
     flops: float
 
     def rebuild(self, values: Sequence[Any]) -> Any:
@@ -130,12 +130,12 @@ class Plan:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
-def make_plan(
+def make_derivative(
     fn: Callable[..., Sequence[Any]],
     avals: Sequence[Any],
     is_activation: Sequence[bool],
     wanted: Callable[[Residual], bool],
-) -> Plan:
+) -> Derivative:
     """Traces `jax.vjp(fn, *avals)` and decides about each residual.
 
     Args:
@@ -147,7 +147,7 @@ def make_plan(
     forward = _trace_forward(fn, avals)
     chooser = _SourceChooser(forward, is_activation, wanted)
     residuals = chooser.residuals()
-    return _without_unused(forward, forward.plan(chooser.sources, residuals))
+    return _without_unused(forward, forward.derivative(chooser.sources, residuals))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +166,14 @@ class _Forward:
     def residuals(self) -> list[Any]:
         return self.closed.jaxpr.outvars[self.num_outputs :]
 
-    def plan(self, sources: Sequence[Source], residuals: Sequence[Any]) -> Plan:
+    def derivative(self, sources: Sequence[ResidualSource], residuals: Sequence[Any]) -> Derivative:
         jaxpr = self.closed.jaxpr
         computed = [source.var for source in sources if source.argument is None]
         handed_over = jaxpr.replace(
             outvars=[*self.outputs, *computed], debug_info=jaxpr.debug_info.with_unknown_names()
         )
         closed = core.ClosedJaxpr(handed_over, self.closed.consts)
-        return Plan(closed, self.num_outputs, self.treedef, tuple(sources), tuple(residuals), _flops(jaxpr))
+        return Derivative(closed, self.num_outputs, self.treedef, tuple(sources), tuple(residuals), _flops(jaxpr))
 
 
 def _trace_forward(fn: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> _Forward:
@@ -194,7 +194,7 @@ class _SourceChooser:
 
     def __init__(self, forward: _Forward, is_activation: Sequence[bool], wanted: Callable[[Residual], bool]) -> None:
         jaxpr = forward.closed.jaxpr
-        self.sources: list[Source] = []
+        self.sources: list[ResidualSource] = []
         self._forward = forward
         self._is_activation = is_activation
         self._wanted = wanted
@@ -205,7 +205,7 @@ class _SourceChooser:
         self._names = self._names_of_bases()
 
     def residuals(self) -> list[Any]:
-        """The residuals as `Plan` holds them; fills `sources`."""
+        """The residuals as `Derivative` holds them; fills `sources`."""
         variables = self._forward.residuals
         found: list[Any] = [self._constant(var) for var in variables]
         chains = {i: _chain(variables[i], self._producer) for i, form in enumerate(found) if form is None}
@@ -224,11 +224,11 @@ class _SourceChooser:
             return _maker(self._forward.closed, var)
         return None
 
-    def _view(self, var: Any, chain: Sequence[Any]) -> View:
+    def _view(self, var: Any, chain: Sequence[Any]) -> ResidualView:
         path = [var, *(eqn.invars[0] for eqn in chain)]  # from the residual to its base
         shared = next((k for k in reversed(range(len(path))) if path[k] in self._number), None)
         at = self._add_source(path) if shared is None else shared
-        return View(self._number[path[at]], tuple(reversed(chain[:at])))
+        return ResidualView(self._number[path[at]], tuple(reversed(chain[:at])))
 
     def _add_source(self, path: Sequence[Any]) -> int:
         """Adds one of the tensors on the path to the sources; returns its place on the path."""
@@ -239,7 +239,7 @@ class _SourceChooser:
             info = _describe(base, names, argument is not None)
             can_go = not is_kept and _storable(base)
             stored = can_go and self._wanted(info)
-            self._add(Source(base, argument, stored, can_go and not stored, info))
+            self._add(ResidualSource(base, argument, stored, can_go and not stored, info))
             return last
         # The smallest on the path; of equal ones that next to the base, which other residuals may share.
         at = min(range(len(path)), key=lambda k: (_nbytes(path[k]), -k))
@@ -249,10 +249,10 @@ class _SourceChooser:
         if not stored and _nbytes(path[at]) == _nbytes(path[0]):
             at = 0  # making the view again would save nothing
             info = _describe(path[at], names, is_input=False)
-        self._add(Source(path[at], self._argument_of.get(path[at]), stored, declined, info))
+        self._add(ResidualSource(path[at], self._argument_of.get(path[at]), stored, declined, info))
         return at
 
-    def _add(self, source: Source) -> None:
+    def _add(self, source: ResidualSource) -> None:
         self._number[source.var] = len(self.sources)
         self.sources.append(source)
 
@@ -266,35 +266,35 @@ class _SourceChooser:
         return found
 
 
-def _without_unused(forward: _Forward, plan: Plan) -> Plan:
-    """The plan without the sources that no cotangent depends on: `jax.vjp` keeps such residuals, too."""
-    used = _used(plan, [var.aval for var in forward.outputs])
+def _without_unused(forward: _Forward, derivative: Derivative) -> Derivative:
+    """The derivative without the sources that no cotangent depends on: `jax.vjp` keeps such residuals, too."""
+    used = _used(derivative, [var.aval for var in forward.outputs])
     if all(used):
-        return plan
+        return derivative
     number = list(itertools.accumulate(used, initial=0))
 
     def renumbered(residual: Any, var: Any) -> Any:
-        if not isinstance(residual, View):
+        if not isinstance(residual, ResidualView):
             return residual
         if not used[residual.source]:
             return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
         return replace(residual, source=number[residual.source])
 
-    sources = [source for source, needed in zip(plan.sources, used, strict=True) if needed]
-    return forward.plan(sources, list(map(renumbered, plan.residuals, forward.residuals)))
+    sources = [source for source, needed in zip(derivative.sources, used, strict=True) if needed]
+    return forward.derivative(sources, list(map(renumbered, derivative.residuals, forward.residuals)))
 
 
-def _used(plan: Plan, outputs: Sequence[Any]) -> list[bool]:
+def _used(derivative: Derivative, outputs: Sequence[Any]) -> list[bool]:
     """For each source, whether backward uses it."""
 
     def backward(values: Sequence[Any], outputs: Sequence[Any]) -> Any:
         # Cotangents have the types of the outputs.
         zeros = [x if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0) for x in outputs]
-        return plan.rebuild(values)(zeros)
+        return derivative.rebuild(values)(zeros)
 
-    jaxpr = jax.make_jaxpr(backward)([source.var.aval for source in plan.sources], outputs).jaxpr
+    jaxpr = jax.make_jaxpr(backward)([source.var.aval for source in derivative.sources], outputs).jaxpr
     _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    kept = [not _storable(source.var) for source in plan.sources]
+    kept = [not _storable(source.var) for source in derivative.sources]
     return [a or b for a, b in zip(used, kept, strict=False)]
 
 

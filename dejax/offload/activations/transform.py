@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from dejax import _compat
-from dejax.offload.activations.boundary import Choice, Names, Traced
+from dejax.offload.activations.boundary import Boundary, Choice, Names
 from dejax.offload.activations.residuals import Residual
 from dejax.offload.activations.store import ActivationStore, binding_of
 
@@ -74,11 +74,11 @@ def offload(
     >>> gradient.shape
     (3, 3)
     """
-    return wrap(fn, Options.of(policy, store, inputs, min_bytes), static_argnums, static_argnames)
+    return wrap(fn, OffloadOptions.of(policy, store, inputs, min_bytes), static_argnums, static_argnames)
 
 
 @dataclass(frozen=True)
-class Options:
+class OffloadOptions:
     """The options of `offload`.
 
     Attributes:
@@ -105,14 +105,14 @@ class Options:
         kept_argnums: tuple[int, ...] = (),
         *,
         on_demand: bool = False,
-    ) -> Options:
+    ) -> OffloadOptions:
         """Checks the options that can be checked before a call."""
-        return Options(_as_function(policy), min_bytes, store, inputs, kept_argnums, on_demand)
+        return OffloadOptions(_as_function(policy), min_bytes, store, inputs, kept_argnums, on_demand)
 
 
 def wrap(
     fn: Callable[..., Any],
-    options: Options,
+    options: OffloadOptions,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> Any:
@@ -122,17 +122,17 @@ def wrap(
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        call = _Call.of(fn, options, args, kwargs, static, static_names)
+        call = _CallArguments.of(fn, options, args, kwargs, static, static_names)
         _check_leaves(call.leaves)
-        out_tree, traced, consts = _trace(call)
-        out = traced(binding_of(options.store), [*consts, *call.leaves])
+        out_tree, boundary, consts = _trace(call)
+        out = boundary([*consts, *call.leaves])
         return jax.tree.unflatten(out_tree, out)
 
     return wrapped
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CallArguments:
     """A call of an offloaded function, with static arguments apart from arrays.
 
     Attributes:
@@ -143,7 +143,7 @@ class _Call:
     """
 
     fn: Callable[..., Any]
-    options: Options
+    options: OffloadOptions
     fixed: dict[int | str, Any]
     num_args: int
     leaves: list[Any]
@@ -153,12 +153,12 @@ class _Call:
     @staticmethod
     def of(
         fn: Callable[..., Any],
-        options: Options,
+        options: OffloadOptions,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         static: tuple[int, ...],
         static_names: tuple[str, ...],
-    ) -> _Call:
+    ) -> _CallArguments:
         fixed: dict[int | str, Any] = {i % len(args): args[i] for i in static if -len(args) <= i < len(args)}
         fixed |= {name: kwargs[name] for name in static_names if name in kwargs}
         moving = {i: arg for i, arg in enumerate(args) if i not in fixed}
@@ -166,7 +166,7 @@ class _Call:
         leaves, treedef = jax.tree.flatten((list(moving.values()), named))
         owner = [i for i, arg in moving.items() for _ in jax.tree.leaves(arg)]
         owner += [-1] * (len(leaves) - len(owner))
-        return _Call(fn, options, fixed, len(args), leaves, treedef, tuple(owner))
+        return _CallArguments(fn, options, fixed, len(args), leaves, treedef, tuple(owner))
 
     def flat(self) -> Callable[..., Any]:
         """The call as a function of its leaves; it holds none of them."""
@@ -182,7 +182,7 @@ class _Call:
         return flat
 
 
-def _trace(call: _Call) -> tuple[Any, Traced, list[Any]]:
+def _trace(call: _CallArguments) -> tuple[Any, Boundary, list[Any]]:
     """The tree of the outputs, the traced function, and the arrays that it closes over: its first arguments."""
     # Tracing turns the arrays that the function closes over, such as a model's parameters, into arguments.
     closed, shapes = jax.make_jaxpr(call.flat(), return_shape=True)(*call.leaves)
@@ -196,8 +196,8 @@ def _trace(call: _Call) -> tuple[Any, Traced, list[Any]]:
     name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
     choice = Choice(options.policy, options.min_bytes, options.on_demand)
     flags = [False] * len(closed.consts) + flags
-    traced = Traced(name, _compat.without_consts(closed), avals, flags, choice)
-    return jax.tree.structure(shapes), traced, list(closed.consts)
+    boundary = Boundary(name, _compat.without_consts(closed), avals, flags, choice, binding_of(options.store))
+    return jax.tree.structure(shapes), boundary, list(closed.consts)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -208,7 +208,7 @@ def _is_reference(x: Any) -> bool:
     return "AbstractRef" in type(jax.typeof(x)).__name__
 
 
-def _check_no_references(call: _Call, operands: Sequence[Any]) -> None:
+def _check_no_references(call: _CallArguments, operands: Sequence[Any]) -> None:
     if any(map(_is_reference, operands)):
         name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
         raise TypeError(
@@ -217,7 +217,7 @@ def _check_no_references(call: _Call, operands: Sequence[Any]) -> None:
         )
 
 
-def _check_effects(call: _Call, closed: Any) -> None:
+def _check_effects(call: _CallArguments, closed: Any) -> None:
     if _compat.staging_trace() is None:
         return  # outside of `jit` side effects happen as they come
     if refused := _compat.effects_refused_under_derivatives(closed.effects):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from dejax.offload.activations.residuals import Plan, make_plan
+from dejax.offload.activations.residuals import Derivative, make_derivative
 
 Body = Callable[[Any, Any], Any]
 
@@ -40,7 +40,7 @@ class _Stack:
         self._differentiable = [k for k, leaf in enumerate(weights) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
         bounds = np.cumsum([0, *[count for _, count in pieces]])
         self._pieces = [(body, range(bounds[i], bounds[i + 1])) for i, (body, _) in enumerate(pieces)]
-        self._plans: list[Plan] = []  # of the pieces: forward makes them, backward uses them
+        self._derivatives: list[Derivative] = []  # of the pieces: forward makes them, backward uses them
 
     def run(self, params: Any, x: Any) -> Any:
         stack = jax.custom_vjp(self._evaluate)
@@ -64,23 +64,23 @@ class _Stack:
         return state
 
     def _forward(self, weights: list[Any], state: list[Any]) -> tuple[list[Any], Any]:
-        self._plans.clear()
+        self._derivatives.clear()
         kept = []
         for body, layers in self._pieces:
             avals = [jax.typeof(leaf) for leaf in (*_layer(weights, 0), *state)]
-            plan = make_plan(self._flat(body), avals, [False] * len(avals), lambda _: False)
-            self._plans.append(plan)
+            derivative = make_derivative(self._flat(body), avals, [False] * len(avals), lambda _: False)
+            self._derivatives.append(derivative)
 
-            def step(state: list[Any], i: Any, plan: Plan = plan) -> tuple[list[Any], list[Any]]:
-                values = core.jaxpr_as_fun(plan.jaxpr)(*_layer(weights, i), *state)
-                computed = iter(values[plan.num_outputs :])
+            def step(state: list[Any], i: Any, derivative: Derivative = derivative) -> tuple[list[Any], list[Any]]:
+                values = core.jaxpr_as_fun(derivative.jaxpr)(*_layer(weights, i), *state)
+                computed = iter(values[derivative.num_outputs :])
                 handed = []
-                for source in plan.sources:
+                for source in derivative.sources:
                     if source.argument is None:
                         handed.append(next(computed))
                     elif source.argument >= self._num_weights:
                         handed.append(state[source.argument - self._num_weights])
-                return values[: plan.num_outputs], handed
+                return values[: derivative.num_outputs], handed
 
             state, handed = jax.lax.scan(step, state, jnp.arange(layers.start, layers.stop))
             kept.append(handed)
@@ -89,12 +89,12 @@ class _Stack:
     def _backward(self, residuals: Any, cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
         weights, kept = residuals
         gradients = [jnp.zeros_like(weights[k]) for k in self._differentiable]
-        for (_, layers), plan, handed in reversed(list(zip(self._pieces, self._plans, kept, strict=True))):
+        for (_, layers), derivative, handed in reversed(list(zip(self._pieces, self._derivatives, kept, strict=True))):
 
-            def step(carry: Any, xs: Any, plan: Plan = plan) -> tuple[Any, None]:
+            def step(carry: Any, xs: Any, derivative: Derivative = derivative) -> tuple[Any, None]:
                 cotangents, gradients = carry
                 i, handed = xs
-                found = self._cotangents(plan, _layer(weights, i), handed, cotangents)
+                found = self._cotangents(derivative, _layer(weights, i), handed, cotangents)
                 gradients = [
                     jax.lax.dynamic_update_index_in_dim(whole, found[k], i, 0)
                     for k, whole in zip(self._differentiable, gradients, strict=True)
@@ -109,13 +109,15 @@ class _Stack:
             whole[k] = gradient
         return whole, cotangents
 
-    def _cotangents(self, plan: Plan, layer: list[Any], handed: list[Any], cotangents: list[Any]) -> list[Any]:
+    def _cotangents(
+        self, derivative: Derivative, layer: list[Any], handed: list[Any], cotangents: list[Any]
+    ) -> list[Any]:
         rest = iter(handed)
         values = [
             layer[source.argument] if source.argument is not None and source.argument < len(layer) else next(rest)
-            for source in plan.sources
+            for source in derivative.sources
         ]
-        return list(plan.rebuild(values)(cotangents))
+        return list(derivative.rebuild(values)(cotangents))
 
 
 def _layer(weights: Sequence[Any], i: Any) -> list[Any]:

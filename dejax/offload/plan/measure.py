@@ -16,7 +16,7 @@ import numpy as np
 
 from dejax.offload.activations import calls, current
 from dejax.offload.activations.boundary import ring_bytes
-from dejax.offload.activations.residuals import Residual, make_plan
+from dejax.offload.activations.residuals import Residual, make_derivative
 from dejax.offload.activations.store import ActivationStore
 from dejax.offload.state.store import StateStore, store_at
 from dejax.offload.state.stream.chain import staging_bytes
@@ -112,13 +112,13 @@ def drive_bandwidths(store: ActivationStore, nbytes: int = 1 << 30) -> tuple[flo
     @jax.jit
     def put(x: Any) -> list[Any]:
         here = current.current_binding()  # the probe's: tracing happens inside its `with`
-        return [calls.store(x, store_id=here, site=site, ring_bytes=2 * tensor) for site in sites]
+        return [calls.store(x, binding=here, site=site, ring_bytes=2 * tensor) for site in sites]
 
     @jax.jit
     def fetch(handles: list[Any]) -> Any:
         here, total = current.current_binding(), jnp.zeros((), jnp.uint32)
         for site, handle in zip(reversed(sites), reversed(handles), strict=True):
-            total += calls.fetch(handle, x, (total,), store_id=here, site=site)[0]
+            total += calls.fetch(handle, x, (total,), binding=here, site=site)[0]
         return total
 
     with ActivationStore(store.paths, host_bytes=3 * tensor, engine=store.engine) as probe:
@@ -262,8 +262,8 @@ def residuals_of(fn: Callable[[Any, Any], Any], params: Any, x: Any, min_bytes: 
 
     is_activation = [False] * len(jax.tree.leaves(layer)) + [True] * len(jax.tree.leaves(x))
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    plan = make_plan(flat, shapes, is_activation, wanted)
-    return [source.info for source in plan.sources if source.stored], plan.flops
+    derivative = make_derivative(flat, shapes, is_activation, wanted)
+    return [source.info for source in derivative.sources if source.stored], derivative.flops
 
 
 def ring_of(store: ActivationStore | None, sizes: Sequence[int], flops: float) -> int:

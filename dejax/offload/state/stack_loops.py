@@ -385,14 +385,14 @@ class Run:
             return x
         leaf = jax.typeof(x)
         nbytes = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
-        return calls.store(x, store_id=binding_of(self.config.store), site=self._site, ring_bytes=2 * nbytes)
+        return calls.store(x, binding=binding_of(self.config.store), site=self._site, ring_bytes=2 * nbytes)
 
     def _get(self, handle: Any, cotangent: Any) -> Any:
         if self.config.activations == "device":
             return handle
         after = [cotangent]
         like = jax.typeof(cotangent)
-        return calls.fetch(handle, like, after, store_id=binding_of(self.config.store), site=self._site)
+        return calls.fetch(handle, like, after, binding=binding_of(self.config.store), site=self._site)
 
     @functools.cached_property
     def _site(self) -> int:
