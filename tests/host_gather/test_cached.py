@@ -76,7 +76,9 @@ def test_writes_update_the_copies(jitted: bool) -> None:
         np.testing.assert_array_equal(written[IDS], HostTable.from_numpy(plain)[IDS])
 
 
-@pytest.mark.parametrize("optimizer", [sgd(0.1), adagrad(0.1), adam(0.1)])
+@pytest.mark.parametrize(
+    "optimizer", [adam(0.1), *(pytest.param(o, marks=pytest.mark.slow) for o in (sgd(0.1), adagrad(0.1)))]
+)
 def test_optimizers_update_the_copies(optimizer: object) -> None:
     gradient = RowGradient(IDS, RNG.standard_normal((7, 6)).astype(np.float32))
     table, cached = both()

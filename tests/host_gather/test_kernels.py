@@ -93,23 +93,25 @@ def aligned(array: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("width", "dtype", "out", "sort", "ticket", "cached", "clip"),  # cached: 2 for a split table
     [
-        (128, np.float32, None, False, False, False, False),
+        pytest.param(128, np.float32, None, False, False, False, False, marks=pytest.mark.slow),
         (100, np.float32, None, True, True, False, False),
-        (12, np.float32, None, True, True, False, False),
-        (250, np.float32, None, False, False, False, False),
-        (25, np.float32, None, True, True, False, True),
+        pytest.param(12, np.float32, None, True, True, False, False, marks=pytest.mark.slow),
+        pytest.param(250, np.float32, None, False, False, False, False, marks=pytest.mark.slow),
+        pytest.param(25, np.float32, None, True, True, False, True, marks=pytest.mark.slow),
         (129, np.float32, None, True, True, True, True),
         (33, np.int8, None, False, True, True, False),
-        (37, np.int8, ml_dtypes.bfloat16, True, True, False, False),
-        (1, np.float32, np.float16, False, False, False, True),
-        (64, np.int8, np.float32, True, True, False, False),
-        (48, ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, False, False, True, False),
-        (12, np.float32, np.float16, False, True, False, True),
-        (6, np.float64, np.float16, False, False, False, False),
-        (4, np.float32, np.float32, False, False, False, False),
-        (128, np.float32, None, True, True, 2, False),
+        pytest.param(37, np.int8, ml_dtypes.bfloat16, True, True, False, False, marks=pytest.mark.slow),
+        pytest.param(1, np.float32, np.float16, False, False, False, True, marks=pytest.mark.slow),
+        pytest.param(64, np.int8, np.float32, True, True, False, False, marks=pytest.mark.slow),
+        pytest.param(
+            48, ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, False, False, True, False, marks=pytest.mark.slow
+        ),
+        pytest.param(12, np.float32, np.float16, False, True, False, True, marks=pytest.mark.slow),
+        pytest.param(6, np.float64, np.float16, False, False, False, False, marks=pytest.mark.slow),
+        pytest.param(4, np.float32, np.float32, False, False, False, False, marks=pytest.mark.slow),
+        pytest.param(128, np.float32, None, True, True, 2, False, marks=pytest.mark.slow),
         (25, np.float32, None, False, False, 2, True),
-        (80, ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, True, True, 2, False),
+        pytest.param(80, ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, True, True, 2, False, marks=pytest.mark.slow),
     ],
 )
 def test_gather(
@@ -159,7 +161,7 @@ def test_gather(
     assert (got[-1].astype(np.float64) == 111).all()
 
 
-@pytest.mark.parametrize("width", [5, 32])
+@pytest.mark.parametrize("width", [5, pytest.param(32, marks=pytest.mark.slow)])
 def test_mean(tmp_path: Path, width: int) -> None:
     rows = aligned(RNG.integers(-100, 100, (37, width)).astype(np.float32))
     run = gather_kernel(tmp_path, rows, (0, 0), MEAN=1)
@@ -192,8 +194,17 @@ def test_mean(tmp_path: Path, width: int) -> None:
     assert (got[-1] == 111).all()
 
 
-UPDATES = [(0, 7, "float32"), (1, 100, "float32"), (3, 32, "float32"), (3, 7, "float32"), (3, 10, "float16")]
-UPDATES += [(4, 64, "float32"), (4, 5, "float32"), (4, 24, "bfloat16"), (4, 7, "float16"), (4, 2, "bfloat16")]
+UPDATES = [(1, 100, "float32"), (4, 24, "bfloat16")]
+MORE = [
+    (3, 7, "float32"),
+    (0, 7, "float32"),
+    (3, 32, "float32"),
+    (3, 10, "float16"),
+    (4, 64, "float32"),
+    (4, 5, "float32"),
+    (4, 7, "float16"),
+]
+UPDATES += [pytest.param(*case, marks=pytest.mark.slow) for case in [*MORE, (4, 2, "bfloat16")]]
 
 
 @pytest.mark.parametrize(("op", "width", "dtype"), UPDATES)

@@ -1,5 +1,7 @@
 """`DeviceTable` and `SplitTable` give the rows of a table, wherever these lie."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -24,7 +26,6 @@ from dejax.host_gather import (
     value_and_grad,
 )
 
-pytestmark = pytest.mark.sample(3)
 RNG = np.random.default_rng(0)
 ROWS = RNG.standard_normal((50, 6)).astype(np.float32)
 IDS = np.array([4, 17, 4, -1, 50, 3, 0])
@@ -41,7 +42,9 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize(
+    "made", [m if m in ("device", "split") else pytest.param(m, marks=pytest.mark.slow) for m in MADE]
+)
 def test_all_reads_give_the_rows_of_the_table(made: str) -> None:
     plain, table = HostTable.from_numpy(ROWS), MADE[made](ROWS)
     scale = RNG.standard_normal(50).astype(np.float32)
@@ -68,7 +71,9 @@ def test_all_reads_give_the_rows_of_the_table(made: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.float64, np.uint16, np.bool_, ml_dtypes.float8_e4m3fn, np.float16])
-@pytest.mark.parametrize("made", ["device", "device array", "split"])
+@pytest.mark.parametrize(
+    "made", ["split", *(pytest.param(m, marks=pytest.mark.slow) for m in ("device", "device array"))]
+)
 def test_dtypes(made: str, dtype: type) -> None:
     if made == "device array" and dtype is np.float64:
         pytest.skip("jax has no float64 here")
@@ -158,12 +163,16 @@ WRITABLE = {
 }
 
 
-@pytest.mark.pairwise
-@pytest.mark.sample(8)
-@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("kind", WRITABLE)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+_WRITES = [("split", "adam", "float32", True), ("device", "add", "float16", True), ("parts", "set", "float32", False)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "dtype", "jitted"),
+    [
+        pytest.param(*case, marks=() if case in _WRITES else pytest.mark.slow)
+        for case in itertools.product(WRITABLE, RULES, ["float32", "float16"], [True, False])
+    ],
+)
 def test_writes_have_the_bits_of_a_host_table(kind, rule, dtype, jitted) -> None:
     rows, optimizer = ROWS.astype(dtype), RULES[rule]
 

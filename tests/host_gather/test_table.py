@@ -95,6 +95,7 @@ def test_misuse_is_a_readable_error(misuse: Callable, error: type[Exception], me
         misuse(HostTable.from_numpy(ROWS))
 
 
+@pytest.mark.slow
 def test_branches_that_vmap_chooses_for_each_example_gather() -> None:
     """`vmap` of `cond` by a mapped predicate runs both branches and maps over all their operands, the table too."""
     table, other = HostTable.from_numpy(ROWS), DeviceTable.from_numpy(ROWS[::-1].copy())
@@ -164,6 +165,7 @@ def test_a_table_shared_by_the_devices_of_a_mesh() -> None:
         scatter(shared, np.array([0]), ROWS[:1])
 
 
+@pytest.mark.slow
 def test_results_lie_on_the_device_of_the_table() -> None:
     for device in jax.devices()[-1:]:
         table = HostTable.from_numpy(ROWS, device=device)

@@ -38,8 +38,7 @@ def until(is_over: Callable[[], bool], act: Callable[[], None], failed: list[Bas
     return thread
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_close_during_a_write(own: bool) -> None:
     """`write` must keep the memory alive while it copies rows into it."""
     block = np.ones((ROWS, WIDTH), np.float32)
@@ -72,8 +71,7 @@ def test_close_during_a_write(own: bool) -> None:
         assert all((other == -1).all() for other in others)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("cached", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_everything_at_once(cached: bool) -> None:
     current: list[HostTable | CachedTable] = []
     lock = threading.Lock()  # of the list, not of the tables

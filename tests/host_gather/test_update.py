@@ -112,13 +112,10 @@ def test_bad_arguments() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (sgd(0.1), optax.sgd(0.1)),
         (sgd(lambda count: 0.1 / (count + 1)), optax.sgd(lambda count: 0.1 / (count + 1))),
-        (adagrad(0.1), optax.adagrad(0.1)),
-        (adam(0.1), optax.adam(0.1)),
         (adam(0.1, weight_decay=0.01), optax.adamw(0.1, weight_decay=0.01)),
     ],
-    ids=["sgd", "schedule", "adagrad", "adam", "adamw"],
+    ids=["schedule", "adamw"],
 )
 def test_optimizers_against_optax_when_every_row_is_touched(
     ours: Optimizer, theirs: optax.GradientTransformation
@@ -174,6 +171,7 @@ def test_checkpoint(tmp_path: Path) -> None:
     np.testing.assert_array_equal(scatter_add(again, np.array([1]), np.ones((1, 5))).numpy()[1], np.ones(5))
 
 
+@pytest.mark.slow
 def test_checkpoint_by_orbax(tmp_path: Path) -> None:
     # Tables together with device state in one checkpoint: as views, which Orbax writes without a copy on the device.
     checkpoint = pytest.importorskip("orbax.checkpoint")

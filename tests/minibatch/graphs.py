@@ -1,8 +1,11 @@
 """A small heterogeneous graph with self loops, parallel edges, an empty relation and a type without edges."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from scipy import stats
 
-from dejax.minibatch import HeteroTopology
+from dejax.minibatch import HeteroTopology, sample_blocks
 
 WRITES, REV = ("author", "writes", "paper"), ("paper", "rev_writes", "author")
 CITES, LIKES = ("paper", "cites", "paper"), ("author", "likes", "author")
@@ -20,6 +23,33 @@ def edge_lists(edges=40, seed=0):
 
 def topology_of(edges=None, **keywords):
     return HeteroTopology.from_edges(edge_lists() if edges is None else edges, COUNTS, **keywords)
+
+
+def timed(edges=60, seed=3):
+    lists = edge_lists(edges, seed)
+    rng = np.random.default_rng(seed)
+    return lists, {kind: rng.integers(0, 100, len(lists[kind][0])) for kind in lists}
+
+
+def neighbours(edges, edge_type, node):
+    senders, receivers = (np.asarray(ids) for ids in edges[edge_type])
+    return [(int(senders[e]), node, int(e)) for e in np.flatnonzero(receivers == node)]
+
+
+def jitted(topology, seeds, fan_outs, key=None, **keywords):
+    """`sample_blocks` inside jit, with the topology as an argument."""
+    seeds = {seeds[0]: seeds[1]} if isinstance(seeds, tuple) else seeds
+    traced = {name: keywords.pop(name) for name in ("exclude", "seed_times") if name in keywords}
+    key = jax.random.key(0) if key is None else key
+    run = jax.jit(
+        lambda key, topology, seeds, traced: sample_blocks(key, topology, seeds, fan_outs, **traced, **keywords)
+    )
+    return run(key, topology, jax.tree.map(jnp.asarray, seeds, is_leaf=lambda leaf: isinstance(leaf, list)), traced)
+
+
+def p_value(counts, share):
+    """Of the hypothesis that the counts are in proportion to the shares."""
+    return stats.chisquare(counts, counts.sum() * share / share.sum()).pvalue
 
 
 def sampled_edges(sample):

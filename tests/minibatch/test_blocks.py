@@ -17,9 +17,6 @@ from dejax.rgnn.graphs.build_slots import graph_of_slots
 from dejax.rgnn.graphs.slots import Slots, SlotSpec
 from tests.minibatch.graphs import CITES, COUNTS, LIKES, REV, WRITES, edge_lists, sampled_edges, topology_of
 
-pytestmark = pytest.mark.sample(3)
-
-
 KEY = jax.random.key(0)
 SEEDS = {"paper": jnp.array([4, 7, 7, -1, 2]), "author": jnp.array([3])}
 NAMES = sorted(COUNTS)
@@ -44,9 +41,8 @@ def two_hops():
     return sampled(*CASES["two hops"])
 
 
-# Layers on the others, without bounds and on all relations, are compared with those on the full graph.
 @pytest.fixture(
-    params=[pytest.param(c, marks=pytest.mark.slow) if c in ("two hops", "three hops") else c for c in CASES]
+    params=[c if c in ("one hop", "few nodes fit") else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
 )
 def sample(request):
     return sampled(*CASES[request.param])
@@ -85,7 +81,6 @@ PAIR_GROUPINGS = (
 )
 
 
-@pytest.mark.sample(5)
 def test_tables_are_those_of_the_usual_builder(sample):
     for block in jax.jit(make_blocks)(sample):
         graph, want = block.graph, graph_from(block.graph)
@@ -117,6 +112,7 @@ def test_tables_are_those_of_the_usual_builder(sample):
 
 
 @pytest.mark.parametrize("edges", [(20, 66), (1, 1), (12, 40)])
+@pytest.mark.slow
 def test_edges_beyond_the_bound_are_left_out_and_counted(edges):
     whole, cut = two_hops(), sampled([3, 2], {"capacities": Capacities({}, edges=edges)})
     assert whole.edges_found.tolist() == cut.edges_found.tolist() == [21, 67]
@@ -145,6 +141,7 @@ def test_bad_bounds_of_edges_are_errors():
             sampled([3, 2], {"capacities": Capacities({}, **{name: numbers})})
 
 
+@pytest.mark.slow
 def test_capacities_know_the_source_pairs_and_the_compiler_counts_them():
     topology = topology_of(edge_lists(120))
     capacities = find_capacities(KEY, topology, [SEEDS], [3, 2], print_table=None)
@@ -193,8 +190,10 @@ def check_cover(starts, ends, group):
     assert (covered[:valid] == 1).all() and (covered[valid:] == 0).all()
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("types", "fan_out"), [(3, 150), (40, 2), (1, 5)])
+@pytest.mark.parametrize(
+    ("types", "fan_out"),
+    [(1, 5), pytest.param(3, 150, marks=pytest.mark.slow), pytest.param(40, 2, marks=pytest.mark.slow)],
+)
 def test_long_segments_and_many_types_and_one_type(types, fan_out):
     rng = np.random.default_rng(0)
     slots = tuple(Slots(t, first, 6, fan_out) for t in range(types) for first in (0, 6))
@@ -260,7 +259,6 @@ def apply(layer, graph, x, params, edge_value):
     return jnp.tanh(getattr(library, layer)(graph, x, params))
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("layer", "case"),
     [
@@ -272,6 +270,7 @@ def apply(layer, graph, x, params, edge_value):
         ("hgt", "edges fit"),
     ],
 )
+@pytest.mark.slow
 def test_layers_equal_those_on_the_full_graph_with_the_sampled_edges(layer, case):
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
@@ -370,6 +369,7 @@ def test_rows_that_do_not_fit_are_named():
         block.split(jnp.zeros((1, 2)))
 
 
+@pytest.mark.slow
 def test_kernels_run_on_blocks():
     sample, rng = two_hops(), np.random.default_rng(1)
     params = {k: v.astype(jnp.float32) for k, v in parameters(rng, "rgat", 4).items()}
@@ -387,6 +387,7 @@ def test_kernels_run_on_blocks():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
 
 
+@pytest.mark.slow
 def test_static_tables_made_on_the_device_give_the_same_blocks(monkeypatch):
     def blocks():
         topology = topology_of(edge_lists(120))

@@ -76,6 +76,7 @@ def features():
 
 
 @pytest.mark.parametrize("batch_size", [17, 1000])
+@pytest.mark.slow
 def test_all_nodes(batch_size: int, tmp_path) -> None:
     lists, dense = graph()
     x, params = features(), [weights(1), weights(2)]
@@ -176,6 +177,7 @@ def test_bad_input(tmp_path) -> None:
             call(**options)
 
 
+@pytest.mark.slow
 def test_progress(capsys) -> None:
     lists, _ = graph()
     infer_layers([layer], [weights(1)], lists, NODES, FeatureStore.from_arrays(features()), progress=True)

@@ -1,5 +1,7 @@
 """Blocks of samples of all relations together: layers equal those on the full graph."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,18 @@ def graph(seed=0, edges=40):
     return (*rng.integers(0, NODES, (2, edges)), rng.integers(0, KINDS, edges))
 
 
-@pytest.mark.parametrize(("loops", "edges"), [(False, None), (True, None), (False, (11, 40)), (True, (9, 37))])
+@functools.partial(jax.jit, static_argnums=2)
+def sampled(topology, seeds, fan_out):
+    return sample_blocks(jax.random.key(0), topology, ("node", seeds), [fan_out])
+
+
+@pytest.mark.parametrize(
+    ("loops", "edges"),
+    [
+        (True, (9, 37)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(False, None), (True, None), (False, (11, 40))]),
+    ],
+)
 def test_two_layers_with_all_edges_equal_the_full_graph(loops, edges):
     senders, receivers, kinds = graph()
     topology = HeteroTopology.from_edges({EDGE: (senders, receivers)}, {"node": NODES})
@@ -53,6 +66,7 @@ def test_two_layers_with_all_edges_equal_the_full_graph(loops, edges):
     assert places[0] == places[2] and int(lost) == 0
 
 
+@pytest.mark.slow
 def test_edges_that_do_not_fit_are_left_out_and_counted():
     senders, receivers, kinds = graph()
     topology = HeteroTopology.from_edges({EDGE: (senders, receivers)}, {"node": NODES})
@@ -77,7 +91,7 @@ def test_edges_that_do_not_fit_are_left_out_and_counted():
 def test_mistakes_are_named():
     senders, receivers, kinds = graph()
     topology = HeteroTopology.from_edges({EDGE: (senders, receivers)}, {"node": NODES})
-    sample = sample_blocks(jax.random.key(0), topology, ("node", jnp.array([0])), [2])
+    sample = sampled(topology, jnp.array([0]), 2)
     with pytest.raises(ValueError, match=r"`edge_type` must be int\[40\], one for each edge, got \(3,\)"):
         make_typed_blocks(topology, sample, jnp.asarray(kinds[:3]), KINDS)
     with pytest.raises(TypeError, match="`edge_type` must be integers, got float64"):
@@ -90,9 +104,16 @@ def test_mistakes_are_named():
 def test_values_of_edges_and_self_loops():
     senders, receivers, kinds = graph()
     topology = HeteroTopology.from_edges({EDGE: (senders, receivers)}, {"node": NODES})
-    sample = sample_blocks(jax.random.key(0), topology, ("node", jnp.arange(NODES)), [-1])
-    (block,) = make_typed_blocks(topology, sample, kinds, KINDS, add_self_loops=True)  # numpy's kinds are as good
-    values = block.edge_values([jnp.where(own >= 0, kinds[own] + 1.0, 0) for own in edge_ids(topology, sample)])
+    numbers = jnp.asarray(kinds)
+
+    @jax.jit
+    def made(topology):
+        sample = sample_blocks(jax.random.key(0), topology, ("node", jnp.arange(NODES)), [-1])
+        (block,) = make_typed_blocks(topology, sample, kinds, KINDS, add_self_loops=True)  # numpy's kinds are as good
+        values = [jnp.where(own >= 0, numbers[own] + 1.0, 0) for own in edge_ids(topology, sample)]
+        return block, block.edge_values(values)
+
+    block, values = made(topology)
 
     @rgnn.program
     def total(g, values):
@@ -104,7 +125,7 @@ def test_values_of_edges_and_self_loops():
 
 def test_a_graph_without_edges():
     topology = HeteroTopology.from_edges({EDGE: ([], [])}, {"node": NODES})
-    sample = sample_blocks(jax.random.key(0), topology, ("node", jnp.array([0, 5])), [2])
+    sample = sampled(topology, jnp.array([0, 5]), 2)
     (block,) = make_typed_blocks(topology, sample, jnp.zeros(0, jnp.int32), KINDS)
     out = typed_sum(block.graph, jnp.ones((block.num_sources, 4)), jnp.ones((KINDS, 4)))
     np.testing.assert_array_equal(out[:2], 0)

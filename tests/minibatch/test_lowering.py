@@ -20,8 +20,7 @@ from tests.minibatch.graphs import edge_lists, topology_of
 OPTIONS = rgnn.Options(backend="pallas", interpret=False)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("layer", ["hgt", "rgat"])
+@pytest.mark.parametrize("layer", ["rgat", pytest.param("hgt", marks=pytest.mark.slow)])
 def test_a_step_lowers_for_the_gpu(layer):
     r, t, h, k, d = 4, 3, 2, 32, 16
     shapes = {"weight": (r, h, k, d), "attention_src": (r, h, d), "attention_dst": (r, h, d)}
@@ -51,7 +50,7 @@ def test_a_step_lowers_for_the_gpu(layer):
     assert len(re.findall(r"xla\.gpu\.triton", text)) > 8
 
 
-@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("joined", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_pipelined_step_starts_the_reads_first_and_ends_them_last(joined):
     """In the loop's body: starts of all types, through which this step's rows pass, then the ends; nothing twice."""
 
@@ -104,6 +103,7 @@ def test_a_pipelined_step_starts_the_reads_first_and_ends_them_last(joined):
     assert re.search(r"dejax_table_gather_start.*tensor<\d+x32xf32>.*->.*tensor<\d+x32xf32>", body)
 
 
+@pytest.mark.slow
 def test_kernels_of_bipartite_blocks_have_no_rows_of_other_nodes():
     """Results and their gradients have rows of destinations alone, in kernels as well; heads and biases included."""
     r, t, h, k, d = 4, 3, 2, 48, 16

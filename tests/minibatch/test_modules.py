@@ -40,6 +40,7 @@ def local(sample, x):
     }
 
 
+@pytest.mark.slow
 def test_a_stack_on_blocks_equals_the_stack_on_the_full_graph():
     rngs = nnx.Rngs(0)
     layers = [RGCNConv(8, 6, 4, rngs=rngs), RGATConv(6, 2, 4, num_heads=2, rngs=rngs)]
@@ -55,6 +56,7 @@ def test_a_stack_on_blocks_equals_the_stack_on_the_full_graph():
     np.testing.assert_allclose(on_blocks(model, sample, x), want["paper"][SEEDS], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_layer_takes_and_gives_dicts():
     conv = mb.HeteroLayer(HGTConv(4, 4, 3, 4, num_heads=2, rngs=nnx.Rngs(0)))
     x = {name: jnp.ones((COUNTS[name], 4)) * len(name) for name in COUNTS}
@@ -65,6 +67,7 @@ def test_a_layer_takes_and_gives_dicts():
     np.testing.assert_allclose(got["paper"], conv(full_graph(), x)["paper"][SEEDS], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_linen_has_the_same_modules():
     x, sample = features(), whole_sample(1)
     blocks = make_blocks(sample)

@@ -74,6 +74,7 @@ def updates(graphdef, around=lambda f: f):
 
 
 @pytest.mark.parametrize("steps, around", [(3, None), (2, functools.partial(offload.offload, min_bytes=1))])
+@pytest.mark.slow
 def test_pipelined_steps_equal_single_ones(steps, around):
     graphdef, params = model_of()
     update = updates(graphdef) if around is None else updates(graphdef, around)
@@ -147,7 +148,13 @@ def topologies():
 
 @pytest.mark.parametrize(
     "drawn, steps",
-    [(plain, 1), (by_weight, 3), (in_time, 3), (links, 3), (looped, 4)],
+    [
+        pytest.param(plain, 1, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(by_weight, 3), (in_time, 3), (links, 3), (looped, 4)]
+        ),
+    ],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_edges_that_are_read_ahead_give_the_same_samples(drawn, steps):
@@ -196,7 +203,9 @@ def all_types(scale=None, width=4):
     return FeatureStore.from_arrays(arrays, scale=scale, dtype=None if scale is None else np.int8)
 
 
-@pytest.mark.parametrize("scale", [None, "row", "column"])
+@pytest.mark.parametrize(
+    "scale", ["row", pytest.param(None, marks=pytest.mark.slow), pytest.param("column", marks=pytest.mark.slow)]
+)
 def test_joined_features_are_those_by_type_in_the_order_of_blocks(scale):
     topology, store = topology_of(), all_types(scale)
     seeds, keys = seed_batches(np.arange(COUNTS["paper"]), 5, seed=0)[-2:], step_keys(jax.random.key(3), 7, 2)
@@ -267,6 +276,7 @@ def test_embeddings_in_the_state_are_read_after_the_step_before():
     np.testing.assert_array_equal(got[0]["author"].table.numpy(), state[0]["author"].table.numpy())
 
 
+@pytest.mark.slow
 def test_edges_as_seeds():
     def linked(key, topology, pairs):
         batch = link_batch(key, topology, WRITES, pairs, 2, reverse=REV)

@@ -7,8 +7,6 @@ import pytest
 from dejax.host_gather import CachedTable, HostTable
 from dejax.minibatch import HeteroTopology, SampleOptions, _building, edge_ids, sample_blocks
 
-pytestmark = pytest.mark.sample(3)
-
 WRITES, CITES, LIKES = ("author", "writes", "paper"), ("paper", "cites", "paper"), ("author", "likes", "author")
 COUNTS = {"author": 7, "paper": 11, "venue": 3}
 
@@ -244,7 +242,7 @@ def test_a_folder_is_incomplete_while_it_is_written_again(tmp_path):
         HeteroTopology.load(tmp_path)
 
 
-@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("on_host", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_starts_on_the_device_give_the_same_samples(on_host):
     edges = random_edges()
     topology = HeteroTopology.from_edges(edges, COUNTS, on_host=on_host)
@@ -257,7 +255,9 @@ def test_starts_on_the_device_give_the_same_samples(on_host):
     jax.tree.map(np.testing.assert_array_equal, draw(topology), draw(moved))
 
 
-@pytest.mark.parametrize("weights", [[0.0, 2.0, 1.0, 0.0, 3.0], [False, True, True, False, True]])
+@pytest.mark.parametrize(
+    "weights", [[0.0, 2.0, 1.0, 0.0, 3.0], pytest.param([False, True, True, False, True], marks=pytest.mark.slow)]
+)
 def test_edges_of_weight_0_are_never_drawn(weights):
     to = ("a", "to", "a")
     lists = {to: ([0, 1, 2, 3, 4], [0, 0, 0, 0, 1])}
@@ -273,22 +273,6 @@ def test_edges_of_weight_0_are_never_drawn(weights):
         assert set(found) <= {1, 2}
     starts, senders = topology.drawable(to)
     assert starts.tolist() == [0, 2, 3, 3, 3, 3] and senders.tolist() == [1, 2, 4]
-
-
-@pytest.mark.parametrize("on_host", [False, True])
-def test_a_graph_of_one_type_needs_no_names(on_host):
-    to, rng = ("node", "to", "node"), np.random.default_rng(0)
-    edges, values = rng.integers(0, 9, (2, 40)), {"weights": rng.random(40), "times": rng.integers(0, 9, 40)}
-    named = {name: {to: some} for name, some in values.items()}
-    short = HeteroTopology.from_edges(edges, 9, on_host=on_host, **values)
-    long = HeteroTopology.from_edges({to: edges}, {"node": 9}, on_host=on_host, **named)
-    assert jax.tree.structure(short) == jax.tree.structure(long)
-    jax.tree.map(np.testing.assert_array_equal, short.csc(to), long.csc(to))
-    key, exclude = jax.random.key(0), edges[:, :5]
-    sample = sample_blocks(key, short, [3, 1], [2], capacities=[3], exclude=exclude)
-    other = sample_blocks(key, long, ("node", [3, 1]), [2], capacities={"node": [3]}, exclude={to: exclude})
-    jax.tree.map(np.testing.assert_array_equal, sample, other)
-    np.testing.assert_array_equal(sample.nodes, sample.node_ids["node"])
 
 
 def cached(array):
