@@ -52,7 +52,14 @@ ARITHMETIC: dict[str, Callable] = {
 
 @pytest.mark.filterwarnings("ignore:optax")
 @pytest.mark.parametrize("name", ARITHMETIC)
-@pytest.mark.parametrize("where", ["alone", "among parameters", "in jit", "cached", "on the device"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "alone",
+        "on the device",
+        *(pytest.param(w, marks=pytest.mark.slow) for w in ("among parameters", "in jit", "cached")),
+    ],
+)
 def test_arithmetic_on_the_bits_is_refused(name: str, where: str) -> None:
     given, act = DeviceTable.from_numpy(ROWS) if where == "on the device" else table(), ARITHMETIC[name]
     with pytest.raises((TypeError, ValueError), match="HostTable|ufuncs|TableLeaf"):
