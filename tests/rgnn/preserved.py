@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,15 @@ def trace(function: rgnn.Program, graph: RelGraph, *args: Any, **kwargs: Any) ->
     program, _, arrays = function.traced(counts_of(graph), args, kwargs)
     inputs = {op.attr("position"): op for op in (program.ops[i] for i in program.inputs)}
     return program, {position: to_rows(graph, op.space, arrays[position]) for position, op in inputs.items()}
+
+
+def grown(counts: Counts, by: int = 10**5) -> Counts:
+    """The counts of a graph with so many times the nodes, edges and pairs: what passes do for large graphs.
+
+    A program that passes made for these counts has the same results on the small graph.
+    """
+    names = ("nodes", "edges", "source_pairs", "destination_pairs")
+    return replace(counts, **{name: by * getattr(counts, name) for name in names})
 
 
 def float_positions(program: Program) -> tuple[int, ...]:

@@ -15,10 +15,10 @@ from hypothesis import given, note, seed, settings
 from hypothesis import strategies as st
 
 from dejax.rgnn import Options, RelGraph
+from dejax.rgnn.compiler.execute import counts_of
 from dejax.rgnn.passes import PASSES
-from tests.budget import examples
 from tests.rgnn.lowering.test_h200 import stablehlo
-from tests.rgnn.preserved import Compiled, trace
+from tests.rgnn.preserved import Compiled, grown, trace
 from tests.rgnn.random_programs import Input, Recipe, recipes
 from tests.rgnn.rounding import as_with_rounded_products, rounded
 from tests.rgnn.strategies import CHUNK, EdgeList, edge_lists
@@ -131,6 +131,8 @@ SHARES = {
 }
 SHARES |= {"kernels": 4, "kernels_scaled": 2, "kernels_float16": 2, "kernels_bfloat16": 2}
 SHARDS = 20  # of a hundred programs each
+# Each operator and each pass has its test by numpy; of XLA and kernels, one program that differs in each run is quick.
+SOME = [("xla", 3), *(pytest.param(name, 4, marks=pytest.mark.slow) for name in RUNS)]
 
 
 def random_runs(name: str, programs: int, shard: int | None = None) -> None:
@@ -146,12 +148,9 @@ def random_runs(name: str, programs: int, shard: int | None = None) -> None:
         (test if shard is None else seed(shard)(test))()
 
 
-@pytest.mark.parametrize(
-    ("name", "programs"),
-    [("xla", 6), ("xla_as_kernels", 6), ("xla_scaled", 3), ("xla_float16", 3), ("xla_bfloat16", 3), ("kernels", 2)],
-)
+@pytest.mark.parametrize(("name", "programs"), SOME)
 def test_some(name: str, programs: int) -> None:
-    random_runs(name, examples(programs))
+    random_runs(name, programs)
 
 
 @pytest.mark.slow
@@ -177,7 +176,8 @@ def test_lowering_for_a_gpu(recipe: Recipe, edges: EdgeList, narrow: str) -> Non
     stablehlo(jax.value_and_grad(loss), arrays)
 
 
-@settings(max_examples=examples(8))
+@pytest.mark.slow
+@settings(max_examples=8)
 @given(recipe=recipes(max_steps=6), edges=edge_lists(max_edges=12))
 def test_gradients_of_gradients(recipe: Recipe, edges: EdgeList) -> None:
     """The gradient of a squared gradient, by the compiler and by JAX's autodiff."""
@@ -206,18 +206,25 @@ GRAMMARS: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_each_pass_preserves_results_and_gradients(name: str) -> None:
-    """By numpy, after each pass; without scales also gradients of gradients."""
+@pytest.mark.parametrize(
+    ("name", "programs"),
+    [*(("plain", 30), ("scaled", 15), ("float16", 10), ("bfloat16", 10))]
+    + [pytest.param(name, 300, marks=pytest.mark.slow) for name in GRAMMARS],
+)
+def test_each_pass_preserves_results_and_gradients(name: str, programs: int) -> None:
+    """By numpy, after each pass; without scales also gradients of gradients. As for small and for large graphs."""
     asked, tolerance = GRAMMARS[name]
 
-    @settings(max_examples=examples(40))
-    @given(recipe=recipes(**asked), edges=edge_lists(), disable=PASS_SUBSETS, exact=st.booleans())
-    def test(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...], exact: bool) -> None:
-        note(f"{disable} exact={exact}\n{edges}")
+    @settings(max_examples=programs)
+    @given(recipe=recipes(**asked), edges=edge_lists(), disable=PASS_SUBSETS, exact=st.booleans(), large=st.booleans())
+    def test(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...], exact: bool, large: bool) -> None:
+        note(f"{disable} exact={exact} large={large}\n{edges}")
         graph = edges.build(long_segment_chunk=CHUNK)
         program, inputs = trace(recipe.program(), graph, recipe.cast(recipe.arrays(edges), "float32"))
-        compiled = Compiled(program, graph, inputs, disable=disable, exact=exact, tolerance=tolerance)
+        counts = counts_of(graph)
+        compiled = Compiled(
+            program, graph, inputs, grown(counts) if large else counts, disable, exact=exact, tolerance=tolerance
+        )
         compiled.check()
         if name != "scaled":
             compiled.check_second_derivatives()
@@ -225,6 +232,7 @@ def test_each_pass_preserves_results_and_gradients(name: str) -> None:
     test()
 
 
+@pytest.mark.slow
 def test_backward_rounds_scores_as_forward_did() -> None:
     """Shares did not sum to 1: of a score that is a product, forward's maximum and backward's exponent differed."""
     lines = (
