@@ -18,7 +18,7 @@ from tests.rgnn.contract import check, covering, expected, make_arrays
 from tests.rgnn.random_programs import Recipe, recipes
 from tests.rgnn.references import GRAPHS, graph_of
 from tests.rgnn.strategies import EdgeList, edge_lists
-from tests.rgnn.test_contract import ORDINARY, PADDED, padded_case
+from tests.rgnn.test_cases import ORDINARY, PADDED, padded_case
 from tests.rgnn.test_random_programs import PASS_SUBSETS, compare
 from tests.rgnn.test_random_programs import check as check_program
 
@@ -74,9 +74,9 @@ def test_softmax_of_large_scores(name: str, graph: str) -> None:
 
 @pytest.mark.parametrize("name", PADDED)
 def test_padding_has_no_effect(name: str) -> None:
-    from tests.rgnn import test_contract
+    from tests.rgnn import test_cases
 
-    test_contract.check_padding(name, F32, padded_case(name, Size(3, 3, 2)))
+    test_cases.check_padding(name, F32, padded_case(name, Size(3, 3, 2)))
 
 
 @pytest.mark.parametrize(("options", "tolerance"), [(F32, 1e-5), (TF32, CHAIN)], ids=["f32", "tf32"])

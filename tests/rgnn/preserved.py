@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import importlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dejax import rgnn
 from dejax.rgnn import RelGraph
@@ -75,6 +80,13 @@ class Compiled:
     def __post_init__(self) -> None:
         if self.counts is None:
             object.__setattr__(self, "counts", counts_of(self.graph))
+
+    def for_many_rows(self) -> Compiled:
+        """The same program as it is compiled for a large graph; it shares what is wanted."""
+        other = replace(self, counts=grown(self.counts))
+        known = ("wrt", "joint", "given", "want", "rounding")
+        vars(other).update({name: vars(self)[name] for name in known if name in vars(self)})
+        return other
 
     @cached_property
     def wrt(self) -> tuple[int, ...]:
@@ -173,6 +185,56 @@ class Compiled:
             np.testing.assert_allclose(
                 total[position], w, rtol=0, atol=10 * self.tolerance * (1 + np.abs(w).max(initial=0))
             )
+
+
+@contextmanager
+def by_numpy(exact: Collection[bool] = (True,)) -> Iterator[list[Compiled]]:
+    """Calls of programs outside of `jit` run by numpy in float64, with gradients, in place of XLA or kernels.
+
+    Each call also checks that passes preserve the program, as for its own graph and for a large one, for each value of
+    `exact`; and is appended to the list.
+    """
+    made: list[Compiled] = []
+
+    def run(task: Any, graph: RelGraph, inputs: Sequence[Any]) -> list[Any]:
+        program, counts = task.program, counts_of(graph)
+        floats = float_positions(program)
+        used = {program.ops[i].attr("position") for i in program.inputs}
+        others = {p: np.asarray(inputs[p]) for p in used.difference(floats)}
+        dtypes = [program.ops[o].dtype for o in program.outputs]
+
+        def all_inputs(given: Sequence[Any]) -> ByPosition:
+            wide = (np.asarray(x).astype(np.float64) for x in given)
+            return others | dict(zip(floats, wide, strict=True))
+
+        def forward(given: tuple) -> tuple[list[Any], tuple]:
+            inputs = all_inputs(given)
+            known = any(c.program is program and c.graph is graph for c in made)
+            for each in () if known else exact:
+                compiled = Compiled(program, graph, inputs, counts, exact=each)
+                compiled.check()
+                compiled.for_many_rows().check()
+                made.append(compiled)
+            return [jnp.asarray(y, t) for y, t in zip(evaluate(program, graph, inputs), dtypes, strict=True)], given
+
+        def backward(given: tuple, of_results: Sequence[Any]) -> tuple[tuple]:
+            arrays = all_inputs(given)
+            # Results that are integers have no cotangent.
+            wide = [
+                np.asarray(c, np.float64) if is_float(t) else np.zeros(c.shape)
+                for c, t in zip(of_results, dtypes, strict=True)
+            ]
+            found = evaluate(differentiate(program, floats), graph, arrays | dict(_after(program, wide)))
+            gradients = found[len(program.outputs) :]
+            return (tuple(jnp.asarray(g, x.dtype) for g, x in zip(gradients, given, strict=True)),)
+
+        called = jax.custom_vjp(lambda given: forward(given)[0])
+        called.defvjp(forward, backward)
+        return called(tuple(inputs[p] for p in floats))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("dejax.rgnn.compiler.program"), "run", run)
+        yield made
 
 
 def _largest_of_columns(x: Array) -> Array:

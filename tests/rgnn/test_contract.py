@@ -1,10 +1,10 @@
-"""One contract for every operator and model, on every backend: float64 references, forward and gradients."""
+"""What `dejax.rgnn` promises: operators and layers against float64, with gradients, on XLA and in interpreted kernels.
+
+One case for each thing that a program can say; test_cases.py has the others, and runs all of them by numpy.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,545 +14,84 @@ import pytest
 
 from dejax import rgnn
 from dejax.rgnn import Options, RelGraph
-from dejax.rgnn.compiler import execute
-from dejax.rgnn.compiler.execute import counts_of
-from dejax.rgnn.graphs import tables
-from dejax.rgnn.ir.inter import Program
-from dejax.rgnn.ir.intra import Traversal, WeightGradient
-from dejax.rgnn.lowering.pallas import Columns, PallasLowering
-from dejax.rgnn.passes import Counts, save
-from tests.rgnn.cases import CASES, MODELS, Size
-from tests.rgnn.contract import Expected, assert_agrees, check, covering, expected, row_counts, run_case
-from tests.rgnn.references import GRAPHS, LONG_SEGMENT_CHUNK, graph_of
-
-XLA = Options(backend="xla", precision="f32")
-PALLAS = Options(backend="pallas", precision="f32", interpret=True)
-BACKENDS = {"xla": XLA, "pallas": PALLAS}
-ORDINARY = ("typical", "long_segments", "fan_in", "sparse", "one_type")
-F32, TF32, BF16 = 1e-5, 3e-3, 2e-2  # TF32 rounds operands to 10 bits, and here products feed products
-# Interpreted kernels take seconds per case: the other cases run with `-m slow` and on a GPU.
-QUICK = (
-    "linear_by_edge_type_and_head",
-    "linear_of_heads_to_src",
-    "linear_by_node_type",
-    "dot_with_constants",
-    "softmax_over_incoming_edges",
-    "softmax_within_relations",
-    "reductions",
-    "constants",
-    "degrees",
-    "elementwise",
-    "rgcn_mean",
-    "rgcn_blocks",
-    "rgcn_featureless",
-    "rgat",
-    "hgt_skip",
-)
+from tests.rgnn.cases import Size
+from tests.rgnn.contract import check
+from tests.rgnn.references import GRAPHS
+from tests.rgnn.test_cases import BF16, F32, PALLAS, XLA, check_padding, padded_case
 
 
-def some(cases: list[Any], quick: Callable[[int, str], bool]) -> list[Any]:
-    """The cases as parameters; cases that are not quick are marked slow."""
-    slow = pytest.mark.slow
-    return [
-        pytest.param(*c, marks=() if quick(i, c[0]) else slow, id="-".join(map(str, c))) for i, c in enumerate(cases)
-    ]
-
-
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(
-    ("name", "graph", "size"), some(covering(tuple(CASES), ORDINARY, 2), lambda i, name: i % 4 in (0, 3))
+    ("name", "graph", "size"),
+    [
+        ("linear_by_edge_type_and_head", "sparse", Size(17, 3, 2)),
+        ("dot_with_constants", "long_segments", Size(3, 17, 2)),
+        ("softmax_within_relations", "fan_in", Size(5, 4, 2)),
+        ("reductions", "typical", Size(17, 1, 1)),
+        ("degrees", "one_type", Size(3, 1, 1)),
+        ("elementwise", "typical", Size(3, 1, 1)),
+        ("rgcn_bases", "long_segments", Size(17, 3, 2)),
+        ("rgat", "typical", Size(17, 3, 2)),
+        ("hgt_skip", "typed", Size(5, 4, 2)),
+    ],
+    ids=str,
 )
-def test_xla_float32(name: str, graph: str, size: Size) -> None:
+def test_xla(name: str, graph: str, size: Size) -> None:
     check(name, graph, size, XLA, tolerance=F32)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
-    ("name", "graph", "size"), some(covering(tuple(CASES), ORDINARY, 1), lambda i, name: name in QUICK)
+    ("name", "graph", "size", "options", "tolerance"),
+    [
+        ("linear_by_node_type", "typical", Size(5, 4, 1), PALLAS, F32),
+        ("rgat", "typical", Size(5, 4, 2), PALLAS, F32),
+    ],
+    ids=lambda x: "" if isinstance(x, Options) else str(x),
 )
-def test_kernels_float32(name: str, graph: str, size: Size) -> None:
-    check(name, graph, size, PALLAS, tolerance=F32)
+def test_kernels(name: str, graph: str, size: Size, options: Options, tolerance: float) -> None:
+    check(name, graph, size, options, tolerance=tolerance)
 
 
-@pytest.mark.sample(6, 3)
-@pytest.mark.parametrize(
-    ("name", "graph", "size"), covering((*MODELS, "reductions", "elementwise"), ORDINARY, 1), ids=str
-)
-def test_xla_bfloat16(name: str, graph: str, size: Size) -> None:
-    check(name, graph, size, XLA, "bfloat16", tolerance=BF16)
+def test_bfloat16() -> None:
+    check("rgcn_mean", "typical", Size(17, 3, 2), XLA, "bfloat16", tolerance=BF16)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ["rgcn_mean", "rgat", pytest.param("hgt", marks=pytest.mark.slow)])
-def test_kernels_bfloat16(name: str) -> None:
-    check(name, "typical", Size(17, 3, 2), PALLAS, "bfloat16", tolerance=BF16)
+def test_padding_and_a_graph_that_is_built_inside_jit() -> None:
+    """NaN in each row of padding: results and gradients are those without padding."""
+    check_padding("rgat_relation", XLA, padded_case("rgat_relation", Size(3, 3, 2)))
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("graph", ["one_node", "no_edges"])
-@pytest.mark.parametrize("name", ["rgcn_mean", "rgat", "rgat_relation", "hgt_skip", "reductions", "linear_on_edges"])
-def test_small_graphs(name: str, graph: str) -> None:
-    check(name, graph, Size(3, 3, 2), XLA, tolerance=F32)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "graph"), [("rgat", "one_node"), ("rgat", "no_edges"), ("reductions", "no_edges")])
-def test_small_graphs_kernels(name: str, graph: str) -> None:
-    check(name, graph, Size(3, 3, 2), PALLAS, tolerance=F32)
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["softmax_over_incoming_edges", "softmax_within_relations"])
-def test_softmax_of_large_scores(name: str, backend: str) -> None:
-    """Scores of plus and minus 1e4, whose exp would overflow or vanish without subtracting the maximum."""
-    want = expected(name, "long_segments", Size(), "float32", 1e4)
-    assert np.abs(want.arrays["s"]).max() > 1e4
-    check(name, "long_segments", Size(), BACKENDS[backend], tolerance=F32, scores=1e4)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_products_of_rounded_operands(backend: str) -> None:
-    """`precision="bf16"` rounds the operands of products, and nothing else."""
-    options = Options(backend=backend, precision="bf16", interpret=True)
-    check("linear_on_edges", "typical", Size(17, 17), options, tolerance=BF16)
-    with pytest.raises(AssertionError, match="relative errors above 0.0001"):
-        check("linear_on_edges", "typical", Size(17, 17), options, tolerance=1e-4)
-
-
-# --- padding ---------------------------------------------------------------------------------------------------------
-
-PADDED = (
-    "rgcn_mean",
-    "rgat_relation",
-    "hgt_skip",
-    "reductions",
-    "softmax_over_incoming_edges",
-    "source_pairs",
-    "constants",
-    "degrees",
-    "dot_of_both_ends",
-)
-PADDED_KERNELS = ("rgat_relation", "reductions", "source_pairs")
-
-
-def padded_case(name: str, size: Size, seed: int = 0) -> tuple[tuple, dict[str, np.ndarray], tuple, Expected, dict]:
-    """A case on a padded graph: NaN in every row of features and cotangents that is padding."""
-    want, edges = expected(name, "typical", size, "float32"), GRAPHS["typical"]
-    padded = edges.padded(edges.senders.shape[0] + 9, edges.num_nodes + 4, np.random.default_rng(seed))
-    assert padded.edge_mask is not None and padded.node_mask is not None
-    pairs = np.arange(padded.senders.shape[0]) < row_counts(edges)["source_pair"]
-    masks = {"node": padded.node_mask, "edge": padded.edge_mask, "source_pair": pairs}
-
-    def pad(x: np.ndarray, kind: str) -> np.ndarray:
-        if kind not in masks:
-            return x.astype(np.float32)
-        result = np.full((len(masks[kind]), *x.shape[1:]), np.nan, np.float32)
-        result[masks[kind]] = x
-        return result
-
-    kinds = {key: kind for key, (kind, _, _) in CASES[name].arrays(size).items()}
-    arrays = {key: pad(x, kinds[key]) for key, x in want.arrays.items()}
-    by_rows = {edges.num_nodes: "node", len(edges.senders): "edge"}
-    cotangents = tuple(pad(c, by_rows[len(c)]) for c in want.cotangents)
-    rows = {len(mask): mask for kind, mask in masks.items() if kind != "source_pair"}
-    gradient_masks = {key: masks.get(kind) for key, kind in kinds.items()}
-    arguments = (
-        padded.senders,
-        padded.receivers,
-        padded.edge_type,
-        padded.node_type,
-        padded.edge_mask,
-        padded.node_mask,
-    )
-    return arguments, arrays, cotangents, want, {"rows": rows, "gradients": gradient_masks}
-
-
-def unpad(x: Any, mask: np.ndarray | None) -> np.ndarray:
-    x = np.asarray(x)
-    if mask is None:
-        return x
-    np.testing.assert_array_equal(x[~mask], 0, err_msg="a row of padding")
-    return x[mask]
-
-
-def check_padding(name: str, options: Options, case: tuple) -> None:
-    """The contract on a padded graph that is made inside jit."""
-    edges = GRAPHS["typical"]
-    arguments, arrays, cotangents, want, masks = case
-
-    @jax.jit
-    def run(arguments: tuple, arrays: Any, cotangents: tuple) -> Any:
-        senders, receivers, edge_type, node_type, edge_mask, node_mask = arguments
-        graph = RelGraph.build_traced(
-            senders,
-            receivers,
-            edge_type,
-            num_nodes=node_mask.shape[0],
-            num_edge_types=edges.num_edge_types,
-            node_type=node_type,
-            num_node_types=edges.num_node_types,
-            edge_mask=edge_mask,
-            node_mask=node_mask,
-            long_segment_chunk=LONG_SEGMENT_CHUNK,
-        )
-        return run_case(name, graph, arrays, cotangents, options, jit=False)
-
-    assert_padding_is_gone(run(arguments, arrays, cotangents), want, masks)
-
-
-def assert_padding_is_gone(got: tuple, want: Expected, masks: dict) -> None:
-    plain, results, gradients = got
-    plain, results = (tuple(unpad(y, masks["rows"][len(y)]) for y in found) for found in (plain, results))
-    gradients = {key: unpad(g, masks["gradients"][key]) for key, g in gradients.items()}
-    assert_agrees((plain, results, gradients), want, F32)
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    # The kernels read the same tables as XLA, and more.
-    [*((n, "xla") for n in PADDED if n not in PADDED_KERNELS), *((n, "pallas") for n in PADDED_KERNELS)],
-)
-def test_padding_has_no_effect(name: str, backend: str) -> None:
-    check_padding(name, BACKENDS[backend], padded_case(name, Size(3, 3, 2)))
-
-
-def test_masks_of_a_concrete_graph() -> None:
-    """`RelGraph.from_edges` takes masks, too; its pairs are those of valid edges."""
-    name, size = "rgat", Size(3, 3, 2)
-    arguments, arrays, cotangents, want, masks = padded_case(name, size, seed=1)
-    senders, receivers, edge_type, node_type, edge_mask, node_mask = arguments
-    edges = GRAPHS["typical"]
-    senders, receivers = (np.where(edge_mask, ends, 0) for ends in (senders, receivers))
+def test_a_program_of_ones_own() -> None:
+    """A layer as a user writes it, with its gradient, against numpy; it is used inside `jit` and under `vmap`."""
+    edges, rng = GRAPHS["typical"], np.random.default_rng(0)
     graph = RelGraph.from_edges(
-        senders,
-        receivers,
-        edge_type,
-        num_nodes=len(node_mask),
-        num_edge_types=edges.num_edge_types,
-        node_type=node_type,
-        num_node_types=edges.num_node_types,
-        edge_mask=edge_mask,
-        node_mask=node_mask,
+        edges.senders, edges.receivers, edges.edge_type, num_nodes=edges.num_nodes, num_edge_types=edges.num_edge_types
     )
-    got = run_case(name, graph, jax.tree.map(jnp.asarray, arrays), cotangents, XLA)
-    assert_padding_is_gone(got, want, masks)
+    x, w = rng.normal(size=(edges.num_nodes, 3)), rng.normal(size=(edges.num_edge_types, 3, 4))
+
+    @rgnn.program
+    def layer(g: Any, x: Any, w: Any) -> Any:
+        return g.sum_to_dst(g.src(x) @ g.per_edge_type(w))
+
+    def loss(x: Any, w: Any) -> tuple[Any, Any]:
+        y = layer(graph, x, w)
+        return (y**2).sum() / 2, y
+
+    many = jnp.stack([jnp.asarray(x, jnp.float32), jnp.asarray(2 * x, jnp.float32)])
+    run = jax.jit(jax.vmap(jax.grad(loss, has_aux=True), in_axes=(0, None)))
+    gradients, results = run(many, jnp.asarray(w, jnp.float32))
+    want, gradient = np.zeros((edges.num_nodes, 4)), np.zeros(x.shape)
+    np.add.at(want, edges.receivers, np.einsum("ek,ekn->en", x[edges.senders], w[edges.edge_type]))
+    np.add.at(gradient, edges.senders, np.einsum("en,ekn->ek", want[edges.receivers], w[edges.edge_type]))
+    np.testing.assert_allclose(results, [want, 2 * want], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(gradients, [gradient, 2 * gradient], rtol=1e-5, atol=1e-3)
 
 
-@pytest.fixture
-def fresh_plans() -> Iterator[None]:
-    """Clears compiled programs before and after the test."""
+def test_mistakes_are_errors_at_their_line() -> None:
+    graph = RelGraph.from_edges([0], [1], num_nodes=2)
 
-    def forget() -> None:
-        for cache in (execute.inference_kernels, execute.training_cut):
-            cache.cache_clear()
-        execute.forget_compiled()
+    @rgnn.program
+    def layer(g: Any, x: Any) -> Any:
+        return g.sum_to_dst(g.node(x))
 
-    forget()
-    yield
-    forget()
-
-
-@pytest.fixture
-def rows_in_16_bits(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
-    """Rows that are read often are stored as row-scaled float16 on small graphs, too, where it does not pay."""
-    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes.storage"), "_LAUNCH_BYTES", -(10**9))
-
-
-@pytest.fixture
-def scores_made_again(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
-    """As on a graph with many edges, where backward saves no score."""
-    monkeypatch.setattr(save, "_CACHED_BYTES", 0)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    some(
-        [(name, precision) for name in ("rgcn_mean", "rgat", "hgt_skip") for precision in ("tf32", "f32")],
-        lambda i, name: i in (0, 2),
-    ),
-)
-@pytest.mark.usefixtures("rows_in_16_bits")
-def test_as_on_a_gpu(name: str, precision: str) -> None:
-    """With the graph's loop tables and, where products round to 10 bits, row-scaled float16 between kernels."""
-    options = Options(backend="pallas", precision=precision, interpret=True)
-    tolerance = F32 if precision == "f32" else TF32
-    check(name, "long_segments", Size(20, 17, 2), options, tolerance=tolerance, loop_tables=True)
-
-
-def test_sums_by_atomic_addition() -> None:
-    """`deterministic=False`: a GEMM adds its rows in place."""
-    options = Options(
-        backend="pallas", precision="f32", interpret=True, deterministic=False, disable=("aggregate", "compact")
-    )
-    check("rgcn_sum_bare", "long_segments", Size(3, 3), options, tolerance=F32)
-
-
-def test_what_the_graphs_cover() -> None:
-    """The graphs of the cases have the structures that cause errors."""
-    typical, long_segments = GRAPHS["typical"], GRAPHS["long_segments"]
-    rows = np.stack([typical.senders, typical.receivers, typical.edge_type])
-    assert np.unique(rows, axis=1).shape[1] < rows.shape[1], "no duplicate edge"
-    assert (typical.senders == typical.receivers).any(), "no self loop"
-    assert (np.bincount(typical.edge_type, minlength=typical.num_edge_types) == 0).any(), "no empty type"
-    assert (np.bincount(typical.receivers, minlength=typical.num_nodes) == 0).any(), "no node without incoming edges"
-    assert np.bincount(long_segments.receivers).max() > 2 * LONG_SEGMENT_CHUNK, "no long segment of three chunks"
-    chosen = covering(tuple(CASES), ORDINARY, 2)
-    assert {c[0] for c in chosen} == set(CASES) and {c[1] for c in chosen} == set(ORDINARY)
-    assert {c[2].k for c in chosen} == {c[2].n for c in chosen} == {1, 3, 17, 100}
-    assert {c[2].h for c in chosen} >= {1, 2, 8}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("precision", "tolerance"), [("f32", F32), ("tf32", TF32)])
-def test_scores_by_the_product(precision: str, tolerance: float) -> None:
-    """With one head the epilogue of the GEMM computes the scores; with `tf32` rows are row-scaled float16."""
-    check("rgat", "typical", Size(16, 16, 1), dataclasses.replace(PALLAS, precision=precision), tolerance=tolerance)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", [pytest.param("hgt", marks=pytest.mark.slow), "hgt_skip"])
-@pytest.mark.parametrize(
-    ("backend", "disable"),
-    [
-        pytest.param("xla", (), id="xla-folded"),
-        pytest.param("xla", ("fold",), id="xla-not"),
-        pytest.param("pallas", (), id="pallas-folded"),
-        pytest.param("pallas", ("fold",), id="pallas-not", marks=pytest.mark.slow),
-    ],
-)
-def test_typed_sources(name: str, backend: str, disable: tuple[str, ...]) -> None:
-    """Where all edges of a type come from nodes of one type, keys and messages take one GEMM each."""
-    assert counts_of(graph_of("typed")).typed_sources and not counts_of(graph_of("typical")).typed_sources
-    check(name, "typed", Size(8, 4, 2), dataclasses.replace(BACKENDS[backend], disable=disable), tolerance=1e-5)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("backend", ["xla", "pallas"])
-@pytest.mark.usefixtures("scores_made_again")
-def test_scores_made_again(backend: str) -> None:
-    check("hgt", "long_segments", Size(8, 4, 2), BACKENDS[backend], tolerance=F32, loop_tables=backend == "pallas")
-
-
-@pytest.mark.full
-def test_long_segments_merged_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A separate kernel combines the chunks, not the last chunk."""
-    monkeypatch.setattr(tables, "_COUNTED_ENTRIES", 0)
-    check("rgat", "long_segments", Size(8, 4, 2), PALLAS, tolerance=F32, loop_tables=True)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "size",
-    [*(pytest.param(size, marks=pytest.mark.slow) for size in (Size(16, 16, 1), Size(20, 18, 2))), Size(17, 20, 1)],
-    ids=str,
-)
-@pytest.mark.usefixtures("rows_in_16_bits")
-def test_keys_and_messages_in_one_array(size: Size) -> None:
-    """As on a GPU: both are row-scaled float16, with widths that are and are not powers of two."""
-    options = dataclasses.replace(PALLAS, precision="tf32")
-    check("hgt_skip", "typed", size, options, tolerance=TF32, loop_tables=True)
-
-
-@pytest.fixture
-def as_on_a_large_graph(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
-    """The compiler sees 100,000 times the nodes, edges and pairs."""
-
-    def task(program: Program, counts: Counts, *rest: Any, **named: Any) -> execute.Task:
-        grown = ("nodes", "edges", "source_pairs", "destination_pairs")
-        counts = dataclasses.replace(counts, **{name: 10**5 * getattr(counts, name) for name in grown})
-        return execute.Task(program, counts, *rest, **named)
-
-    monkeypatch.setattr(importlib.import_module("dejax.rgnn.compiler.program"), "Task", task)
-
-
-@pytest.fixture
-def side_by_side(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many per-edge scalars each array holds that one reduction stores for others."""
-    found: list[int] = []
-    original = PallasLowering.together
-
-    def together(self: PallasLowering, t: Traversal) -> list[tuple[int, ...]]:
-        values = original(self, t)
-        found.extend(map(len, values))
-        return values
-
-    monkeypatch.setattr(PallasLowering, "together", together)
-    return found
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("size", "dtype", "precision", "tolerance"),
-    [(Size(16, 16, 1), "float32", "tf32", TF32), (Size(20, 17, 2), "float32", "f32", F32),
-     pytest.param(Size(8, 8, 2), "bfloat16", None, BF16, marks=pytest.mark.slow)],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.usefixtures("rows_in_16_bits", "as_on_a_large_graph")
-def test_scalars_that_one_traversal_stores_for_others(
-    size: Size, dtype: str, precision: str | None, tolerance: float, side_by_side: list[int]
-) -> None:
-    """Two an edge and head, which lie side by side, in float32 whatever dtype they have.
-
-    With `f32` the loops keep the digits of differences (`Task.exact`), and read none of such numbers together.
-    """
-    options = dataclasses.replace(PALLAS, precision=precision)
-    check("hgt", "typed", size, options, dtype, tolerance=tolerance, loop_tables=True)
-    assert (2 in side_by_side) == (precision != "f32")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "size", "precision", "tolerance"),
-    [
-        ("rgat_one_head", Size(16, 16, 1), "f32", F32),
-        ("rgat", Size(20, 17, 2), "tf32", TF32),
-        ("rgat", Size(8, 3, 5), "f32", F32),
-        pytest.param("rgat_one_head", Size(16, 16, 1), "tf32", TF32, marks=pytest.mark.slow),
-        pytest.param("rgat", Size(20, 17, 2), "f32", F32, marks=pytest.mark.slow),
-        pytest.param("rgat", Size(8, 3, 5), "tf32", TF32, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-@pytest.mark.usefixtures("as_on_a_large_graph")
-def test_scores_by_products_with_narrow_matrices(name: str, size: Size, precision: str, tolerance: float) -> None:
-    """As where node rows do not fit in the cache; with many heads backward, too."""
-    check(name, "typical", size, dataclasses.replace(PALLAS, precision=precision), tolerance=tolerance)
-
-
-@pytest.mark.sample(6)
-@pytest.mark.parametrize(
-    ("name", "graph", "size", "dtype", "precision", "tolerance"),
-    [
-        ("rgat_one_head", "typical", Size(16, 16, 1), "float32", "f32", F32),
-        pytest.param(
-            "rgat_one_head", "long_segments", Size(32, 33, 1), "float32", "tf32", TF32, marks=pytest.mark.slow
-        ),
-        pytest.param("rgat", "typical", Size(40, 33, 1), "float32", "tf32", TF32, marks=pytest.mark.slow),
-        ("rgat", "no_edges", Size(3, 3, 1), "float32", "f32", F32),
-        pytest.param("rgat", "typical", Size(16, 16, 1), "bfloat16", None, BF16, marks=pytest.mark.slow),
-        ("rgat", "typical", Size(20, 17, 2), "float32", "tf32", TF32),
-        ("rgat", "long_segments", Size(8, 3, 5), "float32", "f32", F32),
-        ("rgat", "typical", Size(16, 16, 2), "bfloat16", None, BF16),
-    ],
-    ids=str,
-)
-@pytest.mark.usefixtures("fresh_plans")
-def test_gradients_of_vectors_fused_with_those_of_weights(
-    name: str,
-    graph: str,
-    size: Size,
-    dtype: str,
-    precision: str | None,
-    tolerance: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The pass over rows for the weight gradient also computes the gradient of the attention vectors."""
-    paired: list[WeightGradient] = []
-    original = PallasLowering.weight_gradient
-
-    def weight_gradient(self: PallasLowering, instance: WeightGradient, env: dict[int, Any]) -> Any:
-        if instance.narrow is not None:
-            paired.append(instance)
-        return original(self, instance, env)
-
-    monkeypatch.setattr(PallasLowering, "weight_gradient", weight_gradient)
-    check(name, graph, size, dataclasses.replace(PALLAS, precision=precision), dtype, tolerance=tolerance)
-    assert paired
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "size", "dtype", "precision", "tolerance"),
-    [
-        ("rgat_one_head", Size(32, 32, 1), "float32", "tf32", TF32),
-        pytest.param("rgat", Size(40, 33, 1), "float32", "tf32", TF32, marks=pytest.mark.slow),
-        pytest.param("rgat", Size(40, 33, 1), "float32", "f32", F32, marks=pytest.mark.slow),
-        ("rgat", Size(3, 17, 1), "float32", "f32", F32),
-        pytest.param("rgat_one_head", Size(32, 32, 1), "bfloat16", None, BF16, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-@pytest.mark.usefixtures("fresh_plans")
-def test_scores_fused_with_a_traversal(
-    name: str, size: Size, dtype: str, precision: str | None, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where there are as many pairs as edges; type vectors and rows are rounded."""
-    sunk: list[Traversal] = []
-    original = PallasLowering.traversal
-
-    def traversal(self: PallasLowering, t: Traversal, env: dict[int, Any]) -> None:
-        if t.via == "dst" and any(self.program.ops[i].name == "sum_features" for i in t.body):
-            sunk.append(t)
-        original(self, t, env)
-
-    monkeypatch.setattr(PallasLowering, "traversal", traversal)
-    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes.decompact"), "_MOST_EDGES", 1000)
-    options = dataclasses.replace(PALLAS, precision=precision)
-    check(name, "typical", size, options, dtype, tolerance=tolerance, loop_tables=True)
-    assert sunk
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        pytest.param("rgat_one_head", Size(16, 16, 1), marks=pytest.mark.slow),
-        pytest.param("rgat_one_head", Size(20, 32, 2), marks=pytest.mark.slow),
-        pytest.param("rgat", Size(16, 16, 1), marks=pytest.mark.slow),
-        pytest.param("hgt", Size(16, 16, 1), marks=pytest.mark.slow),
-        ("rgat", Size(20, 32, 2)),
-        ("hgt", Size(20, 32, 2)),
-    ],
-    ids=str,
-)
-@pytest.mark.usefixtures("as_on_a_large_graph")
-def test_rows_of_nodes_without_edges_are_not_read(name: str, size: Size, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where node rows exceed the cache and are read often: RGAT's gradients are copied as row-scaled float16."""
-    run, found = PallasLowering.traversal, []
-
-    def traversal(self: PallasLowering, t: Traversal, env: dict[int, Any]) -> None:
-        found.append((t, self.kernels))
-        run(self, t, env)
-
-    monkeypatch.setattr(PallasLowering, "traversal", traversal)
-    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes._node_maps"), "_READS_OF_COPY", 0)
-    graph = "typed" if name == "hgt" else "typical"
-    check(name, graph, size, dataclasses.replace(PALLAS, precision="tf32"), tolerance=TF32, loop_tables=True)
-    ((made, kernels),) = {t: k for t, k in found if any(o.when is not None for o in t.operands)}.items()
-    # With one head and without an axis for it, reductions read the given cotangent.
-    assert bool(kernels.row_scaled.intersection(made.entry_outputs)) == (name != "rgat_one_head")
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("as_on_a_large_graph")
-def test_scalars_of_others_in_xla(side_by_side: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA evaluates the reduction that reads them."""
-    original = PallasLowering.traversal
-
-    def traversal(self: PallasLowering, t: Traversal, env: dict[int, Any]) -> None:
-        if any(isinstance(env[v], Columns) for v in t.reads):
-            raise NotImplementedError("as if it were too wide")
-        original(self, t, env)
-
-    monkeypatch.setattr(PallasLowering, "traversal", traversal)
-    with pytest.warns(rgnn.KernelFallbackWarning, match="as if it were too wide"):
-        check("hgt", "typed", Size(8, 8, 2), dataclasses.replace(PALLAS, precision="tf32"), tolerance=TF32)
-    assert 2 in side_by_side
-
-
-def test_the_references_can_be_missed() -> None:
-    """The contract fails for a wrong graph and for a wrong gradient."""
-    want = expected("rgat", "typical", Size(), "float32")
-    arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), want.arrays)
-    swapped = RelGraph.from_edges(
-        GRAPHS["typical"].receivers,
-        GRAPHS["typical"].senders,
-        GRAPHS["typical"].edge_type,
-        num_nodes=GRAPHS["typical"].num_nodes,
-        num_edge_types=GRAPHS["typical"].num_edge_types,
-    )
-    with pytest.raises(AssertionError, match="relative errors above 0.01"):
-        assert_agrees(run_case("rgat", swapped, arrays, want.cotangents, XLA), want, 1e-2)
+    with pytest.raises(rgnn.ProgramError, match=r"test_contract\.py"):
+        layer(graph, jnp.ones((2, 3)))

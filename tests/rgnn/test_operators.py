@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -14,8 +15,10 @@ import pytest
 
 from dejax import rgnn
 from dejax.rgnn import Options
+from tests.cases import slow_but
 from tests.rgnn.contract import error, row_counts
 from tests.rgnn.lowering.test_h200 import kernel_names, stablehlo
+from tests.rgnn.preserved import by_numpy
 from tests.rgnn.references import GRAPHS, Arrays, Reference, graph_of
 from tests.rgnn.strategies import EdgeList
 
@@ -308,25 +311,36 @@ def check(name: str, graph: str, options: Options, dtype: str, tolerance: float,
         assert found < tolerance, f"relative error {found:.1e} at {jax.tree_util.keystr(path)}"
 
 
-@pytest.mark.sample(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATORS)
 def test_on_xla_with_second_derivatives(name: str) -> None:
     check(name, "typical", XLA, "float64", 1e-9, second=True)
 
 
-QUICK = (
-    "feature maximum",
-    "feature softmax",
-    "minima of edges",
-    "softmax within a source",
-    "lookup in a shared table",
-    "masks",
-    "powers",
-)
+def test_all_in_one_program_on_xla() -> None:
+    """Results and gradients in float64 against numpy, which test_evaluate.py compares with jax.numpy."""
+    arrays = arrays_of(GRAPHS["typical"])
+
+    @rgnn.program
+    def program(g: Any, a: Arrays) -> Any:
+        return {name: operator.program(g, a) for name, operator in OPERATORS.items()}
+
+    floats, whole = split(arrays)
+    with jax.enable_x64(True):
+        results, pull = jax.vjp(
+            jax.jit(lambda a: program(graph_of("typical"), a | whole, options=XLA)), jax.tree.map(jnp.asarray, floats)
+        )
+        cotangents = jax.tree.map(lambda y: jnp.cos(jnp.arange(y.size) * 1.7).reshape(y.shape), results)
+        with by_numpy() as programs:
+            want, pull_by_numpy = jax.vjp(lambda a: program(graph_of("typical"), a | whole), floats)
+            want = want, pull_by_numpy(cotangents)
+        found = jax.tree_util.tree_leaves_with_path((results, pull(cotangents)))
+    assert len(programs) == 1
+    for (path, y), w in zip(found, jax.tree.leaves(want), strict=True):
+        assert error(y, np.asarray(w)) < 1e-9, jax.tree_util.keystr(path)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in OPERATORS])
+@pytest.mark.parametrize("name", slow_but(["masks"], OPERATORS))
 def test_on_kernels(name: str) -> None:
     check(name, "typical", PALLAS, "float32", 1e-5)
 
@@ -372,8 +386,9 @@ SLOPES = [6, 6, 6, 18, 6, 12, 6]
 @pytest.mark.xfail(
     jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 computes a row twice across the barrier", strict=False
 )
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("how", ["min", "max"])
+@pytest.mark.parametrize(
+    ("how", "dtype"), slow_but([("min", "float32")], itertools.product(("min", "max"), ("float32", "float64")))
+)
 def test_extrema_of_recomputed_rows_get_the_whole_gradient(how: str, dtype: str) -> None:
     """If XLA computed a row twice with different rounding, no row would equal the extremum."""
     with jax.enable_x64(dtype == "float64"):
@@ -387,9 +402,10 @@ def test_extrema_of_recomputed_rows_on_a_gpu(how: str) -> None:
     np.testing.assert_allclose(found, SLOPES, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", ["feature maximum", "feature softmax", "trigonometry", "exponentials", "powers", "masks"]
-)
+LOWERED = ("feature maximum", "feature softmax", "trigonometry", "exponentials", "powers", "masks")
+
+
+@pytest.mark.parametrize("name", LOWERED)
 def test_kernels_are_lowered_for_a_gpu(name: str) -> None:
     """Operators without a Triton lowering would fail only on a GPU."""
     given = {
@@ -402,8 +418,9 @@ def test_kernels_are_lowered_for_a_gpu(name: str) -> None:
     assert kernel_names(stablehlo(lambda a: (loss(a), jax.grad(loss)(a)), floats))
 
 
-@pytest.mark.parametrize("axis", [0, 1, None])
-@pytest.mark.parametrize("how", ["max", "min"])
+@pytest.mark.parametrize(
+    ("how", "axis"), slow_but([("max", 1), ("min", None)], itertools.product(("max", "min"), (0, 1, None)))
+)
 def test_the_gradient_of_an_extremum_of_computed_features(how: str, axis: int | None) -> None:
     """XLA may compute the features twice and round them differently: no element then equals the extremum."""
 

@@ -21,6 +21,7 @@ from dejax.rgnn import Options
 from dejax.rgnn.compiler.execute import Task, counts_of, inference_kernels
 from dejax.rgnn.ir.intra import Fallback
 from tests.rgnn.contract import row_counts
+from tests.rgnn.preserved import by_numpy
 from tests.rgnn.references import GRAPHS
 from tests.rgnn.strategies import CHUNK
 
@@ -122,7 +123,7 @@ def arrays(needed: str, x: Shape) -> dict[str, np.ndarray]:
     return {name: rng.normal(size=shape) for name, shape in shapes.items()}
 
 
-CASES = [(way, x) for way, (_, shapes) in WAYS.items() for x in shapes]
+CASES = [(way, x) for way, (_, shapes) in WAYS.items() for x in shapes or [(3,)]]
 
 
 @pytest.mark.slow
@@ -131,28 +132,27 @@ def test_kernels_with_unit_axes(way: str, x: Shape) -> None:
     compare(way, x, KERNELS, "float32", 2e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("way", "x"), CASES, ids=str)
 def test_passes_with_unit_axes(way: str, x: Shape) -> None:
+    graph, inputs = EDGES.build(long_segment_chunk=CHUNK), arrays(way, x)
+    with by_numpy():
+        program_of(way, x)(graph, {name: a.astype(np.float32) for name, a in inputs.items()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "x"), CASES, ids=str)
+def test_xla_with_unit_axes(way: str, x: Shape) -> None:
     compare(way, x, Options(backend="xla"), "float64", 1e-11)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("options", "dtype", "tolerance"),
-    [
-        pytest.param(KERNELS, "float32", 2e-5, id="kernels"),  # the passes are those of XLA
-        pytest.param(Options(backend="xla"), "float64", 1e-11, id="xla", marks=pytest.mark.slow),
-    ],
-)
-def test_attention_as_it_is_mostly_written(options: Options, dtype: str, tolerance: float) -> None:
-    compare("as_written", (3,), options, dtype, tolerance)
+def program_of(way: str, x: Shape) -> rgnn.Program:
+    return rgnn.program(lambda g, a: tuple(WAYS[way][0](g, x, a)))
 
 
 @cache
 def run(way: str, x: Shape, options: Options, dtype: str) -> tuple:
     """Results and gradients; one compilation of the reference serves all that is compared with it."""
-    program = rgnn.program(lambda g, a: tuple(WAYS[way][0](g, x, a)))
+    program = program_of(way, x)
     graph = EDGES.build(long_segment_chunk=CHUNK)
 
     def loss(a: dict[str, Any]) -> tuple:
