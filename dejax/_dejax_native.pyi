@@ -30,7 +30,7 @@ class DriverInfo:
 
 def bind_offload_store(binding: int, store: int) -> None: ...
 
-offload_testing: Any  # the store as tests drive it: native/offload/testing
+offload_testing: Any  # the store as tests drive it: native/testing
 
 class OffloadStore:
     @staticmethod

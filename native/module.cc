@@ -4,15 +4,17 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "cuda_driver.h"
-#include "cuda_launch.h"
-#include "host_memory.h"
-#include "offload/bindings.h"
-#include "offload/handlers.h"
-#include "offload/pieces.h"
-#include "table_gather.h"
-#include "table_update.h"
-#include "thread_pool.h"
+#include "activations/bindings.h"
+#include "activations/handlers.h"
+#include "driver/cuda_driver.h"
+#include "driver/cuda_launch.h"
+#include "driver/host_memory.h"
+#include "driver/thread_pool.h"
+#include "state/bindings.h"
+#include "state/pieces.h"
+#include "tables/table_gather.h"
+#include "tables/table_update.h"
+#include "testing/bindings.h"
 
 namespace nb = nanobind;
 
@@ -97,5 +99,7 @@ NB_MODULE(_dejax_native, m) {
   DefineProbe(m);
   dejax::DefineHostMemory(m);
   DefineKernels(m);
-  dejax::offload::Bind(m);
+  dejax::offload::BindActivations(m);
+  dejax::offload::BindState(m);
+  dejax::offload::BindTesting(m);
 }

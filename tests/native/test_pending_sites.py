@@ -1,4 +1,4 @@
-"""Which started gather a done takes: native/pending_sites.h, compiled by itself."""
+"""Which started gather a done takes: native/tables/pending_sites.h, compiled by itself."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 CXX = shutil.which("g++")
 NATIVE = Path(__file__).parents[2] / "native"
 PROGRAM = r"""
-#include "pending_sites.h"
+#include "tables/pending_sites.h"
 #include <cassert>
 #include <cstdio>
 #include <thread>

@@ -6,7 +6,7 @@ import sys
 
 
 def test_number_of_threads_can_be_set_and_several_gather_rows() -> None:
-    # More than three ranges of native/table_gather.cc, of rows that fill none of them.
+    # More than three ranges of native/tables/table_gather.cc, of rows that fill none of them.
     code = (
         "import numpy as np; from dejax import _native as n; from dejax.host_gather import HostTable\n"
         "rows = np.arange(17 << 12, dtype=np.int32).reshape(-1, 17)\n"

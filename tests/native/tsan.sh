@@ -6,13 +6,13 @@ set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 build=${BUILD:-$root/build/tsan}
 sanitize=${SANITIZE-thread}
-flags="-std=c++17 -O1 -g -Wall -pthread ${sanitize:+-fsanitize=$sanitize}"
+flags="-I$root/native -std=c++17 -O1 -g -Wall -pthread ${sanitize:+-fsanitize=$sanitize}"
 mkdir -p "$build/files"
-for source in store open_stores registry prediction host_memory io_queue tiers steps ring disk cuda_calls current; do
-  ${CXX:-g++} $flags -c "$root/native/offload/$source.cc" -o "$build/$source.o"
-done
-for source in cuda_driver thread_pool; do
-  ${CXX:-g++} $flags -c "$root/native/$source.cc" -o "$build/$source.o"
+rm -f "$build"/*.o
+cd "$root/native"
+for source in activations/[!bh]*.cc activations/entries/*.cc blocks/*.cc driver/cuda_calls.cc driver/cuda_driver.cc driver/thread_pool.cc
+do  # all but bindings and handlers
+  ${CXX:-g++} $flags -c "$source" -o "$build/$(basename "$source" .cc).o"
 done
 ${CXX:-g++} $flags "$root/tests/offload/native/hammer.cc" "$build"/*.o -ldl -o "$build/hammer"
 ${CXX:-g++} $flags -shared -fPIC "$root/tests/offload/native/fake_cuda.cc" -o "$build/libcuda.so.1"

@@ -48,7 +48,7 @@ def step(kind="inputs", scan=True):
 
 
 def interceptor(store):
-    """Makes operations of a store fail or slow down: native/offload/testing/interceptor.h."""
+    """Makes operations of a store fail or slow down: native/testing/interceptor.h."""
     return _native.extension("tests").offload_testing.Interceptor(store._native)
 
 

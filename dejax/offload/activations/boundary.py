@@ -23,7 +23,7 @@ from dejax.offload.activations.residuals import Derivative, Residual, make_deriv
 
 # A fast GPU computes 600 TFLOP/s in bfloat16 while the bus moves 50 GB/s; and a quarter more.
 _FLOPS_PER_BYTE = 15_000
-_RING_ALIGN = 512  # kAlign of native/offload/ring.cc
+_RING_ALIGN = 512  # kAlign of native/activations/ring.cc
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dejax import _compat, _native
 
 DEFAULT = 1
-"""The binding of the process's own store (native/offload/current.h)."""
+"""The binding of the process's own store (native/activations/current.h)."""
 _HOME = 0
 """The binding of a thread that entered a `with` while no other was in one, and of all threads while none is."""
-_FIRST_OWN = 1 << 32  # kFirstOwnBinding of native/offload/current.h
+_FIRST_OWN = 1 << 32  # kFirstOwnBinding of native/activations/current.h
 
 _context = jax.make_user_context(_HOME)
 _lock = threading.RLock()

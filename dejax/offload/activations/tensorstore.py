@@ -82,7 +82,7 @@ class TensorStoreIO:
             return array
         spec = {
             "driver": "zarr",
-            # native/offload/disk.cc uses the same file names, to remove files.
+            # native/blocks/disk.cc uses the same file names, to remove files.
             "kvstore": {"driver": "file", "path": str(self._folders[path] / f"array{nbytes}") + "/"},
             "metadata": {
                 "dtype": "|u1",

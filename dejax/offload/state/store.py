@@ -1,6 +1,6 @@
 """Files that hold a training state between steps: optimizer state and parameters beyond host memory.
 
-`native/offload/state_disk.h` says how arrays lie in files. In a state such an array is a `DiskArray`: its ticket, which
+`native/state/state_disk.h` says how arrays lie in files. In a state such an array is a `DiskArray`: its ticket, which
 programs carry as data, says which array it is and which version.
 """
 

@@ -13,8 +13,8 @@
 #include <thread>
 #include <vector>
 
-#include "../../../native/offload/store.h"
-#include "../../../native/offload/testing/interceptor.h"
+#include "activations/store.h"
+#include "testing/interceptor.h"
 
 using namespace dejax::offload;
 

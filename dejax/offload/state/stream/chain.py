@@ -1,6 +1,6 @@
 """The FFI calls of one update, one after the other, for arrays of state in host memory.
 
-`native/offload/pieces.h` says how the copies run. `pieces.py` evaluates the update between the calls. `loop_chain.py`
+`native/state/pieces.h` says how the copies run. `pieces.py` evaluates the update between the calls. `loop_chain.py`
 makes the calls for arrays on disk, and for those of several devices.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from dejax import _compat, _native
 
-BETWEEN, BEGIN, FINISH, LOOP, OPEN, COMMIT = range(6)  # native/offload/pieces.h
+BETWEEN, BEGIN, FINISH, LOOP, OPEN, COMMIT = range(6)  # native/state/pieces.h
 _sites = itertools.count(1)
 NO_LOOP = {
     "slot": np.int64(0),
@@ -49,7 +49,7 @@ def new_site() -> int:
     return next(_sites)
 
 
-_STAGED = 256  # alignment of pieces in staging memory, as in native/offload/staging.h
+_STAGED = 256  # alignment of pieces in staging memory, as in native/state/staging.h
 
 
 def staging_bytes(sizes: Sequence[int], ahead: int, count: int) -> int:

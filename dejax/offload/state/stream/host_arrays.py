@@ -1,6 +1,6 @@
 """The calls of one program that copy arrays in host memory or on disk.
 
-`native/offload/pieces.h` says how the copies run. Arrays in host memory are operands of the first and the last call
+`native/state/pieces.h` says how the copies run. Arrays in host memory are operands of the first and the last call
 alone, and arrays on disk of none: the calls between name them by their numbers. So these calls may be in a loop, or in
 the bodies of several `shard_map`s.
 """
@@ -36,7 +36,7 @@ class HostArrays:
     FEATURE: ClassVar[str] = "offload.optimizer"
     SCOPE: ClassVar[str] = "offload_pieces"
     SEVERAL: ClassVar[str] = SEVERAL  # the message where several devices run a program of one
-    SHARDED: ClassVar[int] = 1  # the attribute in native/offload/pieces.h
+    SHARDED: ClassVar[int] = 1  # the attribute in native/state/pieces.h
 
     def __init__(self, arrays: Sequence[Any], staging_bytes: int, marks: Sequence[int] | None = None) -> None:
         _native.extension(self.FEATURE)

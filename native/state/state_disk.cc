@@ -1,0 +1,353 @@
+#include "state/state_disk.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+
+#include "driver/together.h"
+
+namespace dejax::offload {
+namespace {
+
+struct OpenDisks {
+  std::mutex mutex;
+  std::map<int64_t, std::weak_ptr<StateDisk>> all;
+  int64_t next = 1;
+};
+
+OpenDisks& Disks() {
+  static auto* const disks = new OpenDisks;  // never destroyed: threads may outlive static objects
+  return *disks;
+}
+
+int64_t NewNumber() {
+  std::lock_guard<std::mutex> lock(Disks().mutex);
+  return Disks().next++;
+}
+
+[[noreturn]] void Stale(int64_t version, int64_t latest) {
+  if (version > latest) {
+    throw std::runtime_error("offload: `state` must be of a step that ended, got version " + std::to_string(version) +
+                             " of an array whose files hold version " + std::to_string(latest) +
+                             ": the step failed on a device; go on from the state before it, or from a checkpoint");
+  }
+  throw std::runtime_error("offload: `state` must be the newest state on disk, got version " + std::to_string(version) +
+                           " of an array whose files hold version " + std::to_string(latest) +
+                           "; a step overwrites the state before the last one: go on from the newest state, or read an "
+                           "older one (np.asarray) before the next step");
+}
+
+}  // namespace
+
+std::shared_ptr<StateDisk> StateDisk::Open(const Options& options) {
+  auto disk = std::make_shared<StateDisk>(options);
+  {
+    std::lock_guard<std::mutex> lock(disk->mutex_);
+    disk->MakeLane(0);
+  }
+  std::lock_guard<std::mutex> lock(Disks().mutex);
+  Disks().all[disk->number_] = disk;
+  return disk;
+}
+
+StateDisk::StateDisk(const Options& options)
+    : options_(options), number_(NewNumber()),
+      disk_(std::make_unique<Disk>(options.folders, options.chunk_bytes, options.disk_bytes, options.direct,
+                                   /*external*/ false)) {}
+
+std::shared_ptr<StateDisk> StateDisk::Find(int64_t number) {
+  std::lock_guard<std::mutex> lock(Disks().mutex);
+  const auto found = Disks().all.find(number);
+  if (found != Disks().all.end()) {
+    if (auto disk = found->second.lock()) return disk;
+  }
+  throw std::runtime_error("offload: `state` must lie in an open StateStore, got a state whose store is closed, or of "
+                           "another process; restore it from a checkpoint");
+}
+
+void StateDisk::Close() {
+  {
+    std::lock_guard<std::mutex> lock(Disks().mutex);
+    Disks().all.erase(number_);
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    closing_ = true;
+    for (const auto& [number, lane] : lanes_) lane->ready.notify_all();
+    done_.notify_all();
+  }
+  for (const auto& [number, lane] : lanes_) {  // after all jobs: the GPU may still write to their memory
+    for (std::thread& thread : lane->threads) thread.join();
+    lane->threads.clear();
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  arrays_.clear();
+  disk_.reset();
+}
+
+std::shared_ptr<StateArray> StateDisk::ArrayOf(int64_t array) const {
+  if (closing_) throw std::runtime_error("offload: the StateStore is closed");
+  const auto found = arrays_.find(array);
+  if (found == arrays_.end()) {
+    throw std::runtime_error("offload: `state` must have arrays of its StateStore, got one that was removed");
+  }
+  return found->second;
+}
+
+int64_t StateDisk::Create(int64_t bytes, int64_t unit_bytes, int lane) {
+  auto array = std::make_shared<StateArray>();
+  array->lane = lane;
+  array->bytes = bytes;
+  array->unit_bytes = unit_bytes;
+  array->units->resize(static_cast<size_t>((bytes + unit_bytes - 1) / unit_bytes));
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (closing_) throw std::runtime_error("offload: the StateStore is closed");
+  MakeLane(lane);
+  try {
+    for (size_t i = 0; i < array->units->size(); ++i) {
+      const int64_t size = std::min(unit_bytes, bytes - static_cast<int64_t>(i) * unit_bytes);
+      for (std::vector<Chunk>& chunks : (*array->units)[i].chunks) {
+        for (int64_t at = 0; at < WholePages(size); at += options_.chunk_bytes) {
+          chunks.push_back(disk_->Allocate(std::min(options_.chunk_bytes, WholePages(size) - at)));
+        }
+      }
+    }
+  } catch (...) {
+    for (const StateArray::Unit& unit : *array->units) {
+      for (const std::vector<Chunk>& chunks : unit.chunks) {
+        for (const Chunk& chunk : chunks) disk_->Free(chunk);
+      }
+    }
+    throw;
+  }
+  arrays_[next_] = array;
+  return next_++;
+}
+
+int64_t StateDisk::Share(int64_t number, int lane) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const std::shared_ptr<StateArray> original = ArrayOf(number);
+  auto array = std::make_shared<StateArray>();
+  array->lane = lane;
+  array->bytes = original->bytes;
+  array->unit_bytes = original->unit_bytes;
+  array->units = original->units;
+  array->writes = false;
+  MakeLane(lane);
+  arrays_[next_] = array;
+  return next_++;
+}
+
+void StateDisk::Join(const std::vector<int64_t>& arrays) {
+  const auto family = std::make_shared<const std::vector<int64_t>>(arrays);
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (int64_t number : arrays) ArrayOf(number)->family = family;
+}
+
+void StateDisk::Remove(int64_t number) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const std::shared_ptr<StateArray> array = ArrayOf(number);
+  arrays_.erase(number);
+  array->removed = true;
+  done_.wait(lock, [&] { return IsIdle(); });
+  const bool shared = std::any_of(arrays_.begin(), arrays_.end(),
+                                  [&](const auto& other) { return other.second->units == array->units; });
+  if (disk_ == nullptr || shared) return;
+  for (const StateArray::Unit& unit : *array->units) {
+    for (const std::vector<Chunk>& chunks : unit.chunks) {
+      for (const Chunk& chunk : chunks) disk_->Free(chunk);
+    }
+  }
+  disk_->Trim();
+}
+
+std::vector<StateIoPtr> StateDisk::Units(int64_t number, int64_t version, int64_t offset, int64_t bytes,
+                                         bool write) const {
+  const std::shared_ptr<StateArray> array = ArrayOf(number);
+  if (offset < 0 || bytes <= 0 || offset + bytes > array->bytes || offset % array->unit_bytes != 0 ||
+      ((offset + bytes) % array->unit_bytes != 0 && offset + bytes != array->bytes)) {
+    throw std::runtime_error("offload: `state` must be cut as its files are, got bytes " + std::to_string(offset) +
+                             " to " + std::to_string(offset + bytes) + " of an array in units of " +
+                             std::to_string(array->unit_bytes) + "; make the state with this optimizer's init");
+  }
+  std::vector<StateIoPtr> found;
+  for (int64_t at = offset; at < offset + bytes; at += array->unit_bytes) {
+    auto io = std::make_shared<StateIo>();
+    io->write = write;
+    io->array = array;
+    io->unit = static_cast<size_t>(at / array->unit_bytes);
+    io->slot = static_cast<int>(version % 2);
+    io->bytes = std::min(array->unit_bytes, array->bytes - at);
+    io->left = (*array->units)[io->unit].chunks[io->slot].size();
+    found.push_back(io);
+  }
+  return found;
+}
+
+// Waits for the last write of a unit's slot. Throws where it failed.
+void StateDisk::WaitForWrite(std::unique_lock<std::mutex>& lock, StateArray* array, size_t unit, int slot) {
+  StateIoPtr& writing = (*array->units)[unit].writing[slot];
+  if (writing == nullptr) return;
+  const StateIoPtr io = writing;
+  done_.wait(lock, [&] { return io->done; });
+  if (!io->error.empty()) throw std::runtime_error(io->error);
+  if (writing == io) writing.reset();
+}
+
+void StateDisk::Check(int64_t number, int64_t version, int64_t bytes, bool newest) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const std::shared_ptr<StateArray> array = ArrayOf(number);
+  // The step before may still run on other devices. They end it, or fail.
+  const auto begin = std::chrono::steady_clock::now();
+  while (array->written == array->latest + 1 && !closing_ && !WasFailedTogether(array->written_in)) {
+    if (std::chrono::steady_clock::now() - begin > std::chrono::minutes(5)) {
+      throw std::runtime_error("offload: a step must end on all devices before the next one begins, but one of them has "
+                               "not written its state for 5 minutes; see what it waits for");
+    }
+    done_.wait_for(lock, std::chrono::milliseconds(10));
+  }
+  if (closing_) throw std::runtime_error("offload: the StateStore is closed");
+  if (array->bytes != bytes) {
+    throw std::runtime_error("offload: `state` must have arrays of the size that they were made with, got one of " +
+                             std::to_string(array->bytes) + " bytes in place of " + std::to_string(bytes));
+  }
+  const bool before = !newest && version == array->latest - 1 && array->started == array->latest;
+  const bool whole = version == array->latest || before;
+  if (!whole) Stale(version, array->latest);
+}
+
+std::vector<StateIoPtr> StateDisk::Read(int64_t number, int64_t version, int64_t offset, int64_t bytes,
+                                        Context context) {
+  std::vector<StateIoPtr> found;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    found = Units(number, version, offset, bytes, false);
+    StateArray* const array = found.front()->array.get();
+    for (const StateIoPtr& io : found) WaitForWrite(lock, array, io->unit, io->slot);
+    const bool whole = version == array->latest || (version == array->latest - 1 && array->started == array->latest);
+    if (!whole) Stale(version, array->latest);
+  }
+  for (const StateIoPtr& io : found) {
+    io->buffer = BuffersOf(io).Take(io->bytes, false, options_.host_bytes, context != nullptr);
+    io->context = context;
+    io->after = io->buffer->busy;
+    Submit(io);
+  }
+  return found;
+}
+
+std::vector<StateIoPtr> StateDisk::Write(int64_t number, int64_t version, int64_t offset, int64_t bytes,
+                                         int64_t host_bytes, Context context) {
+  std::vector<StateIoPtr> found;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    found = Units(number, version, offset, bytes, true);
+    StateArray* const array = found.front()->array.get();
+    if (version != array->latest + 1) Stale(version - 1, array->latest);
+    array->started = version;
+    if (!array->writes) return {};
+    for (const StateIoPtr& io : found) {
+      StateIoPtr& writing = (*array->units)[io->unit].writing[io->slot];
+      const StateIoPtr before = writing;  // of a step that failed, or of the version before the last one
+      if (before != nullptr) done_.wait(lock, [&] { return before->done; });
+      writing = io;
+    }
+  }
+  const int64_t cap = options_.host_bytes >= 0 ? options_.host_bytes : host_bytes;
+  for (const StateIoPtr& io : found) {
+    try {
+      io->buffer = BuffersOf(io).Take(io->bytes, true, cap, context != nullptr);
+    } catch (const std::exception& error) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (const StateIoPtr& other : found) {  // nobody waits for what will never be written
+        other->error = error.what();
+        other->done = true;
+      }
+      done_.notify_all();
+      throw;
+    }
+    io->context = context;
+  }
+  return found;
+}
+
+void StateDisk::Commit(int64_t number, int64_t version, int64_t run) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const std::shared_ptr<StateArray> array = ArrayOf(number);
+  if (version != array->latest + 1) Stale(version - 1, array->latest);
+  if (array->family == nullptr) {
+    array->latest = version;
+    return;
+  }
+  array->written = version;
+  array->written_in = run;
+  std::vector<StateArray*> members;
+  for (int64_t other : *array->family) {
+    const auto member = arrays_.find(other);
+    if (member == arrays_.end()) continue;  // removed
+    if (member->second->written != version || member->second->written_in != run) return;
+    members.push_back(member->second.get());
+  }
+  for (StateArray* member : members) member->latest = version;
+  done_.notify_all();
+}
+
+void StateDisk::Put(int64_t number, int64_t offset, const void* data, int64_t bytes) {
+  std::vector<StateIoPtr> found;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    found = Units(number, 0, offset, bytes, true);
+  }
+  const auto* from = static_cast<const char*>(data);
+  for (const StateIoPtr& io : found) {
+    io->buffer = BuffersOf(io).Take(io->bytes, true, 4 * options_.chunk_bytes, false);
+    std::memcpy(io->buffer->data, from, static_cast<size_t>(io->bytes));
+    from += io->bytes;
+    Submit(io);
+  }
+  for (const StateIoPtr& io : found) WaitFor(io);
+}
+
+void StateDisk::Get(int64_t number, int64_t version, int64_t offset, void* data, int64_t bytes) {
+  int64_t unit_bytes;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    unit_bytes = ArrayOf(number)->unit_bytes;
+  }
+  auto* to = static_cast<char*>(data);
+  std::deque<StateIoPtr> ahead;
+  for (int64_t at = offset; at < offset + bytes || !ahead.empty();) {
+    if (at < offset + bytes && ahead.size() < 4) {
+      const int64_t size = std::min(unit_bytes, offset + bytes - at);
+      ahead.push_back(Read(number, version, at, size, nullptr).front());
+      at += size;
+      continue;
+    }
+    const StateIoPtr io = ahead.front();
+    ahead.pop_front();
+    WaitFor(io);
+    std::memcpy(to, io->buffer->data, static_cast<size_t>(io->bytes));
+    to += io->bytes;
+  }
+}
+
+void StateDisk::Drain() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  done_.wait(lock, [&] { return IsIdle(); });
+  for (const auto& [number, array] : arrays_) {
+    for (size_t i = 0; i < array->units->size(); ++i) {
+      WaitForWrite(lock, array.get(), i, static_cast<int>(array->latest % 2));
+    }
+  }
+}
+
+StateDisk::Stats StateDisk::GetStats() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Stats stats = stats_;
+  stats.disk_bytes = disk_ ? disk_->bytes_held() : 0;
+  for (const auto& [number, lane] : lanes_) stats.peak_host_bytes += lane->buffers->peak_bytes();
+  return stats;
+}
+
+}  // namespace dejax::offload
