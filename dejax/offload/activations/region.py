@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -55,29 +54,11 @@ def region(
     3
     """
     options = OffloadOptions.of(policy, store, inputs, min_bytes, on_demand=True)
-
-    @functools.wraps(fn)
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(
-            functools.partial(fn, **{k: v for k, v in kwargs.items() if k in names}),
-            static_argnums=positions(len(args)),
-            return_shape=True,
-        )(*args, **{k: v for k, v in kwargs.items() if k not in names})
-        moving = [arg for i, arg in enumerate(args) if i not in positions(len(args))]
-        leaves = jax.tree.leaves((moving, {k: v for k, v in kwargs.items() if k not in names}))
-        return jax.tree.unflatten(jax.tree.structure(shapes), _run(closed, leaves, options))
-
-    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-
-    def positions(count: int) -> tuple[int, ...]:
-        return tuple(i % count for i in static if -count <= i < count)
-
-    return wrap(inner, options, static_argnums, static_argnames)  # type: ignore[no-any-return]
+    return wrap(fn, options, static_argnums, static_argnames, rewrite=_run)  # type: ignore[no-any-return]
 
 
 def _run(closed: core.ClosedJaxpr, args: Sequence[Any], options: OffloadOptions) -> list[Any]:
-    """Evaluates a jaxpr; bodies of its loops are offloaded."""
+    """Evaluates a jaxpr; bodies of its loops are offloaded, each by itself."""
     jaxpr = closed.jaxpr
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     known.update(zip(jaxpr.invars, args, strict=True))

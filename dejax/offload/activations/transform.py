@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
+from jax.extend import core
 
 from dejax import _compat
 from dejax.offload.activations.boundary import Boundary, Choice, Names
@@ -19,6 +20,8 @@ from dejax.offload.activations.store import ActivationStore, binding_of
 F = TypeVar("F", bound=Callable[..., Any])
 Policy = Callable[[Residual], bool]
 Inputs = Literal["auto", "all", "none"] | int | Sequence[int]
+
+Rewrite = Callable[[core.ClosedJaxpr, Sequence[Any], "OffloadOptions"], list[Any]]
 
 MIN_BYTES = 1 << 20
 
@@ -115,8 +118,16 @@ def wrap(
     options: OffloadOptions,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    *,
+    rewrite: Rewrite | None = None,
 ) -> Any:
-    """`offload`, also for the Flax bindings."""
+    """`offload`, also for `region` and the Flax bindings.
+
+    Args:
+        fn, static_argnums, static_argnames: as for `offload`.
+        options: the others of `offload`.
+        rewrite: evaluates the traced function in another way. None: as it is.
+    """
     static = _as_tuple(static_argnums)
     static_names = _as_tuple(static_argnames)
 
@@ -124,7 +135,7 @@ def wrap(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         call = _CallArguments.of(fn, options, args, kwargs, static, static_names)
         _check_leaves(call.leaves)
-        out_tree, boundary, consts = _trace(call)
+        out_tree, boundary, consts = _trace(call, rewrite)
         out = boundary([*consts, *call.leaves])
         return jax.tree.unflatten(out_tree, out)
 
@@ -182,13 +193,16 @@ class _CallArguments:
         return flat
 
 
-def _trace(call: _CallArguments) -> tuple[Any, Boundary, list[Any]]:
+def _trace(call: _CallArguments, rewrite: Rewrite | None) -> tuple[Any, Boundary, list[Any]]:
     """The tree of the outputs, the traced function, and the arrays that it closes over: its first arguments."""
     # Tracing turns the arrays that the function closes over, such as a model's parameters, into arguments.
     closed, shapes = jax.make_jaxpr(call.flat(), return_shape=True)(*call.leaves)
     _check_no_references(call, [*closed.consts, *call.leaves])
     _check_effects(call, closed)
     options = call.options
+    if rewrite is not None:
+        original = closed
+        closed = jax.make_jaxpr(lambda *leaves: rewrite(original, leaves, options))(*call.leaves)
     avals = [jax.typeof(x) for x in [*closed.consts, *call.leaves]]
     flags = _activations(
         options.inputs, call.num_args, closed.in_avals, call.owner, jax.tree.leaves(shapes), options.kept_argnums
