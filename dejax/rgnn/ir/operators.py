@@ -57,6 +57,7 @@ class Operator:
       derivative: see `derivatives.py`; None where no gradient passes.
       form: (arrays of rows, attributes by name) -> the result by XLA. None for operators that read the graph: those are
         methods of `lowering/xla.py`.
+      commutes: whether its two arguments may be exchanged.
       tile: the same on tiles inside kernels, for elementwise operators whose `form` cannot be lowered or is slower.
       in_registers: whether a traversal computes it on tiles.
       epilogue: whether the kernel of a grouped GEMM can apply it to its result.
@@ -72,6 +73,7 @@ class Operator:
     typing: Callable[..., types.Typed]
     derivative: Derivative | None = None
     form: Callable[..., Any] | None = None
+    commutes: bool = False
     tile: Callable[..., Any] | None = None
     in_registers: bool = True
     epilogue: bool = False
@@ -119,11 +121,15 @@ OPERATORS: dict[str, Operator] = {
     "const": _rows("const", in_registers=True),
     "count": _rows("count"),
     # Of two arguments, element by element.
-    "add": _binary(lambda x, y: x + y, lambda b, op, out, g: [g, g], linear=Linear.ADDS, columns="largest"),
+    "add": _binary(
+        lambda x, y: x + y, lambda b, op, out, g: [g, g], linear=Linear.ADDS, columns="largest", commutes=True
+    ),
     "sub": _binary(
         lambda x, y: x - y, lambda b, op, out, g: [g, b.op("neg", g)], linear=Linear.ADDS, columns="largest"
     ),
-    "mul": _binary(lambda x, y: x * y, derivatives.mul, tile=product, linear=Linear.SCALES, masks="kept"),
+    "mul": _binary(
+        lambda x, y: x * y, derivatives.mul, tile=product, linear=Linear.SCALES, masks="kept", commutes=True
+    ),
     "div": _binary(
         lambda x, y: x / y,
         derivatives.div,
@@ -139,6 +145,7 @@ OPERATORS: dict[str, Operator] = {
         linear=Linear.SAME_FACTOR,
         masks="kept",
         columns="largest",
+        commutes=True,
     ),
     "min": _binary(
         jnp.minimum,
@@ -147,9 +154,10 @@ OPERATORS: dict[str, Operator] = {
         linear=Linear.SAME_FACTOR,
         masks="kept",
         columns="largest",
+        commutes=True,
     ),
     "gt": _binary(lambda x, y: (x > y).astype(x.dtype), **_MASK),
-    "eq": _binary(lambda x, y: (x == y).astype(x.dtype), **_MASK),
+    "eq": _binary(lambda x, y: (x == y).astype(x.dtype), **_MASK, commutes=True),
     "power": _binary(jnp.power, derivatives.power, infinite=Infinite.VALUE),
     "atan2": _binary(jnp.arctan2, derivatives.atan2, infinite=Infinite.SLOPE),
     "select": Operator(
@@ -286,7 +294,7 @@ OPERATORS: dict[str, Operator] = {
         linear=Linear.CONSTANT,
     ),
     # Of the features of each row.
-    "dot": _features("dot", linear=Linear.SUMS),
+    "dot": _features("dot", commutes=True, linear=Linear.SUMS),
     "sum_features": _features("sum_features", linear=Linear.SUMS),
     "extremum_features": _features("extremum_features"),
     "extremum_share": _features("extremum_share"),

@@ -10,34 +10,39 @@ Rows of 16 bits stay: their sum would be rounded once more.
 
 from __future__ import annotations
 
-from dejax.rgnn.ir.inter import Builder, Op, Program, Space
-from dejax.rgnn.passes._rewrite import Counts, rebuild
-
-# Which operand of a product two products may have in common.
-_COMMON = {"linear": 1, "outer": 0}
+from dejax.rgnn.ir.inter import Builder, Space
+from dejax.rgnn.passes.rules import Match, Pat, Rule, Var, rules
 
 
-def combine_node_products(program: Program, counts: Counts) -> Program:
-    users = program.users()
+def _are_rows_of_one_product(m: Match) -> bool:
+    one, two, left, right = (m.at(name) for name in ("one", "two", "left", "right"))
+    if m["one"] == m["two"] or one.attrs != two.attrs or m.op.dtype not in ("float32", "float64"):
+        return False
+    kinds = {(rows.space, rows.shape, rows.dtype) for rows in (left, right)}
+    return kinds == {(Space.NODE, left.shape, m.op.dtype)} and "gather" not in (left.name, right.name)
 
-    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
-        if op.name != "add" or op.dtype not in ("float32", "float64"):
-            return None
-        if any(len(users[a]) > 1 or a in program.outputs for a in op.args) or args[0] == args[1]:
-            return None
-        left, right = (builder.ops[a] for a in args)
-        if left.name not in _COMMON or (left.name, left.attrs) != (right.name, right.attrs):
-            return None
-        common = _COMMON[left.name]
-        if left.args[common] != right.args[common]:
-            return None
-        rows = [builder.ops[p.args[1 - common]] for p in (left, right)]
-        kinds = {(r.space, r.shape, r.dtype) for r in rows}
-        if kinds != {(Space.NODE, rows[0].shape, op.dtype)} or any(r.name == "gather" for r in rows):
-            return None
-        total = builder.op("add", left.args[1 - common], right.args[1 - common])
-        operands = [total, total]
-        operands[common] = left.args[common]
-        return builder.op(left.name, *operands, **dict(left.attrs))
 
-    return rebuild(program, visit)
+def _added(b: Builder, m: Match) -> int:
+    return b.op("add", m.new("left"), m.new("right"))
+
+
+combine_node_products = rules(
+    Rule(
+        Pat(
+            "add",
+            Pat("linear", Var("left"), Var("w"), name="one", once=True),
+            Pat("linear", Var("right"), Var("w"), name="two", once=True),
+        ),
+        lambda b, m: b.op("linear", _added(b, m), m.new("w"), **dict(m.at("one").attrs)),
+        where=_are_rows_of_one_product,
+    ),
+    Rule(
+        Pat(
+            "add",
+            Pat("outer", Var("x"), Var("left"), name="one", once=True),
+            Pat("outer", Var("x"), Var("right"), name="two", once=True),
+        ),
+        lambda b, m: b.op("outer", m.new("x"), _added(b, m), **dict(m.at("one").attrs)),
+        where=_are_rows_of_one_product,
+    ),
+)

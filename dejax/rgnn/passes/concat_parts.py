@@ -6,23 +6,24 @@ then write them into one array.
 
 from __future__ import annotations
 
-from dejax.rgnn.ir.inter import Builder, Op, Program
-from dejax.rgnn.passes._rewrite import Counts, rebuild
+from dejax.rgnn.passes.rules import Attr, Match, Pat, Rule, Var, rules
 
 
-def concat_parts(program: Program, counts: Counts) -> Program:
-    def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
-        if op.name != "add":
-            return None
-        left, right = (builder.ops[a] for a in args)
-        if left.name != "pad" or right.name != "pad" or left.attr("axis") != right.attr("axis"):
-            return None
-        axis = left.attr("axis")
-        for first, second in ((left, right), (right, left)):
-            zeros = [o.attr(side) for o in (first, second) for side in ("before", "after")]
-            sizes = [builder.ops[o.args[0]].shape[axis] for o in (first, second)]
-            if zeros == [0, sizes[1], sizes[0], 0]:
-                return builder.op("concat", first.args[0], second.args[0], axis=axis)
-        return None
+def _are_side_by_side(m: Match) -> bool:
+    """Whether the zeros of each part are where the other part is."""
+    zeros = [m.at(part).attr(side) for part in ("first", "second") for side in ("before", "after")]
+    axis = m["axis"]
+    return zeros == [0, m.shape("y")[axis], m.shape("x")[axis], 0]
 
-    return rebuild(program, visit)
+
+concat_parts = rules(
+    Rule(
+        Pat(
+            "add",
+            Pat("pad", Var("x"), axis=Attr("axis"), name="first"),
+            Pat("pad", Var("y"), axis=Attr("axis"), name="second"),
+        ),
+        lambda b, m: b.op("concat", m.new("x"), m.new("y"), axis=m["axis"]),
+        where=_are_side_by_side,
+    )
+)

@@ -9,95 +9,69 @@ product for each node is not made at all. Products of float16 weights are float3
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from dejax.rgnn.ir.inter import Builder, Op, Program
+from dejax.rgnn.ir.inter import Builder, Program
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, widened
+from dejax.rgnn.passes._rewrite import Counts, as_dtype, widened
+from dejax.rgnn.passes.rules import Match, Pat, Rule, Var, rules
 
 
-@dataclass(frozen=True, slots=True)
-class _NodeProduct:
-    """A product for each node, `x @ w`, whose rows are multiplied again; `bias` (by node type) where one is added."""
+def _read_at_sources(rows: Pat) -> Pat:
+    """A grouped GEMM of rows of nodes, read at the source of each edge."""
+    return Pat("linear", Pat("gather", rows, via="src"), Var("second_weight"), via="etype")
 
-    linear: Op
-    bias: int | None
+
+_PRODUCT = Pat("linear", Var("x"), Var("w"), via="ntype", name="product")
+_ADDED = Pat("linear", Var("x"), Var("w"), via="ntype", name="product", once=True)
+_BIASED = Pat("add", _ADDED, Pat("gather", Var("bias"), via="ntype", name="read"), name="rows")
+
+
+def _is_one_product(m: Match) -> bool:
+    """Whether both weights are matrices, for each head or not, and one product can and should take their place."""
+    first, second = (Product.parse(op.attr("spec")) for op in (m.at("product"), m.op))
+    matrices = first.is_forward and second.is_forward and first.left == "k"
+    if not matrices or ("h" in first.right) != ("h" in second.right):
+        return False
+    if "bias" in m and {m.shape("product"), m.shape("read")} != {m.shape("rows")}:
+        return False
+    return _is_read_by_products_alone(m, m["rows" if "bias" in m else "product"]) and _is_cheaper(m)
+
+
+def _is_read_by_products_alone(m: Match, rows: int) -> bool:
+    """Whether only grouped GEMMs on edges read the rows of nodes, at their sources, so that these need not be made."""
+    ops, users, outputs = m.values.ops, m.values.users, m.values.outputs
+    for u in users[rows]:
+        if ops[u].name != "gather" or ops[u].attr("via") != "src" or u in outputs:
+            return False
+        if not all(ops[v].name == "linear" and ops[v].attr("via") == "etype" and ops[v].args[0] == u for v in users[u]):
+            return False
+    return rows not in outputs
+
+
+def _is_cheaper(m: Match) -> bool:
+    """By bytes: rows of x instead of rows of the node product for each pair, against making that product."""
+    x, product, counts = m.at("x"), m.at("product"), m.counts
+    rows = min(counts.edges, counts.source_pairs)
+    weights = counts.edge_types * (m.at("w").row_bytes + 2 * m.at("second_weight").row_bytes)
+    return rows * (x.row_bytes - product.row_bytes) + weights < counts.nodes * (x.row_bytes + product.row_bytes)
+
+
+def _one_product(b: Builder, m: Match) -> int:
+    spec = m.op.attr("spec")
+    weights, rows = Product.parse(m.at("product").attr("spec")).weights_first(Product.parse(spec))
+    second = widened(b, m.new("second_weight"))
+    by_edge_type = b.op("gather", m.new("w"), via="source_type")
+    product = b.op("linear", by_edge_type, second, spec=str(weights), via="self")
+    bias = None
+    if "bias" in m:  # made before the product, whose kernel can add it then
+        bias = b.op("gather", m.new("bias"), via="source_type")
+        bias = b.op("linear", bias, second, spec=spec, via="self")
+    made = b.op("linear", b.op("gather", m.new("x"), via="src"), product, spec=str(rows), via="etype")
+    made = made if bias is None else b.op("add", made, b.op("gather", bias, via="etype"))
+    return as_dtype(b, made, m.op.dtype)
+
+
+_fold = rules(*(Rule(_read_at_sources(rows), _one_product, where=_is_one_product) for rows in (_BIASED, _PRODUCT)))
 
 
 def fold(program: Program, counts: Counts) -> Program:
-    return _Folding(program, counts).run() if counts.typed_sources else program
-
-
-class _Folding(Rewrite):
-    def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
-        first = self.node_product_before(op)
-        if first is None:
-            return None
-        weights, rows = _product(first.linear).weights_first(_product(op))
-        x, w = (self.new[a] for a in first.linear.args)
-        second = widened(builder, args[1])
-        by_edge_type = builder.op("gather", w, via="source_type")
-        product = builder.op("linear", by_edge_type, second, spec=str(weights), via="self")
-        bias = None
-        if first.bias is not None:  # made before the product, whose kernel can add it then
-            bias = builder.op("gather", self.new[first.bias], via="source_type")
-            bias = builder.op("linear", bias, second, spec=op.attr("spec"), via="self")
-        made = builder.op("linear", builder.op("gather", x, via="src"), product, spec=str(rows), via="etype")
-        made = made if bias is None else builder.op("add", made, builder.op("gather", bias, via="etype"))
-        return as_dtype(builder, made, op.dtype)
-
-    def node_product_before(self, op: Op) -> _NodeProduct | None:
-        """The product for each node whose rows a grouped GEMM on edges reads, where one product is less work."""
-        if op.name != "linear" or op.attr("via") != "etype":
-            return None
-        read = self.program.ops[op.args[0]]
-        if read.name != "gather" or read.attr("via") != "src":
-            return None
-        first = self.node_product(read.args[0])
-        if first is None or not _folds(_product(first.linear), _product(op)) or not self.only_read_so(read.args[0]):
-            return None
-        return first if self.is_cheaper(first.linear, op) else None
-
-    def node_product(self, value: int) -> _NodeProduct | None:
-        op = self.program.ops[value]
-        if op.name == "linear" and op.attr("via") == "ntype":
-            return _NodeProduct(op, None)
-        if op.name != "add":
-            return None
-        for product, bias in (op.args, op.args[::-1]):
-            linear, read = self.program.ops[product], self.program.ops[bias]
-            typed = all(o.attr("via") == "ntype" and o.shape == op.shape for o in (linear, read))
-            if typed and linear.name == "linear" and read.name == "gather" and self.users[product] == [value]:
-                return None if product in self.program.outputs else _NodeProduct(linear, read.args[0])
-        return None
-
-    def only_read_so(self, value: int) -> bool:
-        """Whether only grouped GEMMs on edges read a value, at their sources, so that it need not be made."""
-        ops, outputs = self.program.ops, self.program.outputs
-        if value in outputs:
-            return False
-        for u in self.users[value]:
-            if ops[u].name != "gather" or ops[u].attr("via") != "src" or u in outputs:
-                return False
-            readers = (ops[v] for v in self.users[u])
-            if not all(r.name == "linear" and r.attr("via") == "etype" and r.args[0] == u for r in readers):
-                return False
-        return True
-
-    def is_cheaper(self, first: Op, op: Op) -> bool:
-        """By bytes: rows of x instead of rows of the node product for each pair, against making that product."""
-        ops, counts = self.program.ops, self.counts
-        x = ops[first.args[0]]
-        rows = min(counts.edges, counts.source_pairs)
-        weights = counts.edge_types * (ops[first.args[1]].row_bytes + 2 * ops[op.args[1]].row_bytes)
-        return rows * (x.row_bytes - first.row_bytes) + weights < counts.nodes * (x.row_bytes + first.row_bytes)
-
-
-def _folds(first: Product, second: Product) -> bool:
-    """Whether both weights are matrices, for each head or not, and rows without heads meet them."""
-    matrices = first.is_forward and second.is_forward and first.left == "k"
-    return matrices and ("h" in first.right) == ("h" in second.right)
-
-
-def _product(op: Op) -> Product:
-    return Product.parse(op.attr("spec"))
+    return _fold(program, counts) if counts.typed_sources else program
