@@ -8,4 +8,6 @@ from dejax.rgnn.passes._rewrite import Counts, copy_ops, live
 
 def dce(program: Program, counts: Counts) -> Program:
     kept = live(program, program.outputs).union(program.inputs)
+    if len(kept) == len(program.ops):
+        return program
     return copy_ops(program, sorted(kept), program.outputs)

@@ -11,133 +11,122 @@ x.reshape(3, d)[1]                    becomes    x[d : 2 * d].reshape(d)
 
 from __future__ import annotations
 
-from dejax.rgnn.ir.inter import Builder, Op, Program, is_float
-from dejax.rgnn.passes._rewrite import Counts, Rewrite, moves_unit_axes
+from dejax.rgnn.ir.inter import Builder, is_float
+from dejax.rgnn.passes._rewrite import moves_unit_axes
+from dejax.rgnn.passes.rules import Attr, Either, Match, Pat, Rule, Var, rules
 
 
-def plain_forms(program: Program, counts: Counts) -> Program:
-    return _PlainForms(program, counts).run()
+def _is_float(m: Match) -> bool:
+    return is_float(m.op.dtype)
 
 
-class _PlainForms(Rewrite):
-    def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
-        """See `Rewrite`."""
-        if op.name == "reshape":
-            once = _reshaped_once(builder, op, args[0])
-            return self.reshaped_rows(builder, op, args[0]) if once is None else once
-        if op.name == "slice":
-            return _slice_of_reshape(builder, op, args[0])
-        if op.name == "reduce":
-            return self.sum_of_reshaped(builder, op, args)
-        if not is_float(op.dtype):
-            return None
-        if op.name == "pow" and op.attr("exponent") == 2.0:
-            return builder.op("square", args[0])
-        if op.name in ("add", "mul"):
-            return self.without_neutral(op)
-        if op.name == "div":
-            found = self.softmax(op)
-            return None if found is None else builder.op("softmax", self.new[found[0]], via=found[1])
-        return self.inner_product(builder, op) if op.name == "sum_features" else None
+def _without_neutral(operator: str, neutral: float) -> Rule:
+    """`x + 0`, as Python's `sum` begins, and `x * 1`, where x has the result's shape and dtype."""
 
-    def without_neutral(self, op: Op) -> int | None:
-        """`x + 0`, as Python's `sum` begins, and `x * 1`."""
-        neutral = 0.0 if op.name == "add" else 1.0
-        for x, other in (op.args, op.args[::-1]):
-            const, row = self.program.ops[other], self.program.ops[x]
-            if (
-                const.name == "const"
-                and const.attr("value") == neutral
-                and (row.shape, row.dtype) == (op.shape, op.dtype)
-            ):
-                return self.new[x]
-        return None
+    def is_the_result(m: Match) -> bool:
+        x = m.at("x")
+        return is_float(m.op.dtype) and (x.shape, x.dtype) == (m.op.shape, m.op.dtype)
 
-    def softmax(self, op: Op) -> tuple[int, str] | None:
-        """Of `p / g.dst(g.sum_to_dst(p))` with `p = exp(s - g.dst(g.max_to_dst(s)))` the score and the map."""
-        ops = self.program.ops
-        p, read = ops[op.args[0]], self.program.ops[op.args[1]]
-        if read.name == "add":  # one that the sum, which is at least 1, rounds away
-            read = self.without_small(read)
-        if read.name != "gather" or p.name != "exp" or ops[p.args[0]].name != "sub":
-            return None
-        via, total = read.attr("via"), ops[read.args[0]]
-        if total.name == "add":
-            total = self.without_small(total)
-        if not (total.is_sum and total.args == (op.args[0],) and total.attr("via") == via):
-            return None
-        score, shift = ops[p.args[0]].args
-        largest = self.through_stop(ops[shift])
-        if largest.name != "gather" or largest.attr("via") != via:
-            return None
-        largest = self.through_stop(ops[largest.args[0]])
-        is_shift = largest.is_extremum and largest.attr("op") == "max" and largest.attr("via") == via
-        return (score, via) if is_shift and largest.args == (score,) and ops[score].shape == op.shape else None
-
-    def through_stop(self, op: Op) -> Op:
-        return self.program.ops[op.args[0]] if op.name == "stop_gradient" else op
-
-    def without_small(self, op: Op) -> Op:
-        """Of a sum with a constant that rounding takes from 1 the other term; any other sum as it is."""
-        half = {"float32": 2.0**-24, "float64": 2.0**-53}.get(op.dtype, 0.0)
-        for value, small in (op.args, op.args[::-1]):
-            const = self.program.ops[small]
-            if const.name == "const" and 0 <= const.attr("value") < half:
-                return self.program.ops[value]
-        return op
-
-    def inner_product(self, builder: Builder, op: Op) -> int | None:
-        """`(a * b).sum(-1)` as `dot(a, b)`; a product that others read, too, stays."""
-        product = self.program.ops[op.args[0]]
-        shapes = {self.program.ops[a].shape for a in product.args}
-        if op.attr("axes") != (len(product.shape) - 1,) or product.name != "mul" or shapes != {product.shape}:
-            return None
-        a, b = product.args
-        if a == b or len(self.users[op.args[0]]) > 1 or op.args[0] in self.program.outputs:
-            return None
-        made = builder.op("dot", self.new[a], self.new[b])
-        return builder.op("reshape", made, shape=op.shape) if op.attr("keepdims") else made
-
-    def sum_of_reshaped(self, builder: Builder, op: Op, args: tuple[int, ...]) -> int | None:
-        """A reduction of reshaped edge rows, reshaped after it."""
-        made = builder.ops[args[0]]
-        if made.name != "reshape" or len(op.args) != 1 or len(self.users[op.args[0]]) > 1:
-            return None
-        if moves_unit_axes(made, builder.ops[made.args[0]]) or op.args[0] in self.program.outputs:
-            return None
-        return builder.op("reshape", builder.op("reduce", made.args[0], **dict(op.attrs)), shape=op.shape)
-
-    def reshaped_rows(self, builder: Builder, op: Op, row: int) -> int | None:
-        """Rows of nodes that edges read, reshaped before the edges read them."""
-        read = self.program.ops[op.args[0]]
-        if read.name != "gather" or moves_unit_axes(op, read) or op.args[0] in self.program.outputs:
-            return None
-        if any(self.program.ops[u].name != "reshape" for u in self.users[op.args[0]]):
-            return None
-        gather = builder.ops[row]
-        return builder.op("gather", builder.op("reshape", gather.args[0], shape=op.shape), **dict(gather.attrs))
+    return Rule(Pat(operator, Var("x"), Pat("const", value=neutral)), lambda b, m: m.new("x"), where=is_the_result)
 
 
-def _reshaped_once(builder: Builder, op: Op, value: int) -> int | None:
-    """Rows reshaped, of which axes of size 1 are removed then: one reshape."""
-    made = builder.ops[value]
-    if made.name != "reshape" or len(made.shape) <= len(op.shape) or not moves_unit_axes(op, made):
-        return None
-    source = builder.ops[made.args[0]]
-    return made.args[0] if source.shape == op.shape else builder.op("reshape", made.args[0], shape=op.shape)
+# --- a softmax that is written out -----------------------------------------------------------------------------------
 
 
-def _slice_of_reshape(builder: Builder, op: Op, value: int) -> int | None:
-    """Some of the first axis of reshaped rows: a slice of the rows, reshaped."""
-    made = builder.ops[value]
-    if made.name == "gather":
-        inner = _slice_of_reshape(builder, op, made.args[0])
-        return None if inner is None else builder.op("gather", inner, **dict(made.attrs))
-    if made.name != "reshape" or op.attr("axis") != 0 or len(made.shape) < 2:
-        return None
-    source = builder.ops[made.args[0]]
-    if len(source.shape) != 1:
-        return None
-    each = made.width // made.shape[0]
-    rows = builder.op("slice", made.args[0], axis=0, start=op.attr("start") * each, stop=op.attr("stop") * each)
-    return builder.op("reshape", rows, shape=op.shape)
+def _perhaps_stopped(value: Pat) -> Pat:
+    return Either(value, Pat("stop_gradient", value))
+
+
+def _perhaps_plus_small(value: Pat, name: str) -> Pat:
+    """A sum of exponentials, perhaps plus a constant against division by 0: the sum is at least 1."""
+    return Either(value, Pat("add", value, Pat("const", name=name)))
+
+
+_LARGEST = _perhaps_stopped(Pat("reduce", Var("score"), via=Attr("via"), op="max"))
+_SHIFT = _perhaps_stopped(Pat("gather", _LARGEST, via=Attr("via")))
+_EXPONENTIAL = Pat("exp", Pat("sub", Var("score"), _SHIFT), name="p")
+_TOTAL = _perhaps_plus_small(Pat("reduce", Var("p"), via=Attr("via"), op="sum"), "small")
+_READ_TOTAL = _perhaps_plus_small(Pat("gather", _TOTAL, via=Attr("via")), "small_at_rows")
+# What float arithmetic rounds away from 1.
+_ROUNDED_AWAY = {"float32": 2.0**-24, "float64": 2.0**-53}
+
+
+def _is_softmax(m: Match) -> bool:
+    small = [m.at(name).attr("value") for name in ("small", "small_at_rows") if name in m]
+    rounded_away = all(0 <= value < _ROUNDED_AWAY.get(m.op.dtype, 0.0) for value in small)
+    return is_float(m.op.dtype) and rounded_away and m.shape("score") == m.op.shape
+
+
+# --- inner products --------------------------------------------------------------------------------------------------
+
+
+def _is_inner_product(m: Match) -> bool:
+    """Whether two different rows are multiplied and summed along their last axis."""
+    shape = m.shape("product")
+    rows = m["x"] != m["y"] and {m.shape("x"), m.shape("y")} == {shape}
+    return is_float(m.op.dtype) and rows and m.op.attr("axes") == (len(shape) - 1,)
+
+
+def _inner_product(b: Builder, m: Match) -> int:
+    made = b.op("dot", m.new("x"), m.new("y"))
+    return b.op("reshape", made, shape=m.op.shape) if m.op.attr("keepdims") else made
+
+
+# --- reshapes --------------------------------------------------------------------------------------------------------
+
+
+def _reshaped(b: Builder, m: Match) -> int:
+    return m.new("x") if m.shape("x") == m.op.shape else b.op("reshape", m.new("x"), shape=m.op.shape)
+
+
+def _removes_unit_axes_again(m: Match) -> bool:
+    return len(m.shape("reshaped")) > len(m.op.shape) and moves_unit_axes(m.op, m.at("reshaped"))
+
+
+def _is_read_in_other_shapes_alone(m: Match) -> bool:
+    readers = (m.values.ops[u] for u in m.values.users[m["read"]])
+    reshaped = m["read"] not in m.values.outputs and all(u.name == "reshape" for u in readers)
+    return reshaped and not moves_unit_axes(m.op, m.at("read"))
+
+
+def _is_slice_of_row(m: Match) -> bool:
+    return len(m.shape("reshaped")) >= 2 and len(m.shape("x")) == 1
+
+
+def _slice_of_row(b: Builder, m: Match) -> int:
+    each, attrs = m.at("reshaped").width // m.shape("reshaped")[0], dict(m.op.attrs)
+    rows = b.op("slice", m.new("x"), axis=0, start=attrs["start"] * each, stop=attrs["stop"] * each)
+    made = b.op("reshape", rows, shape=m.op.shape)
+    return b.op("gather", made, **dict(m.at("read").attrs)) if "read" in m else made
+
+
+_RESHAPED = Pat("reshape", Var("x"), name="reshaped")
+
+plain_forms = rules(
+    Rule(Pat("pow", Var("x"), exponent=2.0), lambda b, m: b.op("square", m.new("x")), where=_is_float),
+    _without_neutral("add", 0.0),
+    _without_neutral("mul", 1.0),
+    Rule(
+        Pat("div", _EXPONENTIAL, _READ_TOTAL),
+        lambda b, m: b.op("softmax", m.new("score"), via=m["via"]),
+        where=_is_softmax,
+    ),
+    Rule(
+        Pat("sum_features", Pat("mul", Var("x"), Var("y"), name="product", once=True)),
+        _inner_product,
+        where=_is_inner_product,
+    ),
+    Rule(Pat("reshape", _RESHAPED), _reshaped, where=_removes_unit_axes_again),
+    Rule(
+        Pat("reduce", Pat("reshape", Var("x"), name="reshaped", once=True)),
+        lambda b, m: b.op("reshape", b.op("reduce", m.new("x"), **dict(m.op.attrs)), shape=m.op.shape),
+        where=lambda m: not moves_unit_axes(m.at("reshaped"), m.at("x")),
+    ),
+    Rule(
+        Pat("reshape", Pat("gather", Var("x"), name="read")),
+        lambda b, m: b.op("gather", b.op("reshape", m.new("x"), shape=m.op.shape), **dict(m.at("read").attrs)),
+        where=_is_read_in_other_shapes_alone,
+    ),
+    Rule(Pat("slice", _RESHAPED, axis=0), _slice_of_row, where=_is_slice_of_row),
+    Rule(Pat("slice", Pat("gather", _RESHAPED, name="read"), axis=0), _slice_of_row, where=_is_slice_of_row),
+)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from dejax.rgnn.ir.inter import OPERATORS, Builder, Op, Program
@@ -93,18 +94,21 @@ class Either(Pat):
 
 
 class Values:
-    """The values of a program and who reads them; values that nothing needs do not count as readers."""
+    """The values of a program and who reads them; values that no output needs do not count as readers."""
 
     def __init__(self, program: Program, counts: Counts) -> None:
-        self.ops, self.outputs, self.counts = program.ops, program.outputs, counts
-        self.live = live(program, program.outputs)
-        self.users: dict[int, list[int]] = {}
-        for i in sorted(self.live):
-            for a in dict.fromkeys(program.ops[i].args):
-                self.users.setdefault(a, []).append(i)
+        self.program, self.ops, self.outputs, self.counts = program, program.ops, program.outputs, counts
+
+    @cached_property
+    def live(self) -> set[int]:
+        return live(self.program, self.outputs)
+
+    @cached_property
+    def users(self) -> list[list[int]]:
+        return [[u for u in users if u in self.live] for users in self.program.users()]
 
     def read_once(self, value: int) -> bool:
-        return len(self.users.get(value, ())) == 1 and value not in self.outputs
+        return len(self.users[value]) == 1 and value not in self.outputs
 
 
 class Match:
@@ -154,18 +158,22 @@ class Rule:
 
 def rules(*table: Rule) -> Callable[[Program, Counts], Program]:
     """The pass that applies rules until none matches: of those that match an operator, the first in the table."""
+    of_root: dict[str, list[Rule]] = {}
+    for rule in table:
+        for name in rule.pattern.operators:
+            of_root.setdefault(name, []).append(rule)
 
     def matched(values: Values, i: int, new: Mapping[int, int]) -> tuple[Rule, Match] | None:
-        for rule in table:
+        for rule in of_root.get(values.ops[i].name, ()):
             for bound in rule.pattern.found(values, i, {}):
-                if rule.where(match := Match(values, values.ops[i], bound, new)):
+                if rule.where(match := Match(values, values.ops[i], bound, new)) and i in values.live:
                     return rule, match
         return None
 
     def run(program: Program, counts: Counts) -> Program:
         for _ in range(_MOST_SWEEPS):
             values, new = Values(program, counts), dict[int, int]()
-            found = {i: at for i in sorted(values.live) if (at := matched(values, i, new)) is not None}
+            found = {i: at for i in range(len(program.ops)) if (at := matched(values, i, new)) is not None}
             if not found:
                 return program
 
