@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from dejax.rgnn.ir.inter import ROWWISE, VIAS, Builder, Op, Program, Space, is_float
 from dejax.rgnn.passes._rewrite import Counts, rebuild
+from dejax.rgnn.passes.canonical.cse import cse
+from dejax.rgnn.passes.canonical.split_products import split_products
+from dejax.rgnn.passes.canonical.split_rows import split_rows
 from dejax.rgnn.passes.compact import PARTIAL
-from dejax.rgnn.passes.cse import cse
 from dejax.rgnn.passes.dce import dce
-from dejax.rgnn.passes.split_products import split_products
-from dejax.rgnn.passes.split_rows import split_rows
 
 CROSSING = ("src", "all", "ntype", "etype")
 """Maps whose segments have rows on several devices; those by destination lie on one."""

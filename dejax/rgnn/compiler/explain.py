@@ -33,7 +33,7 @@ from dejax.rgnn.ir.inter import Op, Program, Space, format_op
 from dejax.rgnn.ir.intra import Fallback, Kernels, Traversal, left_to_xla
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes import Counts
-from dejax.rgnn.passes.cse import cse
+from dejax.rgnn.passes.canonical.cse import cse
 from dejax.rgnn.passes.dce import dce
 
 _NO_COUNTS = Counts(0, 0, 0, 0, 0, 0)  # of a graph: unused and repeated operators are so on any

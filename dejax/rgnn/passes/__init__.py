@@ -1,7 +1,9 @@
 """The passes, and the order in which they run.
 
-Each pass is one file and one function from program to program; each result is verified. `Options(disable=...)` takes
-the names in `PASSES`, to leave passes out one by one; results agree whichever are left out.
+Each pass is one file and one function from program to program, by rules (`rules.py`) where one place of the program
+decides; programs are verified when they are built. First those of `canonical` bring ways of writing one function to one
+form, then the others choose between forms by the counts of the graph. `Options(disable=...)` takes the names in
+`PASSES`, to leave passes out one by one; results agree whichever are left out.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from dejax.rgnn.ir.intra import Kernels, verify_kernels
 from dejax.rgnn.passes._rewrite import Counts
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
-from dejax.rgnn.passes.combine_node_products import combine_node_products
-from dejax.rgnn.passes.combine_products import combine_products
+from dejax.rgnn.passes.canonical import CANONICAL
+from dejax.rgnn.passes.canonical.combine_node_products import combine_node_products
+from dejax.rgnn.passes.canonical.concat_parts import concat_parts
+from dejax.rgnn.passes.canonical.cse import cse
+from dejax.rgnn.passes.canonical.scale_products import scale_products
+from dejax.rgnn.passes.canonical.split_sums import split_sums
 from dejax.rgnn.passes.compact import compact
-from dejax.rgnn.passes.concat_parts import concat_parts
 from dejax.rgnn.passes.contract import contract
-from dejax.rgnn.passes.cse import cse
 from dejax.rgnn.passes.dce import dce
 from dejax.rgnn.passes.decompact import decompact
 from dejax.rgnn.passes.factor_weights import factor_weights
@@ -32,20 +36,12 @@ from dejax.rgnn.passes.fuse_traversal import fuse_traversal
 from dejax.rgnn.passes.hoist import hoist
 from dejax.rgnn.passes.merge_gemms import merge_gemms
 from dejax.rgnn.passes.merge_weight_gradients import merge_weight_gradients
-from dejax.rgnn.passes.plain_forms import plain_forms
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.reuse_rows import reuse_rows
 from dejax.rgnn.passes.save import Cut, cut
-from dejax.rgnn.passes.slice_weights import slice_weights
 from dejax.rgnn.passes.softmax import expand_softmax
-from dejax.rgnn.passes.split_products import split_products
-from dejax.rgnn.passes.split_rows import split_rows
-from dejax.rgnn.passes.split_sums import scale_products, split_sums
-from dejax.rgnn.passes.stack_heads import stack_heads
 from dejax.rgnn.passes.storage import storage
 from dejax.rgnn.passes.sum_by_node import sum_by_node
-from dejax.rgnn.passes.unit_axes import drop_unit_axes
-from dejax.rgnn.passes.weight_heads import weight_heads
 
 __all__ = [
     "LATE",
@@ -67,24 +63,8 @@ Watch = Callable[[str, object], None]  # called with the name and result of each
 
 # On the forward program, as the user wrote it.
 OPTIMISE: tuple[tuple[str, Pass], ...] = (
-    ("unit_axes", drop_unit_axes),
-    ("cse", cse),
-    ("plain_forms", plain_forms),
-    ("dce", dce),
-    ("stack_heads", stack_heads),
-    ("dce", dce),
-    ("plain_forms", plain_forms),
-    ("dce", dce),
-    ("slice_weights", slice_weights),
-    ("cse", cse),
-    ("dce", dce),
-    ("split_products", split_products),
-    ("split_rows", split_rows),
-    ("dce", dce),
-    ("weight_heads", weight_heads),
+    *CANONICAL,
     ("reorder", reorder),
-    ("scale_products", scale_products),
-    ("combine_products", combine_products),
     ("dce", dce),
     ("aggregate", aggregate),
     ("scale_products", partial(scale_products, shared=True)),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program, Space
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import Counts, Rewrite, factors, live
-from dejax.rgnn.passes.cse import cse
+from dejax.rgnn.passes.canonical.cse import cse
 
 
 def distribute(program: Program, counts: Counts) -> Program:

@@ -99,6 +99,11 @@ def origins(program: Program, value: int) -> set[str]:
     return found - {"all"}
 
 
+def is_anchor(maps: set[str]) -> bool:
+    """Whether `compact` computes a value of these maps once for each node, type or pair."""
+    return any(maps <= within for within in ({"src", "etype", "source_pair"}, {"dst", "etype", "destination_pair"}))
+
+
 def copy_ops(program: Program, chosen: Iterable[int], outputs: Iterable[int]) -> Program:
     """The program with the chosen operators, in their order."""
     builder, new = Builder(program.name), dict[int, int]()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space
 from dejax.rgnn.passes._rewrite import Counts, Factor, aligned, as_dtype, factors, insert_axes, multiply, rebuild
-from dejax.rgnn.passes.cse import cse
+from dejax.rgnn.passes.canonical.cse import cse
 
 # Operators on the mean of a segment before edges gather it.
 _ROW_CHAIN = ("div", "mul", "reshape", "cast", "select")

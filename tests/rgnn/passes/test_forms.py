@@ -9,8 +9,8 @@ from dejax import rgnn
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.ir.inter import Builder, Space
 from dejax.rgnn.passes import PASSES, Counts
-from dejax.rgnn.passes.plain_forms import plain_forms
-from dejax.rgnn.passes.split_sums import split_sums
+from dejax.rgnn.passes.canonical.plain_forms import plain_forms
+from dejax.rgnn.passes.canonical.split_sums import split_sums
 from tests.rgnn.rounding import as_with_rounded_products
 
 # Nodes 0 and 6 and edge types 2 and 3 have no edges.

@@ -17,12 +17,21 @@ from dejax.rgnn.ir.templates import access_by
 from dejax.rgnn.passes import LATE, PASSES, Counts, differentiated, lower_to_kernels, optimise, run_passes
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
-from dejax.rgnn.passes.combine_node_products import combine_node_products
-from dejax.rgnn.passes.combine_products import combine_products
+from dejax.rgnn.passes.canonical.combine_node_products import combine_node_products
+from dejax.rgnn.passes.canonical.combine_products import combine_products
+from dejax.rgnn.passes.canonical.concat_parts import concat_parts
+from dejax.rgnn.passes.canonical.cse import cse
+from dejax.rgnn.passes.canonical.plain_forms import plain_forms
+from dejax.rgnn.passes.canonical.scale_products import scale_products
+from dejax.rgnn.passes.canonical.slice_weights import slice_weights
+from dejax.rgnn.passes.canonical.split_products import split_products
+from dejax.rgnn.passes.canonical.split_rows import split_rows
+from dejax.rgnn.passes.canonical.split_sums import split_sums
+from dejax.rgnn.passes.canonical.stack_heads import stack_heads
+from dejax.rgnn.passes.canonical.unit_axes import drop_unit_axes
+from dejax.rgnn.passes.canonical.weight_heads import weight_heads
 from dejax.rgnn.passes.compact import compact
-from dejax.rgnn.passes.concat_parts import concat_parts
 from dejax.rgnn.passes.contract import contract
-from dejax.rgnn.passes.cse import cse
 from dejax.rgnn.passes.dce import dce
 from dejax.rgnn.passes.decompact import decompact
 from dejax.rgnn.passes.factor_weights import factor_weights
@@ -34,20 +43,12 @@ from dejax.rgnn.passes.fuse_traversal import fuse_traversal
 from dejax.rgnn.passes.hoist import hoist
 from dejax.rgnn.passes.merge_gemms import merge_gemms
 from dejax.rgnn.passes.merge_weight_gradients import merge_weight_gradients
-from dejax.rgnn.passes.plain_forms import plain_forms
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.reuse_rows import reuse_rows
 from dejax.rgnn.passes.save import Cut, cut
-from dejax.rgnn.passes.slice_weights import slice_weights
 from dejax.rgnn.passes.softmax import expand_softmax
-from dejax.rgnn.passes.split_products import split_products
-from dejax.rgnn.passes.split_rows import split_rows
-from dejax.rgnn.passes.split_sums import scale_products, split_sums
-from dejax.rgnn.passes.stack_heads import stack_heads
 from dejax.rgnn.passes.storage import linear_in, storage
 from dejax.rgnn.passes.sum_by_node import sum_by_node
-from dejax.rgnn.passes.unit_axes import drop_unit_axes
-from dejax.rgnn.passes.weight_heads import weight_heads
 from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of

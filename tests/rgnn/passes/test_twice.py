@@ -14,7 +14,7 @@ from dejax.rgnn.compiler.execute import counts_of
 from dejax.rgnn.ir.inter import Program, verify
 from dejax.rgnn.passes import FORWARD_ALONE, LATE, OPTIMISE, Pass, optimise
 from dejax.rgnn.passes.backward import differentiate
-from dejax.rgnn.passes.cse import cse
+from dejax.rgnn.passes.canonical.cse import cse
 from dejax.rgnn.passes.dce import dce
 from tests.rgnn.cases import CASES as LIBRARY
 from tests.rgnn.cases import Size
