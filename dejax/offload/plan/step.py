@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,26 +213,14 @@ def plan_step(
     }
     arrays = _arrays(step, outer, layers)
     facts = _facts(step, outer, layers, batch, arrays, store, path, budgets["host_bytes"])
-    movable = sorted(
-        (array for array in arrays if array.nbytes >= max(1, min_bytes) * num_layers),
-        key=lambda array: (array.is_param, -array.nbytes),
-    )
+    movable = [array for array in arrays if array.nbytes >= max(1, min_bytes) * num_layers]
     costs = {count: _cost(make, outer, layers, batch, count) for count in microbatches}
-    ways = []
-    for (count, cost), (on_disk, moved), inputs in itertools.product(
-        costs.items(), _cuts(len(movable), path), ("device", "host")
-    ):
-        disk, host = movable[:on_disk], movable[on_disk:moved]
-        tiers: dict[str, Any] = {array.path: "device" for array in arrays}
-        tiers |= {array.path: "disk" for array in disk} | {array.path: "host" for array in host}
-        tiers |= {"inputs": inputs, "microbatches": count}
-        ways.append(predict(host, disk, inputs, cost, facts, tiers))  # type: ignore[arg-type]
 
     def apply(way: Way) -> StackStep:
         return _step_of(make, way)
 
     return Plan(
-        [way for way in ways if way is not None],
+        _ways(arrays, movable, costs, facts, drive=path is not None),
         budgets,
         facts.tiers,
         costs,
@@ -275,9 +263,26 @@ def _facts(
     )
 
 
-def _cuts(count: int, path: Any) -> list[tuple[int, int]]:
-    """(arrays on the drive, these and those in host memory), of arrays in the order in which they leave the device."""
-    return [(k, n) for n in range(count + 1) for k in range(n + 1 if path is not None else 1)]
+def _ways(
+    arrays: Sequence[StateArray],
+    movable: Sequence[StateArray],
+    costs: Mapping[int, LayerCost],
+    facts: StepFacts,
+    *,
+    drive: bool,
+) -> list[Way]:
+    """Arrays leave the device in one order, and go on to the drive in that order."""
+    leaving = sorted(movable, key=lambda array: (array.is_param, -array.nbytes))
+    tiers: tuple[Tier, ...] = ("device", "host")
+    ways = []
+    for (count, cost), moved, inputs in itertools.product(costs.items(), range(len(leaving) + 1), tiers):
+        for on_disk in range(moved + 1 if drive else 1):
+            disk, host = leaving[:on_disk], leaving[on_disk:moved]
+            choices: dict[str, Any] = {array.path: "device" for array in arrays}
+            choices |= {array.path: "disk" for array in disk} | {array.path: "host" for array in host}
+            way = predict(host, disk, inputs, cost, facts, choices | {"inputs": inputs, "microbatches": count})
+            ways += [] if way is None else [way]
+    return ways
 
 
 def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, count: int) -> LayerCost:
