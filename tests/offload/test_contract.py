@@ -22,6 +22,7 @@ from dejax.offload import (
     master_weights,
     offload,
     optimizer,
+    plan_stack,
     region,
     restore,
     stack_step,
@@ -190,3 +191,20 @@ def test_a_step_layer_by_layer(place: str, tmp_path: Path) -> None:
     assert alone == float(loss)
     np.testing.assert_allclose([*losses, float(loss)], want, rtol=1e-5)
     np.testing.assert_allclose(np.asarray(state.layers), weights, rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured, chosen within a budget, explained, and run as chosen."""
+    monkeypatch.setattr("dejax.offload.plan.measure._PROFILE_SECONDS", 0.0)
+    ws = np.concatenate([WS, WS[:1]])
+    how = {"min_bytes": 1, "choices": ("offload", "recompute")}
+    with ActivationStore() as store:
+        plan = plan_stack(layer, ws, X, budget_bytes=1 << 30, store=store, **how)
+        way = min(plan.ways, key=lambda way: way.device_bytes)
+        plan = plan.within(device_bytes=way.device_bytes)
+        assert plan.chosen.device_bytes == way.device_bytes and sum(plan.chosen.choices.values()) == 4
+        assert plan.chosen.describe() in plan.table()
+        run = jax.jit(jax.grad(lambda ws, x: (plan.apply(ws, x) ** 2).mean(), argnums=(0, 1)))
+        _, *want = gradients_in_numpy(ws, X)
+        for found, exact in zip(run(ws, X), want, strict=True):
+            np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-6)
