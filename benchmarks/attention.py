@@ -1,8 +1,8 @@
 """Attention on homogeneous graphs, and layers where one node has nearly half of all edges.
 
-    python -m benchmarks.attention --out benchmarks/results
-    python -m benchmarks.attention --graphs small --models gatv2          # a part of it
-    python -m benchmarks.attention --turbo                                # next to turbo-gnn
+    python -m benchmarks attention --out benchmarks/results
+    python -m benchmarks attention --graphs small --models gatv2          # a part of it
+    python -m benchmarks attention --turbo                                # next to turbo-gnn
 
 First GATv2, which gets projected rows, and the graph transformer's attention, for three shapes of heads on two graphs
 with skewed degrees: 169,343 nodes with 2.3 million edges, and 716,847 nodes with 20 million. Then five layers, 64 wide,
@@ -23,10 +23,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention_inputs import edges_of, rows_of
-from clock import rounds
-from provenance import save
 
+from benchmarks.attention_inputs import edges_of, rows_of
+from benchmarks.clock import rounds
+from benchmarks.provenance import Save
 from dejax import rgnn
 
 GRAPHS = {"small": (169_343, 2_300_000), "large": (716_847, 20_000_000)}
@@ -159,8 +159,7 @@ def measure_long_segments(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graphs", nargs="*", default=list(GRAPHS), choices=GRAPHS, help="graphs of the first part")
     parser.add_argument("--models", nargs="*", default=list(ATTENTION), choices=ATTENTION, help="its models")
     parser.add_argument("--turbo", action="store_true", help="measure turbo-gnn, too, in a process of its own")
@@ -168,15 +167,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--skip-long", action="store_true", help="leave out the part with one node of many edges")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the nodes and edges, to try it out")
     parser.add_argument("--seconds", type=float, default=0.2, help="seconds to spend on a round of one function")
-    parser.add_argument("--out", type=Path, help="folder for the JSON, attention.json")
-    args = parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     found: dict[str, Any] = {"unit": "ms, a caller's time, the least of three rounds", "scale": args.scale}
     found["attention"] = measure_attention(args)
     if not args.skip_long:
         found["long_segments"] = measure_long_segments(args)
-    if args.out is not None:
-        save(args.out / "attention.json", found)
-
-
-if __name__ == "__main__":
-    main()
+    save(found)

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
-from peers.case import Settings, make_graph, parameters
-from peers.jax_layers import rel_graph
 
+from benchmarks.peers.case import Settings, make_graph, parameters
+from benchmarks.peers.jax_layers import rel_graph
 from dejax import rgnn
 from dejax.rgnn import library
 

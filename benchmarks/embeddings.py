@@ -1,6 +1,6 @@
 """Updates of embeddings in host memory, over the bus.
 
-    python -m benchmarks.embeddings --out benchmarks/results
+    python -m benchmarks embeddings --out benchmarks/results
 
 A step of a row-sparse optimizer reads and writes rows of a table and of its moments: 100,000 random rows of a million,
 by SGD (one array), Adagrad (two) and Adam (three). Times are a caller's, next to the time of the same bytes at the rate
@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from clock import rounds
-from provenance import save
 
+from benchmarks.clock import rounds
+from benchmarks.provenance import Save
 from dejax.host_gather import HostTable, adagrad, adam, sgd, shardings, value_and_grad
 
 OPTIMIZERS = {"sgd": (sgd, 1), "adagrad": (adagrad, 2), "adam": (adam, 3)}
@@ -51,13 +50,13 @@ def update_ms(name: str, table: HostTable, ids: jax.Array) -> float:
     return found
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=1 << 20, help="rows of the table")
     parser.add_argument("--ids", type=int, default=100_000, help="rows that a step changes")
     parser.add_argument("--widths", type=int, nargs="*", default=[64, 100, 256], help="elements of a row")
-    parser.add_argument("--out", type=Path, help="folder for the JSON, embeddings.json")
-    args = parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     rng, found = np.random.default_rng(0), []
     ids = jnp.asarray(rng.permutation(args.rows)[: args.ids].astype(np.int32))
     for width in args.widths:
@@ -66,9 +65,4 @@ def main(argv: list[str] | None = None) -> None:
             ms = update_ms(name, HostTable.zeros((args.rows, width)), ids)
             found.append({"width": width, "optimizer": name, "ms": ms, "bound_ms": arrays * gather})
             print(f"{width:4} wide, {name:8} {ms:8.3f} ms, each way alone {arrays * gather:8.3f} ms", flush=True)
-    if args.out is not None:
-        save(args.out / "embeddings.json", {"rows": args.rows, "ids": args.ids, "updates": found})
-
-
-if __name__ == "__main__":
-    main()
+    save({"rows": args.rows, "ids": args.ids, "updates": found})

@@ -1,7 +1,7 @@
 """The first call of a layer in a new process: tracing, lowering, compiling, and the call, without and with a cache.
 
-    python -m benchmarks.first_calls --out benchmarks/results
-    python -m benchmarks.first_calls --models gat,rgat --graph aifb
+    python -m benchmarks first_calls --out benchmarks/results
+    python -m benchmarks first_calls --models gat,rgat --graph aifb
 
 One training step of each layer of `benchmarks/zoo.py` and of RGCN, RGAT and HGT, 64 to 64. Each runs in two new
 processes that share a folder for JAX's persistent compilation cache: the first finds it empty, the second finds its
@@ -18,10 +18,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from provenance import save
+from benchmarks.provenance import Save
 
 RELATIONAL = ("rgcn", "rgat", "hgt")
 ZOO = ("gcn", "sage", "gin", "gated_gcn", "gat", "gatv2", "transformer", "rggnn")
@@ -32,14 +31,14 @@ def _step(name: str, model: str) -> tuple[Any, tuple[Any, ...]]:
     """A training step and its arguments."""
     import jax
     import jax.numpy as jnp
-    from peers.case import Settings, make_graph, parameters
-    from zoo import FUNCTIONS, shapes
 
+    from benchmarks.peers.case import Settings, make_graph, parameters
+    from benchmarks.zoo import FUNCTIONS, shapes
     from dejax.rgnn import RelGraph, library
 
     data = make_graph(name)
     if model in RELATIONAL:
-        from peers.jax_layers import rel_graph
+        from benchmarks.peers.jax_layers import rel_graph
 
         layer, graph = getattr(library, model), rel_graph(data)[0]
         params = {key: jnp.asarray(a) for key, a in parameters(model, data, Settings()).items()}
@@ -86,7 +85,7 @@ def measure(name: str, model: str) -> dict[str, Any]:
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         for way in ("cold", "cached"):
-            command = [sys.executable, __file__, "--graph", name, "--child", model]
+            command = [sys.executable, "-m", "benchmarks", "first_calls", "--graph", name, "--child", model]
             try:
                 done = subprocess.run(
                     command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=True
@@ -104,20 +103,15 @@ def _shown(parts: dict[str, Any]) -> str:
     return f"{parts['all']:.2f} s (" + ", ".join(f"{key} {parts[key]:.2f}" for key in list(parts)[:-1]) + ")"
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graph", default="bgs", help="graph whose counts to use")
     parser.add_argument("--models", default=",".join((*ZOO, *RELATIONAL)), help="layers, with commas")
-    parser.add_argument("--out", type=Path, help="folder for the JSON, first_calls.json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     if args.child:
         print(json.dumps(child(args.graph, args.child)))
         return
     found = [measure(args.graph, model) for model in args.models.split(",")]
-    if args.out is not None:
-        save(args.out / "first_calls.json", {"results": found})
-
-
-if __name__ == "__main__":
-    main()
+    save({"results": found})

@@ -1,7 +1,7 @@
 """Gathers from a table in host memory: GB/s of useful rows, the copy engine's rate and peers, in one run.
 
-    python -m benchmarks.host_gather --gib 1,8,24,48,80 --out benchmarks/results --plot
-    python -m benchmarks.host_gather --quick                # small sizes, for a machine without a GPU
+    python -m benchmarks host_gather --gib 1,8,24,48,80 --out benchmarks/results --plot
+    python -m benchmarks host_gather --quick                # small sizes, for a machine without a GPU
 
 Sections: `small` (latency), `sizes` (table size by number of ids), `host_compute` (a peer), `widths` (row width at 1
 GiB), `sms` (number of SMs), `update` (scatter_add), `cached` (power-law ids), `overlap` (prefetched_scan alongside
@@ -37,7 +37,7 @@ import numpy as np
 from benchmarks.clock import rounds
 from benchmarks.device_time import profile_jax
 from benchmarks.peers import cpu_gather
-from benchmarks.provenance import save as save_results
+from benchmarks.provenance import Save
 from dejax import host_gather as hg
 
 WIDTHS = (48, 100, 128, 256, 400, 512, 516, 640, 1000, 1024, 1028, 1152, 2048, 2052, 2176)  # bytes
@@ -394,7 +394,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120, metadata=nameless)
 
 
-def run(args: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]) -> None:
+def measure(args: argparse.Namespace, report: dict[str, Any], save: Save) -> None:
     for name in args.sections.split(","):
         cells: list[dict[str, Any]] = []
         begun = time.perf_counter()
@@ -404,31 +404,30 @@ def run(args: argparse.Namespace, report: dict[str, Any], save: Callable[[], Non
                 report["sections"][name] = cells  # only once there is a result: the earlier one stays until then
                 report["copy_engine_of"][name] = report["copy_engine"]
                 show(name, cell)
-                save()
+                save(report)
                 if time.perf_counter() - begun > args.limit:
                     report["notes"].append(f"{name}: stopped after {args.limit} s")
                     break
         except Exception as error:
             traceback.print_exc()
             report["notes"].append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:300]}")
-        save()
+        save(report)
         print(f"{name}: {time.perf_counter() - begun:.1f} s", flush=True)
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     numbers = lambda text: [float(x) if "." in x else int(x) for x in text.split(",")]  # noqa: E731
     parser.add_argument("--gib", type=numbers, default=[1, 8, 24], help="table sizes; the memory must hold the largest")
     parser.add_argument("--ids", type=numbers, default=[262_144, 2_097_152], help="numbers of rows that a call reads")
     parser.add_argument("--sections", default=",".join(SECTIONS), help="what to measure, with commas")
     parser.add_argument("--calls", type=int, default=20, help="calls in one repetition")
     parser.add_argument("--limit", type=float, default=60, help="seconds for a section")
-    parser.add_argument("--name", help="name of the files; host_gather_ and the device by default")
-    parser.add_argument("--out", type=Path, help="folder for the JSON and the plot")
     parser.add_argument("--plot", action="store_true", help="also draw the rates by size of the table, into --out")
     parser.add_argument("--keep", action="store_true", help="keep the other sections of the existing file")
     parser.add_argument("--quick", action="store_true", help="small sizes")
-    args = parser.parse_args(arguments)
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     args.width_bytes = GIB
     if args.quick:
         args.gib, args.ids, args.calls = [1 / 64], [4096], 2
@@ -446,23 +445,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "notes": [],
     }
     print(f"{device}, jax {jax.__version__}; copy engine {report['copy_engine']:.1f} GB/s", flush=True)
-    stem = args.name or f"host_gather_{device.replace(' ', '_').lower()}"
-
-    path = args.out / f"{stem}.json" if args.out else None
-    if args.keep and path and path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+    if args.keep and args.out.exists():
+        before = json.loads(args.out.read_text(encoding="utf-8"))
         report["sections"], report["copy_engine_of"] = before["sections"], before["copy_engine_of"]
         report["notes"] = [note for note in before["notes"] if note.split(":")[0] not in wanted]
-
-    def save() -> None:
-        if path:
-            save_results(path, report)
-
-    run(args, report, save)
-    if args.out and args.plot:
-        plot(report, args.out / f"{stem}.png")
-    return report
-
-
-if __name__ == "__main__":
-    main()
+    measure(args, report, save)
+    if args.plot:
+        plot(report, args.out.with_suffix(".svg"))

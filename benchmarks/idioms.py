@@ -1,7 +1,7 @@
 """Idioms of messages next to the same functions in the form by hand: forward and training.
 
-    python -m benchmarks.idioms --predict                               # by the cost model, on any machine
-    python -m benchmarks.idioms --compile-threads 14 --out benchmarks/results
+    python -m benchmarks idioms --predict                               # by the cost model, on any machine
+    python -m benchmarks idioms --compile-threads 14 --out benchmarks/results
 
 The idioms are those of `tests/rgnn/passes/idioms.py`, on a random graph of 100,000 nodes, 3,000,000 edges and 20 edge
 types. Forms are measured in turn, and the smaller of two rounds counts. `--seconds` ends a run early.
@@ -16,15 +16,14 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from clock import rounds
-from provenance import save
 
+from benchmarks.clock import rounds
+from benchmarks.provenance import Save
 from dejax.rgnn import Options, RelGraph
 from tests.rgnn.passes.idioms import IDIOMS, Idiom
 
@@ -118,15 +117,15 @@ def _line(name: str, found: dict[str, Any]) -> str:
     return f"{name:32} {'; '.join(cells)}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--names", default="", help="idioms, separated by commas; all by default")
     parser.add_argument("--counts", default="100000,3000000,20", help="nodes, edges, edge types")
     parser.add_argument("--predict", action="store_true", help="times of the cost model")
     parser.add_argument("--compile-threads", type=int, default=8, help="threads that compile")
     parser.add_argument("--seconds", type=float, default=110.0, help="no idiom is begun after so many seconds")
-    parser.add_argument("--out", type=Path, help="folder for the JSON")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     ends = time.perf_counter() + args.seconds
     names = args.names.split(",") if args.names else list(IDIOMS)
     graph = make_graph(*(int(n) for n in args.counts.split(",")))
@@ -138,9 +137,4 @@ def main() -> None:
             print(_line(name, found[name]), flush=True)
     else:
         found = measure(names, jax.block_until_ready(graph), args, ends)
-    if args.out is not None:
-        save(args.out / ("idioms_predicted.json" if args.predict else "idioms.json"), found, device=not args.predict)
-
-
-if __name__ == "__main__":
-    main()
+    save(found)

@@ -1,6 +1,6 @@
 """The first layer of MLPerf's R-GAT alone, on the block of a sample of a graph of IGB's shape.
 
-    python -m benchmarks.igb_layer --out results.json
+    python -m benchmarks igb_layer --out results.json
 
 The layer maps 1,024 bfloat16 features to 4 heads of 128. "gradient" is forward and backward of the parameters; features
 need no gradient. Times are milliseconds as a caller sees them, and the time in which any kernel ran.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,21 +19,21 @@ import numpy as np
 
 from benchmarks.clock import rounds
 from benchmarks.mini_batch_pipeline import profiled
-from benchmarks.provenance import save
+from benchmarks.provenance import Save
 from dejax.minibatch import make_blocks
 from examples import igb_rgat as model
 from examples.igb_rgat import Recipe, RGATConfig, RGATTrainer, random_data
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=float, default=0.01, help="of IGB's counts")
     parser.add_argument("--seeds", type=int, default=1024, help="seeds of the sample")
     parser.add_argument("--width", type=int, default=1024, help="features of a node")
     parser.add_argument("--hidden", type=int, default=512, help="width of the layer")
     parser.add_argument("--repeats", type=int, default=20, help="timed calls, one after the other")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    args = parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     data = random_data(args.scale, width=16, batch=args.seeds)  # features are made below
     config = RGATConfig(data.topology.edge_types, data.topology.node_types, args.width, args.hidden)
     trainer = RGATTrainer(data, config, Recipe(batch=args.seeds))
@@ -68,8 +67,7 @@ def main(argv: list[str] | None = None) -> None:
         results.append({"section": name, **measured(jax.jit(function), (graph, x, params, towards), args.repeats)})
     for result in results:
         print(json.dumps(result), flush=True)
-    if args.out:
-        save(args.out, results)
+    save(results)
 
 
 def measured(call: Callable[..., Any], operands: tuple[Any, ...], repeats: int) -> dict[str, Any]:
@@ -80,7 +78,3 @@ def measured(call: Callable[..., Any], operands: tuple[Any, ...], repeats: int) 
 
     wall = min(rounds(lambda: call(*operands), repeats, fewest=3))
     return {"wall_ms": round(wall * 1e3, 4), **profiled(several, repeats)}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Link prediction of `examples/link_prediction.py` beside a plain JAX R-GCN + DistMult of the same setting.
 
-    python -m benchmarks.link_prediction --scale 0.05 --seeds 3 --out results.json
+    python -m benchmarks link_prediction --scale 0.05 --seeds 3 --out results.json
 
 Both train on `synthetic_triples`: a planted structure, at scale 1 of FB15k-237's size. Batches, negatives per edge,
 loss, widths, layers, bases, optimizer and epochs are the same. Ours trains twice: on samples, and on the whole graph at
@@ -14,15 +14,14 @@ import argparse
 import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from provenance import save
 
+from benchmarks.provenance import Save
 from dejax.datasets import synthetic_triples
 from dejax.minibatch import link_ranks, softmax_cross_entropy
 from dejax.training.links import LinkGraph, LinkSettings, LinkTrainer, resolve
@@ -139,17 +138,16 @@ def _result(ranks: Any, edges: int, seconds: list[float]) -> dict[str, float]:
     return {"mrr": ranks.mrr, "hits@10": ranks.hits(10), "edges_per_s": edges / statistics.median(later)}
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """The command; returns what it writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=float, default=0.05, help="of FB15k-237's counts")
     parser.add_argument("--seeds", type=int, default=3, help="number of runs, each from another seed")
     parser.add_argument("--epochs", type=int, default=10, help="epochs of a run")
     parser.add_argument("--hidden", type=int, default=64, help="width of the layers")
     parser.add_argument("--batch-size", type=int, default=1024, help="edges of a mini-batch")
     parser.add_argument("--lr", type=float, default=0.01, help="learning rate")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    args = parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     graph = LinkGraph.of(synthetic_triples(args.scale))
     settings = resolve(
         "synthetic-triples", epochs=args.epochs, hidden=args.hidden, batch_size=args.batch_size, lr=args.lr,
@@ -175,10 +173,4 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         spread = statistics.stdev(mrr) if len(mrr) > 1 else 0.0
         rate = statistics.median(run["edges_per_s"] for run in runs)
         print(f"{name:<24} MRR {statistics.fmean(mrr):.4f} ± {spread:.4f}, {rate:,.0f} training edges a second")
-    if args.out:
-        save(args.out, results)
-    return results
-
-
-if __name__ == "__main__":
-    main()
+    save(results)

@@ -1,6 +1,6 @@
 """What a mesh of one device costs: the same training step without a mesh, over a mesh of one, and with divided tables.
 
-    python benchmarks/mesh.py --out benchmarks/results/mesh.json
+    python -m benchmarks mesh --out benchmarks/results/mesh.json
 
 The step samples two hops, reads features in host memory, trains RGAT and embeddings in host memory with Adam. All
 variants run in turns in one process. Also checked: equal losses, and a checkpoint that is written and read again.
@@ -11,15 +11,14 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from provenance import save
 
+from benchmarks.provenance import Save
 from dejax import distributed
 from dejax.distributed import Part, ShardedTable, data_parallel
 from dejax.host_gather import RowGradient, adam
@@ -133,18 +132,18 @@ def checkpoint(variant: Variant, job: Job, mesh: jax.sharding.Mesh) -> bool:
     return same and step == variant.number and np.array_equal(state["store"]["author"].table.numpy(), rows)
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--nodes", type=int, default=200_000, help="nodes of the random graph")
-    p.add_argument("--edges", type=int, default=1_000_000, help="edges of the random graph")
-    p.add_argument("--batch", type=int, default=1024, help="seeds of a mini-batch")
-    p.add_argument("--steps", type=int, default=20, help="steps of a turn")
-    p.add_argument("--limit", type=float, default=25.0, help="seconds of turns")
-    p.add_argument(
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=int, default=200_000, help="nodes of the random graph")
+    parser.add_argument("--edges", type=int, default=1_000_000, help="edges of the random graph")
+    parser.add_argument("--batch", type=int, default=1024, help="seeds of a mini-batch")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a turn")
+    parser.add_argument("--limit", type=float, default=25.0, help="seconds of turns")
+    parser.add_argument(
         "--cases", type=int, default=4, help="how many of the four cases: the first two compare a mesh of one"
     )
-    p.add_argument("--out", type=Path, help="file for the JSON")
-    args = p.parse_args()
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     job, mesh = Job(args.nodes, args.edges, args.batch), distributed.make_mesh(1)
     cases: dict[str, tuple] = {
         "no mesh": (None,),
@@ -179,9 +178,4 @@ def main() -> None:
     found["first_loss"], found["last_loss"] = float(losses["no mesh"][0]), float(losses["no mesh"][-1])
     found["checkpoint_equal"] = checkpoint(variants["mesh of one"], job, mesh)
     print("checkpoint equal:", found["checkpoint_equal"], "loss:", found["first_loss"], found["last_loss"])
-    if args.out is not None:
-        save(args.out, found)
-
-
-if __name__ == "__main__":
-    main()
+    save(found)

@@ -1,6 +1,6 @@
 """Mini-batch training on heterogeneous graphs in host memory: a step, its parts, and the floor of the bus.
 
-    python -m benchmarks.mini_batch --out results.json
+    python -m benchmarks mini_batch --out results.json
 
 It trains R-GAT with two or three layers, 128 wide, 4 heads, Adam, 1,024 seeds, on random graphs with the published
 counts of ogbn-mag and AM, both directions. Each part is also timed alone: `wall` as a caller sees it, `device` from the
@@ -16,7 +16,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +26,7 @@ from flax import nnx
 
 from benchmarks.clock import rounds
 from benchmarks.device_time import profile_jax
-from benchmarks.provenance import save
+from benchmarks.provenance import Save
 from dejax.host_gather import HostTable, gather
 from dejax.minibatch import HeteroTopology, find_capacities, make_blocks, sample_blocks
 from dejax.rgnn.nnx import RGATConv
@@ -210,20 +209,15 @@ def _step(
     }  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graph", choices=("mag", "am"), help="which graph; by default both")
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of nodes and edges")
     parser.add_argument("--seeds", type=int, default=1024, help="seeds of a step")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    args = parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     results = []
     for result in step(args):
         results.append(result)
         print(json.dumps(result), flush=True)
-        if args.out:
-            save(args.out, results)
-
-
-if __name__ == "__main__":
-    main()
+        save(results)

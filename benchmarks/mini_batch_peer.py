@@ -1,6 +1,6 @@
 """The mag step of `benchmarks.mini_batch` as a loader of CPU threads with PyTorch Geometric's layers: a peer.
 
-    python -m benchmarks.mini_batch_peer --out peer.json
+    python -m benchmarks mini_batch_peer --out peer.json
 
 16 threads make batches: a C++ sampler of typed graphs, then a C++ gather of rows into pinned memory. One batch per
 thread, as the workers of a loader do, so that no thread waits for another. The main thread copies a batch on a side
@@ -18,7 +18,6 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ import torch
 from torch import nn
 
 from benchmarks.peers.hetero_sampler import EdgeType, HeteroSampler, compiled
-from benchmarks.provenance import save
+from benchmarks.provenance import Save
 
 NODES = {"paper": 736_389, "author": 1_134_649, "field": 59_965, "institution": 8_740}
 EDGES = {
@@ -317,15 +316,15 @@ def _parts(pipeline: Pipeline, loader: Loader, steps: int, threads: int, device:
     return found
 
 
-def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of nodes and edges")
     parser.add_argument("--seeds", type=int, default=1024, help="seeds of a step")
     parser.add_argument("--threads", type=int, default=16, help="threads of the CPU that sample and gather")
     parser.add_argument("--steps", type=int, default=100, help="steps to time")
     parser.add_argument("--model", choices=MODELS, action="append", help="by default both")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    args = parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = True
     begin = time.perf_counter()
@@ -344,10 +343,4 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         }  # fmt: skip
         results.append({key: round(v, 3) if isinstance(v, float) else v for key, v in result.items()})
         print(json.dumps(results[-1]), flush=True)
-    if args.out:
-        save(args.out, results)
-    return results
-
-
-if __name__ == "__main__":
-    main()
+    save(results)

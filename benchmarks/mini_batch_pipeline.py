@@ -1,7 +1,7 @@
 """Pipelined training steps on sampled batches, with edges and features in host memory.
 
-    python -m benchmarks.mini_batch_pipeline --out results.json
-    python -m benchmarks.mini_batch_pipeline --only igb --scale 0.1 --device-gb 30
+    python -m benchmarks mini_batch_pipeline --out results.json
+    python -m benchmarks mini_batch_pipeline --only igb --scale 0.1 --device-gb 30
 
 - `mag`, `am`: the steps of `benchmarks.mini_batch`, single and pipelined.
 - `igb`: MLPerf's R-GAT on a random graph with IGB's counts times `--scale`: FP8 rows of 1 KiB, 1,024 seeds.
@@ -18,7 +18,6 @@ import functools
 import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,7 +36,7 @@ from benchmarks.mini_batch import (
     both_directions,
     shared_fan_outs,
 )
-from benchmarks.provenance import save
+from benchmarks.provenance import Save
 from dejax.host_gather import CachedTable, SplitTable
 from dejax.minibatch import (
     FeatureStore,
@@ -285,8 +284,7 @@ CASES: dict[str, Callable[[argparse.Namespace], Case]] = {
 }
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=CASES, action="append", help="cases; by default all")
     parser.add_argument(
         "--ways",
@@ -306,18 +304,14 @@ def main(argv: list[str] | None = None) -> None:
         "--scale-of-mag", type=float, default=1.0, help="of the numbers of nodes and edges of `mag` and `am`"
     )
     parser.add_argument("--no-profile", action="store_true", help="leave the profiler out: no times of kernels")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    args = parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     results: list[dict[str, Any]] = []
     for name in args.only or CASES:
         begin = time.perf_counter()
         for result in measured(name, CASES[name](args), args):
             results.append(result)
             print(json.dumps(result), flush=True)
-            if args.out:
-                save(args.out, results)
+            save(results)
         print(f"# {name}: {time.perf_counter() - begin:.1f} s", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Draws docs/figures/offload_plan.svg: the planner's prediction for GPT blocks, and the measurement.
 
-python benchmarks/offload_curve.py        # from benchmarks/results/offload_h200.json
+python -m benchmarks offload_curve        # from benchmarks/results/offload_h200.json
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ import argparse
 import json
 from pathlib import Path
 
+from benchmarks.provenance import Save
 from dejax.offload.plan.curve import Point, draw
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 
 
-def main(argv: list[str] | None = None) -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+def run(args: argparse.Namespace, save: Save) -> None:
+    del args, save  # it draws what was measured
     cases = json.loads((ROOT / "benchmarks/results/offload_h200.json").read_text(encoding="utf-8"))["cases"]
     plan = cases["gpt_plan"]
     names = set(plan["bytes_of"]) - {"(input)"}
@@ -43,7 +44,3 @@ def main(argv: list[str] | None = None) -> None:
         marked=marked,
         measured=measured,
     )
-
-
-if __name__ == "__main__":
-    main()

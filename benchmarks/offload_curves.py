@@ -1,8 +1,8 @@
 """The decoder's training with its state on the device and in host memory: losses on the same batches, time of a step.
 
-    python benchmarks/offload_curves.py --size 350m --batch 8 --sequence 2048 --steps 200 --out out/curves.json
-    python benchmarks/offload_curves.py --ways device freed:20      # a way for fewer steps: its time alone
-    python benchmarks/offload_curves.py --size tiny --batch 4 --sequence 64 --steps 8      # also on a CPU
+    python -m benchmarks offload_curves --size 350m --batch 8 --sequence 2048 --steps 200 --out out/curves.json
+    python -m benchmarks offload_curves --ways device freed:20      # a way for fewer steps: its time alone
+    python -m benchmarks offload_curves --size tiny --batch 4 --sequence 64 --steps 8      # also on a CPU
 
 device  plain autodiff, `optax.clip_by_global_norm`, everything on the device
 freed   `stack_step`, moments in host memory, each layer updated in backward, the norm taken from the last step
@@ -16,14 +16,11 @@ import argparse
 import gc
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from provenance import save
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a script finds `examples`, too
+from benchmarks.provenance import Save
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.85")  # staging memory is outside of XLA's pool
 os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "104")
@@ -42,7 +39,7 @@ NAMES = {
 }
 
 
-def run(options: argparse.Namespace, way: str, steps: int, text: bytes) -> dict[str, Any]:
+def curve(options: argparse.Namespace, way: str, steps: int, text: bytes) -> dict[str, Any]:
     """Losses and times of a way."""
     import jax
 
@@ -97,17 +94,17 @@ def plot(found: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", default="350m", help="size of the model, as in examples/train_gpt.py")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=200, help="steps of each curve")
     parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), help="names, each with :STEPS if it runs fewer")
-    parser.add_argument("--out", type=Path, default=Path("out/offload_curves.json"), help="file for the JSON")
     parser.add_argument("--plot", type=Path, help="draws the losses")
-    options = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
 
     import jax
 
@@ -115,11 +112,10 @@ def main() -> int:
 
     text = read_text(limit=32 << 20)
     found: dict[str, Any] = {}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    for name in options.ways:
+    for name in args.ways:
         way, _, steps = name.partition(":")
         try:
-            found[way] = run(options, way, int(steps or options.steps), text)
+            found[way] = curve(args, way, int(steps or args.steps), text)
         except Exception as error:
             found[way] = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
             print(way, found[way], flush=True)
@@ -131,13 +127,8 @@ def main() -> int:
         last = found[way]["losses"][-1]
         shown = {key: round(value, 4) for key, value in found[way].items() if key != "losses"}
         print(f"{way}: loss {found[way]['losses'][0]:.4f} to {last:.4f}, {shown}", flush=True)
-        save(options.out, {"ways": found})
+        save({"ways": found})
         jax.clear_caches()
         gc.collect()
-    if options.plot:
-        plot({name: way for name, way in found.items() if "losses" in way}, options.plot)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    if args.plot:
+        plot({name: way for name, way in found.items() if "losses" in way}, args.plot)

@@ -1,7 +1,7 @@
 """The engines of the disk tier side by side, in one run: overhead of a training step, bytes, and processor time.
 
-    python benchmarks/offload_engines.py --disk /nvme          # on a GPU, 60 to 80 s
-    python benchmarks/offload_engines.py --disk /tmp --small   # on a CPU: layers that hardly compute
+    python -m benchmarks offload_engines --disk /nvme          # on a GPU, 60 to 80 s
+    python -m benchmarks offload_engines --disk /tmp --small   # on a CPU: layers that hardly compute
 
 A step is `value_and_grad` of a scan over layers whose inputs are offloaded. Each round runs a few steps of each engine
 on each path, and of the program without offload. An overhead is the median over the rounds, relative to the same round.
@@ -13,13 +13,12 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from provenance import save
 
+from benchmarks.provenance import Save
 from dejax.offload import ActivationStore, offload
 
 GIB = 1 << 30
@@ -50,8 +49,7 @@ def timed(step: Any, ws: Any, x: Any, count: int) -> tuple[float, float]:
     return (time.perf_counter() - begin) / count, (time.process_time() - processor) / count
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk", default="/tmp", help="folder on the drive")
     parser.add_argument(
         "--engines", nargs="*", default=["direct", "tensorstore"], help="which engines of the store to compare"
@@ -62,29 +60,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--host", type=int, default=3, help="tensors in host memory")
     parser.add_argument("--seconds", type=float, default=45, help="for all rounds together")
     parser.add_argument("--small", action="store_true", help="a small model: a trial of the benchmark itself")
-    parser.add_argument("--out", type=Path, default=Path("out/offload_engines.json"), help="file for the JSON")
-    return parser.parse_args()
 
 
-def main() -> None:
-    options = parse()
-    num, batch, width = (8, 4096, 2048) if options.small else (8, 8192, 16384)
-    rows = 2 if options.small else width
-    one = cheap_layer if options.small else layer
+def run(args: argparse.Namespace, save: Save) -> None:
+    num, batch, width = (8, 4096, 2048) if args.small else (8, 8192, 16384)
+    rows = 2 if args.small else width
+    one = cheap_layer if args.small else layer
     key_w, key_x = jax.random.split(jax.random.key(0))
     ws = (jax.random.normal(key_w, (num, rows, width)) * (1.3 / width**0.5)).astype(jnp.bfloat16)
-    x = jax.random.normal(key_x, (batch, width)).astype(jnp.float32 if options.small else jnp.bfloat16)
+    x = jax.random.normal(key_x, (batch, width)).astype(jnp.float32 if args.small else jnp.bfloat16)
     steps = {"inputs saved": make(jax.checkpoint(one), ws, x)}
     stores: dict[str, ActivationStore] = {}
-    for path in ("/dev/shm", options.disk):
-        for engine in options.engines:
-            for threads in options.threads:
-                for chunk in options.chunk_mib:
+    for path in ("/dev/shm", args.disk):
+        for engine in args.engines:
+            for threads in args.threads:
+                for chunk in args.chunk_mib:
                     name = f"{engine}, {path}, {threads} threads, chunks of {chunk} MiB"
                     stores[name] = ActivationStore(
                         path,
-                        device_bytes=options.ring * x.nbytes,
-                        host_bytes=options.host * x.nbytes,
+                        device_bytes=args.ring * x.nbytes,
+                        host_bytes=args.host * x.nbytes,
                         engine=engine,
                         io_threads=threads,
                         chunk_bytes=chunk << 20,
@@ -95,16 +90,16 @@ def main() -> None:
         timed(step, ws, x, 3)
     before = {name: store.stats() for name, store in stores.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    end = time.perf_counter() + options.seconds
+    end = time.perf_counter() + args.seconds
     while len(times["inputs saved"]) < 3 or time.perf_counter() < end:
         for name, step in steps.items():
             times[name].append(timed(step, ws, x, 3))
-    report(times, stores, before, options.out)
+    save(report(times, stores, before))
     for store in stores.values():
         store.close()
 
 
-def report(times: dict[str, list[tuple[float, float]]], stores: Any, before: Any, out: Path) -> None:
+def report(times: dict[str, list[tuple[float, float]]], stores: Any, before: Any) -> list[dict[str, Any]]:
     saved = [seconds for seconds, _ in times["inputs saved"]]
     rows = []
     print(f"{len(saved)} rounds of 3 steps, {jax.devices()[0].device_kind}")
@@ -121,8 +116,4 @@ def report(times: dict[str, list[tuple[float, float]]], stores: Any, before: Any
         rows.append(row)
         moved = f"{row.get('written_bytes', 0) / GIB:.3f}, {row.get('read_bytes', 0) / GIB:.3f}"
         print(f"| {name} | {row['ms']:.1f} | {overhead:.2f} | {row['processor_ms']:.0f} | {moved} |", flush=True)
-    save(out, rows)
-
-
-if __name__ == "__main__":
-    main()
+    return rows

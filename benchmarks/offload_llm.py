@@ -1,8 +1,8 @@
 """Large decoders on one GPU: the state of training in host memory, its peers, and the bus as their bound.
 
-    python benchmarks/offload_llm.py --out out/offload_llm.json                      # every case, about ten minutes
-    python benchmarks/offload_llm.py --cases large --size 12b --batch 8              # one decoder
-    python benchmarks/offload_llm.py --quick                                         # small forms of all, also on a CPU
+    python -m benchmarks offload_llm --out out/offload_llm.json                      # every case, about ten minutes
+    python -m benchmarks offload_llm --cases large --size 12b --batch 8              # one decoder
+    python -m benchmarks offload_llm --quick                                         # small forms of all, also on a CPU
 
 Each case is a process of its own, with the memory settings that it needs.
 
@@ -17,21 +17,15 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
-import subprocess
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from offload_measuring import GIB, QUICK, bandwidths, keep, say, time_step
-from provenance import save
+from benchmarks.offload_measuring import GIB, QUICK, bandwidths, in_processes, keep, run_case, say, time_step
+from benchmarks.provenance import Save
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a script finds `examples`, too
-
+IN_OTHER_PROCESSES = True
 CASES = ("attention", "state", "large", "update", "peers")
 LIMITS = {"attention": 90, "state": 120, "large": 240, "update": 90, "peers": 200}  # seconds
 RATE = 620e12  # FLOP/s of the hardware that a bfloat16 decoder is predicted to reach on an H200
@@ -382,23 +376,8 @@ def _torch(nbytes: int) -> dict[str, Any]:
     return found
 
 
-def _child(case: str, options: argparse.Namespace) -> int:
-    found: dict[str, Any] = {}
-    try:
-        found = globals()[case](options)
-    except Exception as error:
-        traceback.print_exc()
-        part = Path(os.environ["DEJAX_BENCHMARK_PART"])
-        found = json.loads(part.read_text()) if part.exists() else {}
-        found["error"] = f"{type(error).__name__}: {str(error)[:600]}"
-    keep(found)
-    return 1 if "error" in found else 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES, help="which cases to measure")
-    parser.add_argument("--out", type=Path, default=Path("out/offload_llm.json"), help="file for the JSON")
     parser.add_argument("--size", default="12b", help="of the case large")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step; halved until the step fits")
     parser.add_argument("--microbatches", type=int, default=1, help="parts of a step, whose gradients are added")
@@ -415,40 +394,18 @@ def main() -> int:
     parser.add_argument("--limit", type=float, help="seconds for each case")
     parser.add_argument("--quick", action="store_true", help="every case in a small form")
     parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        return _child(options.child, options)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {}
-    for case in options.cases:
-        say(f"== {case}")
-        part = options.out.with_suffix(f".{case}.json").absolute()
-        environment = {
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
+    if args.child:
+        run_case(lambda: globals()[args.child](args))
+        return
+
+    def environment(case: str) -> dict[str, str]:
+        found = {
             "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.85",  # staging memory and torch are outside of XLA's pool
             "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "104",  # XLA's own limit is 64 GiB
-            **os.environ,
-            "DEJAX_BENCHMARK_PART": str(part),
         }
-        if options.quick:
-            environment["DEJAX_BENCHMARK_QUICK"] = "1"
-        if case == "peers":
-            environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        begin = time.perf_counter()
-        found: dict[str, Any] = {}
-        try:
-            command = [sys.executable, __file__, *sys.argv[1:], "--child", case]
-            subprocess.run(command, env=environment, timeout=options.limit or LIMITS[case], check=False)
-        except subprocess.TimeoutExpired:
-            found["error"] = "its time was over"
-        if part.exists():
-            found = json.loads(part.read_text()) | found
-            part.unlink()
-        found["case_s"] = time.perf_counter() - begin
-        say(f"{case}: {found.get('error', 'done')}, {found['case_s']:.1f} s")
-        report[case] = found
-        save(options.out, report, device=False)
-    return 0
+        return found | ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if case == "peers" else {})
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+    in_processes("offload_llm", args, save, lambda case: args.limit or LIMITS[case], environment)

@@ -1,17 +1,23 @@
-"""Measurements for benchmarks/offload.py: steps, the bus, overlap of copies and compute, and a table of rows."""
+"""Measurements for the benchmarks of offload: cases in processes of their own, steps, the bus, copies and compute."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from clock import rounds
+from benchmarks.clock import rounds
+from benchmarks.provenance import Save
 
 QUICK = "DEJAX_BENCHMARK_QUICK" in os.environ
 """Every case in a small form, also on a CPU: checks that it runs. GiB are then MiB."""
@@ -26,6 +32,58 @@ def keep(found: Any) -> None:
     """Writes the results that a case has so far. They remain if its time runs out."""
     if "DEJAX_BENCHMARK_PART" in os.environ:
         Path(os.environ["DEJAX_BENCHMARK_PART"]).write_text(json.dumps(found, default=str))
+
+
+def in_processes(
+    name: str,
+    args: argparse.Namespace,
+    save: Save,
+    limit: Callable[[str], float],
+    environment: Callable[[str], dict[str, str]],
+) -> None:
+    """Runs each of `args.cases` by `run_case` in a process of its own, and saves what it kept when its time is over.
+
+    Args:
+        name: the benchmark's.
+        args, save: as it got them; `args.quick` makes all small.
+        limit: the seconds of a case.
+        environment: further variables of its process, which override none that are set.
+    """
+    report: dict[str, Any] = {"cases": {}}
+    for case in args.cases:
+        say(f"== {case}")
+        begin = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            part = Path(folder, "part.json")
+            variables = environment(case) | os.environ | {"DEJAX_BENCHMARK_PART": str(part)}
+            if args.quick:
+                variables["DEJAX_BENCHMARK_QUICK"] = "1"
+            command = [sys.executable, "-m", "benchmarks", name, *args.argv, "--child", case]
+            found: dict[str, Any] = {}
+            try:
+                status = subprocess.run(command, env=variables, timeout=limit(case), check=False).returncode
+                if status:
+                    found["error"] = f"exit status {status}"
+            except subprocess.TimeoutExpired:
+                found["error"] = f"its {limit(case):.0f} s were over"
+            if part.exists():
+                found |= json.loads(part.read_text())
+        found["seconds"] = time.perf_counter() - begin
+        say(f"{case}: {found.get('error', 'done')}, {found['seconds']:.1f} s")
+        report["cases"][case] = found
+        save(report)
+
+
+def run_case(case: Callable[[], dict[str, Any]]) -> None:
+    """In the process of a case: keeps what it finds; of one that fails, what it had and the error."""
+    try:
+        found = case()
+    except Exception as error:
+        traceback.print_exc()
+        part = Path(os.environ["DEJAX_BENCHMARK_PART"])
+        found = json.loads(part.read_text()) if part.exists() else {}
+        found["error"] = f"{type(error).__name__}: {str(error)[:600]}"
+    keep(found)
 
 
 def time_step(

@@ -1,7 +1,7 @@
 """`plan_step` on models that it was not made with: memory and time as predicted and as measured, for several budgets.
 
-    python benchmarks/offload_plans.py --out out/plans.json
-    python benchmarks/offload_plans.py --quick      # small forms, also on a CPU
+    python -m benchmarks offload_plans --out out/plans.json
+    python -m benchmarks offload_plans --quick      # small forms, also on a CPU
 
 A budget is a share of what the step takes with all state on the device. Adam, float32 parameters, bfloat16 arithmetic.
 With `--random 20` twenty other ways within each budget are measured, too, drawn from all that the planner considers.
@@ -15,15 +15,11 @@ import gc
 import math
 import os
 import random
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from provenance import save
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a script finds `examples`, too
+from benchmarks.provenance import Save
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.85")  # staging memory is outside of XLA's pool
 os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "104")
@@ -99,7 +95,7 @@ def models(quick: bool) -> dict[str, Callable[[], tuple[Any, Any, Any]]]:
     return {"feed-forward": feed_forward, "experts": experts, "convolutions": convolutions, "decoder": decoder}
 
 
-def run(name: str, make: Callable[[], tuple[Any, Any, Any]], shares: list[float], others: int) -> dict[str, Any]:
+def plans(name: str, make: Callable[[], tuple[Any, Any, Any]], shares: list[float], others: int) -> dict[str, Any]:
     """Plans a model, and measures the plan for each budget, and some other ways within it."""
     import jax
     import jax.numpy as jnp
@@ -172,8 +168,7 @@ def measured(plan: Any, layers: Any, x: Any) -> tuple[float, float]:
     return seen
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="*", help="which models to plan for; all if not given")
     parser.add_argument(
         "--shares",
@@ -185,31 +180,26 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="no further model begins after them")
     parser.add_argument("--random", type=int, default=0, help="other ways within each budget to measure, too")
     parser.add_argument("--quick", action="store_true", help="small forms")
-    parser.add_argument("--out", type=Path, default=Path("out/offload_plans.json"), help="file for the JSON")
-    options = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
 
     import jax
 
     from dejax.offload import ActivationStore
 
-    known = models(options.quick)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    known = models(args.quick)
     found: dict[str, Any] = {}
     began = time.perf_counter()
-    for name in options.models or known:
-        if time.perf_counter() - began > options.seconds:
+    for name in args.models or known:
+        if time.perf_counter() - began > args.seconds:
             break
         try:
             with ActivationStore():
-                found[name] = run(name, known[name], options.shares, options.random)
+                found[name] = plans(name, known[name], args.shares, args.random)
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
             print(name, found[name], flush=True)
-        save(options.out, found)
+        save(found)
         jax.clear_caches()
         gc.collect()
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from offload_measuring import GIB, bandwidths, keep, overlap, same_bits, say
+from benchmarks.offload_measuring import GIB, bandwidths, keep, overlap, same_bits, say
 
 CHOICES = ("offload", "offload inputs", "recompute", "keep")
 

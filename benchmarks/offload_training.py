@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from offload_measuring import GIB, keep, measure, say, table, time_step
+from benchmarks.offload_measuring import GIB, keep, measure, say, table, time_step
 
 
 def layers(num: int, batch: int, width: int, variants: list[str], disk: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """GraphSAGE on batches of a random graph with the counts of papers100M: a whole epoch, for several placements.
 
-    python -m benchmarks.papers100m --out out/papers100m.json
-    python -m benchmarks.papers100m --scale 0.001 --steps 4    # also on a CPU
+    python -m benchmarks papers100m --out out/papers100m.json
+    python -m benchmarks papers100m --scale 0.001 --steps 4    # also on a CPU
 
 The graph has 111 million nodes with 128 floats each (57 GB), 1.6 billion edges and 1.2 million training nodes. The
 model has three layers 256 wide, fan-outs 15, 10, 5 and 1,024 seeds a step. Placements:
@@ -20,7 +20,6 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ import numpy as np
 import optax
 
 from benchmarks.mini_batch_pipeline import Case, measured
-from benchmarks.provenance import save
+from benchmarks.provenance import Save
 from benchmarks.scale_model import GRAPHS
 from dejax import rgnn
 from dejax.datasets import fill_rows
@@ -147,8 +146,7 @@ def epochs(case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                "ms_per_step": round(seconds / count * 1e3, 3), "mean_loss": float(mean)}  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="counts, as a share of papers100M's")
     parser.add_argument("--placements", default="host,rows,edges", help="with commas in between")
     parser.add_argument("--device-gb", type=float, default=30.0, help="of rows on the device")
@@ -157,16 +155,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=2, help="timings of a program alone")
     parser.add_argument("--seeds", type=int, default=1024, help="seeds of a step")
     parser.add_argument("--profile", action="store_true", help="times of kernels from a profile of one program")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    args = parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     args.ways, args.no_profile = "pipelined", False
     results: list[dict[str, Any]] = []
 
     def keep(placement: str, result: dict[str, Any]) -> None:
         results.append({"placement": placement, **result})
         print(json.dumps(results[-1]), flush=True)
-        if args.out:
-            save(args.out, results)
+        save(results)
 
     for placement, case in cases(args):
         keep(placement, {"section": "data", "made_s": round(case.made_s, 1), "seeds": case.seeds, **case.about})
@@ -176,7 +174,3 @@ def main(argv: list[str] | None = None) -> None:
             for result in measured("papers", case, argparse.Namespace(**{**vars(args), "steps": 24})):
                 keep(placement, result)
         del case
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Where a result comes from: commit, versions, device, flags, command.
 
-Each benchmark writes its results with `save`, so that a figure can be measured again. What cannot be found is None. No
-path of the machine and no host name is written: a path outside the repository becomes `PATH`.
+`python -m benchmarks` writes results with `save`, so that a figure can be measured again. What cannot be found is
+None. No path of the machine and no host name is written: a path outside the repository becomes `PATH`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dejax._origin import versions, without_paths
 
 ROOT = Path(__file__).resolve().parents[1]
+Save = Callable[[Any], None]
+"""Writes what a benchmark has found so far."""
 ALWAYS = ("dejax", "jax", "jaxlib", "numpy")
 IF_IMPORTED = (
     "flax",

@@ -1,7 +1,7 @@
 """Makes the tables of the pages, and README's chart, from the JSON under benchmarks/results.
 
-    python benchmarks/render_tables.py            # writes them
-    python benchmarks/render_tables.py --check    # exit status 1 where a page or the chart differs from the JSON
+    python -m benchmarks.render_tables            # writes them
+    python -m benchmarks.render_tables --check    # exit status 1 where a page or the chart differs from the JSON
 
 A table stands between `<!-- NAME: made by ... -->` and `<!-- end NAME -->` on any of the pages (`PAGES`). To move a
 table to another page, move its two markers. `accuracy` comes from the files accuracy_*.json, each of which is the
@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import rgnn_report
-import speed_chart
+from benchmarks import rgnn_report, speed_chart
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "docs" / "figures" / "rgnn_training_time.svg"
@@ -266,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stale = {path: new for path, (old, new) in rendered(RESULTS).items() if new != old}
     for path, text in stale.items():
         if args.check:
-            print(f"{path.relative_to(ROOT)} is out of date: run python benchmarks/render_tables.py", file=sys.stderr)
+            print(f"{path.relative_to(ROOT)} is out of date: run python -m benchmarks.render_tables", file=sys.stderr)
         else:
             path.write_text(text, encoding="utf-8")
     return int(bool(stale) and args.check)

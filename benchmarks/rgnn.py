@@ -1,9 +1,9 @@
 """One relational layer on eight graphs times three models, with the row bound and other libraries.
 
-    python benchmarks/rgnn.py                                     # dejax, all 24 cells
-    python benchmarks/rgnn.py --peers all --out benchmarks/results
-    python benchmarks/rgnn.py --graphs am --peers pyg,grouped --update benchmarks/results/FILE.json
-    python benchmarks/rgnn.py --graphs am,mag --sweep             # and other widths, heads, bfloat16, float32 products
+    python -m benchmarks rgnn                                     # dejax, all 24 cells
+    python -m benchmarks rgnn --peers all --out benchmarks/results
+    python -m benchmarks rgnn --graphs am --peers pyg,grouped --update benchmarks/results/FILE.json
+    python -m benchmarks rgnn --graphs am,mag --sweep             # and other widths, heads, bfloat16, float32 products
 
 Times forward, and forward with gradients of features and weights. Graphs are synthetic with the published counts and
 skewed degrees (`dejax.datasets.synthetic`), or read from a file. Each implementation runs in a process of its own. All
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import re
 import shutil
 import sys
 import tempfile
@@ -29,15 +28,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import rgnn_report
-from peers import case, runner
-from peers.case import Settings
-from peers.timing import Limits
-from provenance import save
+from benchmarks import rgnn_report
+from benchmarks.peers import case, runner
+from benchmarks.peers.case import Settings
+from benchmarks.peers.timing import Limits
+from benchmarks.provenance import Save
 
 GRAPHS = ("aifb", "mutag", "bgs", "fb15k", "biokg", "am", "mag", "wikikg2")
 MODELS = ("rgcn", "rgat", "hgt")
-UNFINISHED = "unfinished.json"
+IN_OTHER_PROCESSES = True
 PEERS = tuple(name for name in runner.FRAMEWORKS if name != "dejax")
 SWEEP: dict[str, dict[str, Any]] = {
     **{f"width{width}": {"width": width} for width in (32, 100, 128, 256)},
@@ -57,51 +56,52 @@ def names(text: str, known: tuple[str, ...], what: str) -> list[str]:
     return chosen
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--graphs", default="all", help=f"comma-separated, of {', '.join(GRAPHS)}")
-    p.add_argument("--graph-file", type=Path, help="a graph from an .npz file instead (see peers/case.py, read_graph)")
-    p.add_argument("--models", default="all", help=f"of {', '.join(MODELS)}")
-    p.add_argument("--peers", default="", help=f"all, or of {', '.join(PEERS)}")
-    p.add_argument("--no-ours", action="store_true", help="measure the peers only")
-    p.add_argument("--width", type=int, default=64, help="features of a node, before and after the layer")
-    p.add_argument("--heads", type=int, default=1, help="heads of attention")
-    p.add_argument(
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--graphs", default="all", help=f"comma-separated, of {', '.join(GRAPHS)}")
+    parser.add_argument("--graph-file", type=Path, help="a graph from an .npz file (see peers/case.py, read_graph)")
+    parser.add_argument("--models", default="all", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--peers", default="", help=f"all, or of {', '.join(PEERS)}")
+    parser.add_argument("--no-ours", action="store_true", help="measure the peers only")
+    parser.add_argument("--width", type=int, default=64, help="features of a node, before and after the layer")
+    parser.add_argument("--heads", type=int, default=1, help="heads of attention")
+    parser.add_argument(
         "--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of features and parameters"
     )
-    p.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"), help="precision of float32 products")
-    p.add_argument(
+    parser.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"), help="of float32 products")
+    parser.add_argument(
         "--sweep", nargs="?", const="all", default="", help=f"other settings, too: all, or {', '.join(SWEEP)}"
     )
-    p.add_argument(
+    parser.add_argument(
         "--compile", action="store_true", help="also time the first call on the persistent compilation cache"
     )
-    p.add_argument("--batch", type=int, default=0, help="also time RelGraph.build_traced of so many edges, inside jit")
-    p.add_argument("--target", type=float, default=0.2, help="seconds to spend on the repetitions of one function")
-    p.add_argument("--cut", type=float, default=5.0, help="a function slower than this (seconds) is called once")
-    p.add_argument(
+    parser.add_argument("--batch", type=int, default=0, help="edges of RelGraph.build_traced, to time it, too")
+    parser.add_argument("--target", type=float, default=0.2, help="seconds to spend on the repetitions of one function")
+    parser.add_argument("--cut", type=float, default=5.0, help="a function slower than this (seconds) is called once")
+    parser.add_argument(
         "--limit", type=float, default=120.0, help="seconds after which an implementation is stopped in a cell"
     )
-    p.add_argument("--python", default=sys.executable, help="the interpreter with PyTorch, for the peers")
-    p.add_argument("--out", type=Path, help="folder for the JSON and the plot")
-    p.add_argument("--update", type=Path, help="JSON of an earlier run to update; its other results are kept")
-    args = p.parse_args(argv)
+    parser.add_argument("--python", default=sys.executable, help="the interpreter with PyTorch, for the peers")
+    parser.add_argument("--update", type=Path, help="JSON of an earlier run to update; its other results are kept")
+
+
+def checked(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with lists of names."""
     args.graphs = [] if args.graph_file else names(args.graphs, GRAPHS, "--graphs")
     args.models = names(args.models, MODELS, "--models")
     args.peers = names(args.peers, PEERS, "--peers")
     args.sweep = names(args.sweep, tuple(SWEEP), "--sweep")
     if args.width % args.heads:
-        p.error(f"--width must be a multiple of --heads, got {args.width} and {args.heads}")
+        raise SystemExit(f"--width must be a multiple of --heads, got {args.width} and {args.heads}")
     if args.update and not args.update.exists():
-        p.error(f"--update: {args.update} does not exist")
+        raise SystemExit(f"--update: {args.update} does not exist")
     return args
 
 
 class Benchmark:
     """Cells, their results so far, and one line of output for each."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        self.args, self.folder = args, folder
+    def __init__(self, args: argparse.Namespace, folder: Path, save: Save) -> None:
+        self.args, self.folder, self.save = args, folder, save
         self.earlier = json.loads(args.update.read_text(encoding="utf-8")) if args.update else None
         self.limits = Limits(args.target, args.cut, args.limit)
         self.base = Settings(args.width, args.heads, args.dtype, args.precision)
@@ -177,10 +177,7 @@ class Benchmark:
         else:
             self.results.append({**cell, **result})
         seconds = time.monotonic() - self.start
-        if (folder := results_folder(self.args)) is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / UNFINISHED
-            path.write_text(json.dumps(self.merged({}), indent=1) + "\n", encoding="utf-8")
+        self.save(self.merged({}))
         bound = self.graphs[cell["graph"]]["row_bound_ms"][Settings(**cell["settings"]).name]
         print(
             f"{self.done:>4}/{self.total} {seconds:>5.0f} s  " + rgnn_report.progress(cell, result, bound), flush=True
@@ -199,32 +196,17 @@ class Benchmark:
                     known[name]["first_call_cached_s"] = result[name]["first_call_s"]
 
 
-def results_folder(args: argparse.Namespace) -> Path | None:
-    """The folder for the JSON, the plot and the results of an interrupted run; None to keep nothing."""
-    return args.out or (args.update.parent if args.update else None)
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
+def run(args: argparse.Namespace, save: Save) -> None:
+    args = checked(args)
+    if args.update:
+        args.out = args.update
     folder = Path(tempfile.mkdtemp(prefix="rgnn_benchmark_"))
     try:
-        benchmark = Benchmark(args, folder)
+        benchmark = Benchmark(args, folder, save)
         benchmark.make_graphs()
-        versions = benchmark.run()
+        results = benchmark.merged(benchmark.run())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    results = benchmark.merged(versions)
     print("\n" + rgnn_report.text(results, benchmark.base))
-    out = results_folder(args)
-    if out is not None:
-        device = re.sub(r"nvidia|geforce", "", versions.get("device", "unknown").lower()).strip().replace(" ", "_")
-        kind = "sweep" if args.sweep else f"w{args.width}_h{args.heads}"
-        path = args.update or out / f"rgnn_{device}_{args.dtype}_{args.precision}_{kind}.json"
-        save(path, results, device=False)
-        rgnn_report.plot(results, benchmark.base, path.with_suffix(".svg"))
-        (out / UNFINISHED).unlink(missing_ok=True)
-        print(f"\n{path}\n{path.with_suffix('.svg')}")
-
-
-if __name__ == "__main__":
-    main()
+    save(results)
+    rgnn_report.plot(results, benchmark.base, args.out.with_suffix(".svg"))

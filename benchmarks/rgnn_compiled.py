@@ -1,6 +1,6 @@
 """Compiles a layer's kernels for an H200 without a GPU, and prints registers, spills and instructions.
 
-    python benchmarks/rgnn_compiled.py --graph am --model hgt --kernels backward_._traverse
+    python -m benchmarks rgnn_compiled --graph am --model hgt --kernels backward_._traverse
 
 It runs `ptxas` of jax's CUDA plugin (`pip install '.[cuda13]'`), and for instructions `nvdisasm`
 (`pip install nvidia-cuda-nvdisasm`). For each kernel it prints registers per thread, spilled bytes, the number of
@@ -16,11 +16,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
+
+from benchmarks.provenance import Save
 
 _H200 = """
 gpu_device_info {
@@ -87,10 +88,11 @@ def compile_layer(args: argparse.Namespace, folder: Path) -> int:
     """Compiles the layer and returns the bytes of its temporaries."""
     import jax
     import jax._src.lib
-    from described import H200, layer
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
-    from peers.case import Settings
+
+    from benchmarks.described import H200, layer
+    from benchmarks.peers.case import Settings
 
     jax._src.lib.cuda_path = str(folder)
     jax.config.update("jax_platforms", "cpu")
@@ -143,28 +145,29 @@ def instructions(text: str) -> tuple[int, list[Counter[str]]]:
     return len(lines), [Counter(map(kind, lines[a : b + 1])) for a, b in inner if b > a]
 
 
-def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--graph", default="aifb", help="graph whose counts to use")
-    p.add_argument("--model", default="rgcn", choices=("rgcn", "rgat", "hgt"), help="layer to compile")
-    p.add_argument(
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--graph", default="aifb", help="graph whose counts to use")
+    parser.add_argument("--model", default="rgcn", choices=("rgcn", "rgat", "hgt"), help="layer to compile")
+    parser.add_argument(
         "--phase", default="training", choices=("forward", "training"), help="forward alone, or forward and backward"
     )
-    p.add_argument("--width", type=int, default=64, help="features of a node, before and after the layer")
-    p.add_argument("--heads", type=int, default=1, help="heads of attention")
-    p.add_argument(
+    parser.add_argument("--width", type=int, default=64, help="features of a node, before and after the layer")
+    parser.add_argument("--heads", type=int, default=1, help="heads of attention")
+    parser.add_argument(
         "--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of features and parameters"
     )
-    p.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"), help="precision of products")
-    p.add_argument("--disable", nargs="*", default=[], help="passes to disable")
-    p.add_argument("--kernels", default="typed|traverse|map_entries", help="a regular expression for kernel names")
-    args = p.parse_args(argv)
+    parser.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"), help="precision of products")
+    parser.add_argument("--disable", nargs="*", default=[], help="passes to disable")
+    parser.add_argument("--kernels", default="typed|traverse|map_entries", help="a regular expression for kernel names")
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
+    del save  # it prints
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tools = cuda_folder()
         if tools is None:
-            print("no ptxas: pip install '.[cuda13]' in the source tree", file=sys.stderr)
-            return 1
+            raise SystemExit("no ptxas: pip install '.[cuda13]' in the source tree")
         disassembler = shutil.which("nvdisasm") or shutil.which("nvdisasm", path=tools)
         prepare(folder, tools)
         temporaries = compile_layer(args, folder)
@@ -183,8 +186,3 @@ def main(argv: list[str] | None = None) -> int:
             for loop in loops:
                 kinds = " ".join(f"{kind} {n}" for kind, n in loop.most_common(_SHOWN))
                 print(f"    loop of {loop.total()}: {kinds}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

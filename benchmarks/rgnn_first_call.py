@@ -1,6 +1,6 @@
 """Python time before a layer's first run: tracing and lowering for an H200, without a GPU.
 
-    python benchmarks/rgnn_first_call.py --graphs aifb,mutag --models rgat,hgt
+    python -m benchmarks rgnn_first_call --graphs aifb,mutag --models rgat,hgt
 
 This is the larger part of a first call that finds its program in the compilation cache. It prints seconds of CPU time,
 the least of several new processes. `benchmarks/rgnn.py --compile` times compiling and running.
@@ -13,6 +13,8 @@ import multiprocessing
 import os
 import time
 
+from benchmarks.provenance import Save
+
 PROCESSES = 3
 MODELS = ("rgcn", "rgat", "hgt")
 
@@ -21,8 +23,9 @@ def measure(name: str, model: str, gradients: bool) -> tuple[float, float, int]:
     """Seconds of tracing and of lowering in a new process, and the number of kernels."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
-    from described import H200, layer
-    from peers.case import Settings
+
+    from benchmarks.described import H200, layer
+    from benchmarks.peers.case import Settings
 
     found = layer(name, model, Settings())
     with jax.sharding.use_abstract_mesh(H200):
@@ -35,11 +38,13 @@ def measure(name: str, model: str, gradients: bool) -> tuple[float, float, int]:
     return middle - start, end - middle, lowered.as_text().count("__gpu$xla.gpu.triton")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graphs", default="aifb,mutag", help="graphs whose counts to use, with commas")
     parser.add_argument("--models", default=",".join(MODELS), help="layers to compile, with commas")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
+    del save  # it prints
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for name in args.graphs.split(","):
             for model in args.models.split(","):
@@ -48,7 +53,3 @@ def main() -> None:
                     trace, lower, kernels = min(found, key=lambda f: f[0] + f[1])
                     what = "forward and gradients" if gradients else "forward"
                     print(f"{name:<9}{model:<6}{what:<23}{kernels:>3} kernels  {trace:.2f} + {lower:.2f} s", flush=True)
-
-
-if __name__ == "__main__":
-    main()

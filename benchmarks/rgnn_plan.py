@@ -1,6 +1,6 @@
 """Checks the compiler's choices, its predictions, and how far its schedules are from tuned ones.
 
-    python benchmarks/rgnn_plan.py --graphs aifb,am --models rgcn --out benchmarks/results
+    python -m benchmarks rgnn_plan --graphs aifb,am --models rgcn --out benchmarks/results
 
 For each graph and model it prints the device time of every combination of the passes that choose (reordering,
 aggregation order, folding, compact materialization, recomputation) and of the compiler's own choice, and the time and
@@ -12,18 +12,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from device_time import kernels_jax, profile_jax
-from peers.case import Settings, make_graph, parameters
-from peers.jax_layers import rel_graph
-from provenance import save
 
+from benchmarks.device_time import kernels_jax, profile_jax
+from benchmarks.peers.case import Settings, make_graph, parameters
+from benchmarks.peers.jax_layers import rel_graph
+from benchmarks.provenance import Save
 from dejax import rgnn
 from dejax.rgnn import library
 from dejax.rgnn.compiler import execute
@@ -148,19 +146,19 @@ def report(name: str, model: str, cell: dict[str, Any]) -> None:
         )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+NEEDS_GPU = True  # device times come from its profiler
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graphs", default=",".join(GRAPHS), help="graphs whose counts to use, with commas")
     parser.add_argument("--models", default=",".join(MODELS), help="layers to measure, with commas")
     parser.add_argument("--width", type=int, default=64, help="features of a node, before and after the layer")
     parser.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"), help="precision of products")
     parser.add_argument("--no-combinations", action="store_true", help="predictions (and tuning) only")
     parser.add_argument("--tune", action="store_true", help="also tune the schedules; the table goes to --out")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the JSON")
-    args = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        print("rgnn_plan needs a GPU: device times come from its profiler", file=sys.stderr)
-        return 1
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     results: dict[str, Any] = {"cells": {}}
     settings = Settings(width=args.width, precision=args.precision)
     for name in args.graphs.split(","):
@@ -189,10 +187,4 @@ def main() -> int:
                 print(f"    tuned: {found['tuned_total']}", flush=True)
             report(name, model, found)
             results["cells"][f"{name} {model}"] = found
-            if args.out is not None:
-                save(args.out / f"rgnn_plan_{settings.name}.json", results)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            save(results)

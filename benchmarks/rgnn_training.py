@@ -1,7 +1,7 @@
 """Full-batch training of two-layer models on graphs with the counts of am and mag: epoch time and peak memory.
 
-    python benchmarks/rgnn_training.py --out benchmarks/results
-    python benchmarks/rgnn_training.py --graphs am --models rgcn --peers pyg,grouped
+    python -m benchmarks rgnn_training --out benchmarks/results
+    python -m benchmarks rgnn_training --graphs am --models rgcn --peers pyg,grouped
 
 Two layers of 64 with a ReLU between them, a matrix to the classes, cross-entropy on a tenth of the nodes, Adam. All
 implementations begin with the same parameters, so their first losses are equal. The classes are random. RGAT has one
@@ -14,48 +14,42 @@ from __future__ import annotations
 import argparse
 import math
 import platform
-import re
 import shutil
 import sys
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import rgnn
-from peers import case, runner
-from peers.case import Settings
-from peers.timing import Limits
-from provenance import save
+from benchmarks import rgnn
+from benchmarks.peers import case, runner
+from benchmarks.peers.case import Settings
+from benchmarks.peers.timing import Limits
+from benchmarks.provenance import Save
 
 CLASSES = {"aifb": 4, "mutag": 2, "bgs": 2, "am": 11, "mag": 349}
 """Number of classes of the real graphs; others get 16."""
+IN_OTHER_PROCESSES = True
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--graphs", default="am,mag", help=f"comma-separated, of {', '.join(rgnn.GRAPHS)}")
-    p.add_argument("--models", default="all", help=f"of {', '.join(rgnn.MODELS)}")
-    p.add_argument("--peers", default="pyg", help=f"of {', '.join(rgnn.PEERS)}")
-    p.add_argument("--width", type=int, default=64, help="features of a node, before and after the layer")
-    p.add_argument("--heads", type=int, default=1, help="heads of attention")
-    p.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"), help="precision of products")
-    p.add_argument("--target", type=float, default=0.5, help="seconds to spend on repetitions")
-    p.add_argument(
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--graphs", default="am,mag", help=f"comma-separated, of {', '.join(rgnn.GRAPHS)}")
+    parser.add_argument("--models", default="all", help=f"of {', '.join(rgnn.MODELS)}")
+    parser.add_argument("--peers", default="pyg", help=f"of {', '.join(rgnn.PEERS)}")
+    parser.add_argument("--width", type=int, default=64, help="features of a node, before and after the layer")
+    parser.add_argument("--heads", type=int, default=1, help="heads of attention")
+    parser.add_argument("--precision", default="tf32", choices=("f32", "tf32", "bf16"), help="precision of products")
+    parser.add_argument("--target", type=float, default=0.5, help="seconds to spend on repetitions")
+    parser.add_argument(
         "--limit", type=float, default=180.0, help="seconds after which an implementation is stopped in a cell"
     )
-    p.add_argument("--python", default=sys.executable, help="the interpreter with PyTorch")
-    p.add_argument("--out", type=Path, help="folder for the JSON")
-    args = p.parse_args(argv)
+    parser.add_argument("--python", default=sys.executable, help="the interpreter with PyTorch")
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     args.graphs = rgnn.names(args.graphs, rgnn.GRAPHS, "--graphs")
     args.models = rgnn.names(args.models, rgnn.MODELS, "--models")
     args.peers = rgnn.names(args.peers, rgnn.PEERS, "--peers")
-    return args
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
     settings = Settings(args.width, args.heads, "float32", args.precision)
     results: list[dict[str, Any]] = []
 
@@ -86,13 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print("\n" + table(results))
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        device = re.sub(r"nvidia|geforce", "", versions.get("device", "unknown").lower()).strip().replace(" ", "_")
-        path = args.out / f"rgnn_training_{device}_{args.precision}_w{args.width}_h{args.heads}.json"
-        document = {"versions": versions, "date": time.strftime("%Y-%m-%d"), "results": results}
-        save(path, document, device=False)
-        print(path)
+    save({"versions": versions, "results": results})
 
 
 def line(result: dict[str, Any]) -> str:
@@ -124,7 +112,3 @@ def _cell(result: dict[str, Any]) -> str:
     epoch = result["epoch"]
     memory = f", {epoch['peak_bytes'] / 2**20:,.0f} MiB" if "peak_bytes" in epoch else ""
     return f"{epoch['ms']:.3g} ms{memory}"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """What training on several hosts would take: bytes a link, memory, time of a step and an epoch, from measured rates.
 
-    python benchmarks/scale_model.py                       # the table, for 1 to 64 hosts
-    python benchmarks/scale_model.py --json out.json --svg out.svg
-    python benchmarks/scale_model.py --measure 1 2 4       # CPU processes on loopback against the model
+    python -m benchmarks scale_model                       # the table, for 1 to 64 hosts
+    python -m benchmarks scale_model --json out.json --svg out.svg
+    python -m benchmarks scale_model --measure 1 2 4       # CPU processes on loopback against the model
 
 Two ways to train are modelled: mini-batches, data parallel, with feature tables sharded by row over the hosts' memory;
 and full-graph layers over all GPUs. The rates are arguments. Their defaults: bus and HBM as measured on an H200
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from provenance import save
+from benchmarks.provenance import Save
 
 GB = 1e9
 
@@ -380,8 +380,7 @@ def _text(x: float, y: float, text: str, size: int = 12, anchor: str = "start", 
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">{text}</text>'
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     described = dict(re.findall(r"^ +(\w+): (.+)\.$", Machine.__doc__ or "", re.MULTILINE))
     for field in dataclasses.fields(Machine):
         kind: Any = int if field.name == "gpus" else float
@@ -394,22 +393,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--hosts", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="numbers of hosts to predict for"
     )
-    parser.add_argument("--json", type=Path, help="file for the JSON")
     parser.add_argument("--svg", type=Path, help="file for the plot")
-    return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    given = arguments(argv)
-    machine = Machine(**{field.name: getattr(given, field.name) for field in dataclasses.fields(Machine)})
-    rows = predict(machine, given.hosts)
+def run(args: argparse.Namespace, save: Save) -> None:
+    machine = Machine(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Machine)})
+    rows = predict(machine, args.hosts)
     print(table(rows))
-    found: dict[str, Any] = {"machine": asdict(machine), "rows": [asdict(row) for row in rows]}
-    if given.json:
-        save(given.json, found, device=False)
-    if given.svg:
-        given.svg.write_text(svg(rows), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    save({"machine": asdict(machine), "rows": [asdict(row) for row in rows]})
+    if args.svg:
+        args.svg.write_text(svg(rows), encoding="utf-8")

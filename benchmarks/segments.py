@@ -1,8 +1,8 @@
 """Times `dejax.segment` next to `jax.ops`, from 10^5 to 10^8 entries, and the reproducers of four issues of JAX.
 
-    python benchmarks/segments.py --out benchmarks/results     # on a GPU, some minutes
-    python benchmarks/segments.py --quick                      # small shapes, for a test
-    python benchmarks/segments.py --sweep                      # tile sizes of the kernel
+    python -m benchmarks segments --out benchmarks/results     # on a GPU, some minutes
+    python -m benchmarks segments --quick                      # small shapes, for a test
+    python -m benchmarks segments --sweep                      # tile sizes of the kernel
 
 A row is one reduction: its time by `jax.ops`, by `dejax.segment` without a plan and with one, what
 `dejax.segment._cost` predicts, and the time of reading the entries at the bandwidth of a copy. Shapes whose arrays
@@ -24,8 +24,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from provenance import save
 
+from benchmarks.provenance import Save
 from dejax import segment
 from dejax.pallas.segments.reduce import segment_reduce
 from dejax.pallas.segments.schedule import SegmentSchedule, segment_schedule, width_block
@@ -150,7 +150,7 @@ def milliseconds(call: Callable[[], Any]) -> float:
     jax.block_until_ready(call())
     once = time.perf_counter() - start
     if once < 2e-3 and jax.default_backend() == "gpu":
-        import device_time
+        from benchmarks import device_time
 
         found = device_time.profile_jax(call, 5)
         if found is not None:
@@ -294,33 +294,26 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="small shapes")
     parser.add_argument("--sweep", action="store_true", help="time tile sizes instead")
     parser.add_argument("--only", default="", help="cases whose label contains this")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after so many seconds")
-    parser.add_argument("--out", type=Path, help="folder for the JSON and the plot")
-    parser.add_argument("--name", default="segments", help="their names, without an ending")
-    options = parser.parse_args(arguments)
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     start = time.perf_counter()
-    if options.sweep:
-        rows = sweep(options.quick)
+    if args.sweep:
+        rows = sweep(args.quick)
     else:
         rows = []
-        for case in [*issues(options.quick), *grid(options.quick)]:
-            if options.only in case.label and case.nbytes <= LARGEST and time.perf_counter() - start < options.seconds:
+        for case in [*issues(args.quick), *grid(args.quick)]:
+            if args.only in case.label and case.nbytes <= LARGEST and time.perf_counter() - start < args.seconds:
                 rows.append(measure(case))
                 print(table(rows[-1:]).splitlines()[-1], f"{time.perf_counter() - start:.0f} s", flush=True)
         print(table(rows))
         for name, value in summary(rows).items():
             print(f"{name}: {value:.2f}")
-    if options.out:
-        save(options.out / f"{options.name}.json", {"rows": rows})
-        if not options.sweep:
-            plot(rows, options.out / f"{options.name}.svg")
-    return rows
-
-
-if __name__ == "__main__":
-    main()
+    save({"rows": rows})
+    if not args.sweep:
+        plot(rows, args.out.with_suffix(".svg"))

@@ -1,7 +1,7 @@
 """Training on several GPUs of one host: the rates of 1, 2, 4, ... GPUs, and what crosses between them.
 
-    python -m benchmarks.several_gpus --out results.json                       # all sections, on all GPUs
-    python -m benchmarks.several_gpus --only full_graph --devices 1 2 --nodes 200000 --edges 2000000
+    python -m benchmarks several_gpus --out results.json                       # all sections, on all GPUs
+    python -m benchmarks several_gpus --only full_graph --devices 1 2 --nodes 200000 --edges 2000000
 
 `mini_batch`: data-parallel R-GAT steps with ogbn-mag's counts and MLPerf's R-GAT with a share of IGB's. Each GPU has
 its own seeds, so the ideal is n times the rate of one. Features lie in one table in host memory, which all GPUs read,
@@ -17,7 +17,7 @@ number of rows where all are local.
 
 On a machine without GPUs the sections run on CPU devices, with small sizes, to check them:
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=2 python -m benchmarks.several_gpus --check
+    XLA_FLAGS=--xla_force_host_platform_device_count=2 python -m benchmarks several_gpus --check
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -45,7 +44,7 @@ from flax import nnx
 from benchmarks.clock import milliseconds
 from benchmarks.divided_graphs import full_graph
 from benchmarks.mini_batch import MAG_EDGES, MAG_NODES, Model, both_directions, shared_fan_outs
-from benchmarks.provenance import save
+from benchmarks.provenance import Save
 from dejax import distributed
 from dejax.distributed import Part, ShardedTable, data_parallel, link_bytes
 from dejax.host_gather import HostTable
@@ -317,8 +316,7 @@ def decoder(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 SECTIONS = {"mini_batch": mini_batch, "full_graph": full_graph, "tables": tables, "decoder": decoder}
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=SECTIONS, action="append", help="sections; by default all")
     parser.add_argument(
         "--devices", type=int, nargs="+", help="numbers of devices; by default 1, 2, 4, ... as there are"
@@ -338,8 +336,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--calls", type=int, default=20, help="calls of a turn, of `full_graph` and `tables`")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds that `tables` may take")
     parser.add_argument("--check", action="store_true", help="small sizes, to check the sections on a CPU")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    args = parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     if args.check:
         args.scale, args.igb_scale, args.seeds, args.nodes, args.edges = 0.002, 2e-6, 32, 400, 3000
         args.rows, args.width, args.steps, args.turns, args.calls = 512, 8, 2, 1, 1
@@ -355,10 +354,5 @@ def main(argv: list[str] | None = None) -> None:
         for result in SECTIONS[name](args):
             found[name].append(result)
             print(name, json.dumps(result), flush=True)
-            if args.out:
-                save(args.out, found)
+            save(found)
         print(f"# {name}: {time.perf_counter() - begin:.1f} s", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import rgnn_report as report
+from benchmarks import rgnn_report as report
 
 _LEFT, _RIGHT, _TOP, _ROW, _GAP, _WIDTH = 130, 60, 74, 17, 12, 760
 _LOWEST, _HIGHEST = 0.01, 1000.0

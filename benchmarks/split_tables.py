@@ -1,6 +1,6 @@
 """Overlapped reads of tables with rows in both memories: device time by the share in host memory and multiprocessors.
 
-    python -m benchmarks.split_tables --out results.json
+    python -m benchmarks split_tables --out results.json
 
 524,288 ascending ids of a table of 24 GB in host memory with copies of 6 million rows on the device. Rows of 512 bytes
 are moved, rows of 1,024 bytes are converted from fp8 to bfloat16.
@@ -12,7 +12,6 @@ import argparse
 import functools
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from benchmarks.provenance import save
+from benchmarks.provenance import Save
 from dejax.host_gather import CachedTable, HostTable, gather_done, gather_start
 from dejax.pallas.profile import record
 
@@ -29,12 +28,12 @@ def _wait(run: Callable[..., Any], *given: Any) -> None:
     jax.block_until_ready(run(*given))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=48_000_000, help="of 512 bytes; half as many of 1,024 bytes")
     parser.add_argument("--ids", type=int, default=524_288, help="rows that are read")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     rng, results = np.random.default_rng(0), []
     for width, dtype, out in ((128, np.float32, None), (1024, ml_dtypes.float8_e4m3fn, jnp.bfloat16)):
         rows = args.rows * 512 // (width * np.dtype(dtype).itemsize)
@@ -60,9 +59,4 @@ def main() -> None:
                 results.append({"row_bytes": row_bytes, "on_host": share, "multiprocessors": count, "ms": round(ms, 3)})
                 print(json.dumps(results[-1]), flush=True)
         table.close()
-    if args.out:
-        save(args.out, results)
-
-
-if __name__ == "__main__":
-    main()
+    save(results)

@@ -1,8 +1,8 @@
 """Training times of published layers: dejax, PyTorch Geometric, and JAX as people write it.
 
-    python benchmarks/zoo.py --agree                       # results of PyTorch Geometric on the same weights
-    python benchmarks/zoo.py --graphs am,mag --out benchmarks/results
-    python benchmarks/zoo.py --graphs am --models gat,gatv2 --peers jax
+    python -m benchmarks zoo --agree                       # results of PyTorch Geometric on the same weights
+    python -m benchmarks zoo --graphs am,mag --out benchmarks/results
+    python -m benchmarks zoo --graphs am --models gat,gatv2 --peers jax
 
 Graphs are synthetic with published counts and skewed degrees (`dejax.datasets.synthetic`); edge types are not read. One
 layer, 64 -> 64 float32 (products in TF32), attention with 4 heads of 16; gradients of features and of all parameters.
@@ -29,10 +29,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from clock import rounds
-from peers import zoo_jax
-from provenance import save
 
+from benchmarks.clock import rounds
+from benchmarks.peers import zoo_jax
+from benchmarks.provenance import Save
 from dejax.rgnn import Options, RelGraph, zoo
 
 TORCH = Path(__file__).resolve().parent / "peers" / "zoo_torch.py"
@@ -123,7 +123,7 @@ def timed(layer: Compiled, *given: Any) -> dict[str, Any]:
 
 
 def measure_graph(name: str, models: list[str], peers: list[str], args: argparse.Namespace, ends: float) -> list[dict]:
-    from peers.case import make_graph
+    from benchmarks.peers.case import make_graph
 
     data = make_graph(name)
     order = np.argsort(data.receivers, kind="stable")
@@ -239,7 +239,7 @@ def plot(rows: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
-def check_agreement(out: Path | None) -> bool:
+def check_agreement(save: Save) -> bool:
     """Results and gradients of every layer against PyTorch Geometric's, in float64 and with kernels in float32."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "agree.npz")
@@ -259,8 +259,7 @@ def check_agreement(out: Path | None) -> bool:
                 print(f"{name} {kind}: {type(error).__name__}: {str(error)[:300]}")
             found[f"{name} {kind}"] = errors
             print(f"{name:20s} {kind}  result {errors[0]:.1e}  gradient {errors[1]:.1e}", flush=True)
-    if out is not None:
-        save(out / "zoo_agreement.json", found)
+    save(found)
     wrong = [key for key, errors in found.items() if not max(errors) < (1e-10 if "float64" in key else 1e-4)]
     print(f"{len(found) - len(wrong)} of {len(found)} agree" + (f"; not: {', '.join(wrong)}" if wrong else ""))
     return not wrong
@@ -304,32 +303,27 @@ def agreement(name: str, case: dict[str, np.ndarray], graph: dict[str, np.ndarra
         return [float(np.abs(np.asarray(a) - b).max() / np.abs(b).max()) for a, b in pairs]
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--graphs", default="am,mag", help="graphs whose counts to use, with commas")
-    p.add_argument("--models", default=",".join(MAIN), help=f"of {', '.join(FUNCTIONS)}")
-    p.add_argument("--peers", default="jax,pyg", help="peers to measure beside, with commas")
-    p.add_argument("--width", type=int, default=64, help="features of a node, before and after the layer")
-    p.add_argument("--heads", type=int, default=4, help="heads of attention")
-    p.add_argument("--compile-threads", type=int, default=1, help="with more, compile times are longer")
-    p.add_argument("--limit", type=float, default=1e9, help="seconds after which no further layer is begun")
-    p.add_argument("--agree", action="store_true", help="compare with PyTorch Geometric on the same weights instead")
-    p.add_argument("--out", type=Path, help="a folder for zoo.json, zoo.md and zoo.svg")
-    args = p.parse_args()
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--graphs", default="am,mag", help="graphs whose counts to use, with commas")
+    parser.add_argument("--models", default=",".join(MAIN), help=f"of {', '.join(FUNCTIONS)}")
+    parser.add_argument("--peers", default="jax,pyg", help="peers to measure beside, with commas")
+    parser.add_argument("--width", type=int, default=64, help="features of a node, before and after the layer")
+    parser.add_argument("--heads", type=int, default=4, help="heads of attention")
+    parser.add_argument("--compile-threads", type=int, default=1, help="with more, compile times are longer")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further layer is begun")
+    parser.add_argument(
+        "--agree", action="store_true", help="compare with PyTorch Geometric on the same weights instead"
+    )
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory, too
     if args.agree:
-        raise SystemExit(0 if check_agreement(args.out) else 1)
+        raise SystemExit(0 if check_agreement(save) else 1)
     ends = time.perf_counter() + args.limit
     rows: list[dict] = []
     for name in args.graphs.split(","):
         rows += measure_graph(name, args.models.split(","), args.peers.split(","), args, ends)
     print(table(rows))
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        save(args.out / "zoo.json", rows)
-        (args.out / "zoo.md").write_text(table(rows), encoding="utf-8")
-        plot(rows, args.out / "zoo.svg")
-
-
-if __name__ == "__main__":
-    main()
+    save(rows)
+    plot(rows, args.out.with_suffix(".svg"))

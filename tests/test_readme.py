@@ -1,6 +1,5 @@
 """README is true: its examples run as shown, tables and chart are those of the JSON, its commands exist."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -8,17 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import render_tables
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-
-
-def _render_tables():
-    path = ROOT / "benchmarks" / "render_tables.py"
-    spec = importlib.util.spec_from_file_location("render_tables", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_examples_run_as_shown(capsys):
@@ -51,35 +44,35 @@ def test_the_model_of_the_examples_page_trains_as_shown(capsys):
 
 
 def test_tables_and_the_chart_are_those_of_the_results():
-    tables = _render_tables()
-    for path, (old, new) in tables.rendered(tables.RESULTS).items():
-        assert old == new, f"{path.name}: run python benchmarks/render_tables.py"
+    for path, (old, new) in render_tables.rendered(render_tables.RESULTS).items():
+        assert old == new, f"{path.name}: run python -m benchmarks.render_tables"
 
 
 def test_a_changed_result_changes_its_table_and_the_chart(tmp_path):
-    tables = _render_tables()
-    run = json.loads((tables.RESULTS / "accuracy_aifb_rgcn.json").read_text(encoding="utf-8"))
+    run = json.loads((render_tables.RESULTS / "accuracy_aifb_rgcn.json").read_text(encoding="utf-8"))
     run["accuracy"]["test"]["mean"] = 0.1234
     (tmp_path / "accuracy_x.json").write_text(json.dumps(run), encoding="utf-8")
-    speed = json.loads((tables.RESULTS / tables.PERFORMANCE).read_text(encoding="utf-8"))
+    speed = json.loads((render_tables.RESULTS / render_tables.PERFORMANCE).read_text(encoding="utf-8"))
     ours = (r for r in speed["results"] if (r["graph"], r["implementation"]) == ("am", "dejax"))
     cell = next(r for r in ours if r["settings"]["precision"] == "tf32")
     cell["training"] |= {"ms": 98.7, "device": None}
-    (tmp_path / tables.PERFORMANCE).write_text(json.dumps(speed), encoding="utf-8")
-    shutil.copy(tables.RESULTS / tables.OFFLOAD, tmp_path)
-    changed = {path: new for path, (old, new) in tables.rendered(tmp_path).items() if new != old}
-    assert tables.CHART in changed and tables.ROOT / "README.md" in changed
-    assert "12.3 ±" in changed[tables.ROOT / "examples" / "README.md"]
-    speed_page = changed[tables.ROOT / "docs" / "performance" / "rgnn.md"]
+    (tmp_path / render_tables.PERFORMANCE).write_text(json.dumps(speed), encoding="utf-8")
+    shutil.copy(render_tables.RESULTS / render_tables.OFFLOAD, tmp_path)
+    changed = {path: new for path, (old, new) in render_tables.rendered(tmp_path).items() if new != old}
+    assert render_tables.CHART in changed and render_tables.ROOT / "README.md" in changed
+    assert "12.3 ±" in changed[render_tables.ROOT / "examples" / "README.md"]
+    speed_page = changed[render_tables.ROOT / "docs" / "performance" / "rgnn.md"]
     assert " 98.7* |" in speed_page
-    assert tables.render(speed_page, tables.RESULTS) == tables.pages()[tables.ROOT / "docs" / "performance" / "rgnn.md"]
+    assert (
+        render_tables.render(speed_page, render_tables.RESULTS)
+        == render_tables.pages()[render_tables.ROOT / "docs" / "performance" / "rgnn.md"]
+    )
 
 
 def test_a_table_without_its_markers_is_refused(monkeypatch):
-    tables = _render_tables()
-    monkeypatch.setattr(tables, "pages", lambda: {ROOT / "README.md": "no table here"})
+    monkeypatch.setattr(render_tables, "pages", lambda: {ROOT / "README.md": "no table here"})
     with pytest.raises(ValueError, match="markers of table 'means' must be on one page, got none"):
-        tables.rendered(tables.RESULTS)
+        render_tables.rendered(render_tables.RESULTS)
 
 
 def test_stored_results_are_consistent_with_the_published_accuracy():

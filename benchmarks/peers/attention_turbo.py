@@ -14,13 +14,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
 import turbo_gnn
-from attention_inputs import edges_of, rows_of
-from clock import rounds
+
+from benchmarks.attention_inputs import edges_of, rows_of
+from benchmarks.clock import rounds
 
 AUTOTUNE = turbo_gnn.AutotuneConfig(warmup=3, iters=10)
 

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from peers.case import Graph, Settings
+
+from benchmarks.peers.case import Graph, Settings
 
 Params = dict[str, Any]
 

@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from device_time import profile_jax
-from peers import case, jax_layers
-from peers.case import Graph, Settings
-from peers.jax_layers import LAYERS, Layer, NotInstalled
-from peers.timing import Limits, measure
+
+from benchmarks.device_time import profile_jax
+from benchmarks.peers import case, jax_layers
+from benchmarks.peers.case import Graph, Settings
+from benchmarks.peers.jax_layers import LAYERS, Layer, NotInstalled
+from benchmarks.peers.timing import Limits, measure
 
 _PRECISIONS = {"f32": "highest", "tf32": None, "bf16": "bfloat16"}  # None: jax's own default, TF32 on a GPU
 
@@ -51,7 +52,7 @@ def run_cell(cell: dict[str, Any], folder: Path, limits: Limits) -> dict[str, An
     if cell.get("task") == "build":
         return {"build": _build(graph, cell["edges"], limits)}
     if cell.get("task") == "train":
-        from peers import train_jax
+        from benchmarks.peers import train_jax
 
         return train_jax.run_cell(cell, graph, folder, settings, limits)
     with jax.default_matmul_precision(_PRECISIONS[settings.precision]):

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from device_time import profile_torch
-from peers import case
-from peers.case import Graph, Settings
-from peers.timing import Limits, measure
-from peers.torch_layers import DTYPES, LAYERS, DoesNotApply, Layer, NotInstalled
+
+from benchmarks.device_time import profile_torch
+from benchmarks.peers import case
+from benchmarks.peers.case import Graph, Settings
+from benchmarks.peers.timing import Limits, measure
+from benchmarks.peers.torch_layers import DTYPES, LAYERS, DoesNotApply, Layer, NotInstalled
 
 
 def device() -> torch.device:
@@ -68,7 +69,7 @@ def run_cell(cell: dict[str, Any], folder: Path, limits: Limits) -> dict[str, An
     torch.backends.cuda.matmul.allow_tf32 = settings.precision != "f32"
     graph = Graph.load(folder)
     if cell.get("task") == "train":
-        from peers import train_torch
+        from benchmarks.peers import train_torch
 
         return train_torch.run_cell(cell, graph, folder, settings, limits, device())
     on_gpu = torch.cuda.is_available()

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from peers.timing import Limits
+from benchmarks.peers.timing import Limits
 
 FRAMEWORKS = {
     "dejax": "jax",

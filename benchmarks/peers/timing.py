@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from clock import rounds
-from device_time import DeviceTime
+from benchmarks.clock import rounds
+from benchmarks.device_time import DeviceTime
 
 
 @dataclass(frozen=True, slots=True)

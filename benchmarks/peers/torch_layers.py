@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from peers.case import Graph, Settings
+
+from benchmarks.peers.case import Graph, Settings
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

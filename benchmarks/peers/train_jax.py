@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from device_time import profile_jax
-from peers import case
-from peers.case import Graph, Settings
-from peers.jax_layers import LAYERS
-from peers.timing import Limits, measure
+
+from benchmarks.device_time import profile_jax
+from benchmarks.peers import case
+from benchmarks.peers.case import Graph, Settings
+from benchmarks.peers.jax_layers import LAYERS
+from benchmarks.peers.timing import Limits, measure
 
 
 def run_cell(cell: dict[str, Any], graph: Graph, folder: Path, settings: Settings, limits: Limits) -> dict[str, Any]:

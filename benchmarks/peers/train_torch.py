@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from device_time import profile_torch
-from peers import case
-from peers.case import Graph, Settings
-from peers.timing import Limits, measure
-from peers.torch_layers import DTYPES, LAYERS
+
+from benchmarks.device_time import profile_torch
+from benchmarks.peers import case
+from benchmarks.peers.case import Graph, Settings
+from benchmarks.peers.timing import Limits, measure
+from benchmarks.peers.torch_layers import DTYPES, LAYERS
 
 
 def run_cell(

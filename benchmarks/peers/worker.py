@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def say(**message: Any) -> None:
@@ -23,10 +23,10 @@ def say(**message: Any) -> None:
 
 def main() -> None:
     if sys.argv[1] == "jax":
-        from peers import run_jax as run
+        from benchmarks.peers import run_jax as run
     else:
-        from peers import run_torch as run  # type: ignore[no-redef]
-    from peers.timing import Limits
+        from benchmarks.peers import run_torch as run  # type: ignore[no-redef]
+    from benchmarks.peers.timing import Limits
 
     job = json.loads(sys.stdin.read())
     say(versions=run.prepare(job.get("cache")))

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 import torch_geometric.nn as pyg
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from clock import rounds
+from benchmarks.clock import rounds
 
 Arrays = dict[str, np.ndarray]
 K, D, H, C, R, T = 6, 4, 3, 2, 4, 3  # input width, a head's width, heads, edge features, edge and node types

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import attention
+from benchmarks.__main__ import main
 
 
 def test_one_model_on_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "HEADS", ((2, 8),))
     options = ["--graphs", "small", "--models", "gatv2", "--scale", "1e-4", "--seconds", "0", "--skip-long"]
-    attention.main([*options, "--out", str(tmp_path)])
+    main(["attention", *options, "--out", str(tmp_path)])
     (found,) = json.loads((tmp_path / "attention.json").read_text())["attention"]
     assert (found["edges"], found["model"]) == (230, "gatv2") and 0 < found["forward"] and 0 < found["training"]
 

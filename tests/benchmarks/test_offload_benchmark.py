@@ -2,9 +2,9 @@
 
 import json
 
-import offload_measuring
 import pytest
 
+from benchmarks import offload_measuring
 from dejax.pallas import profile
 
 MS = 1e6

@@ -7,15 +7,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-import device_time
 import numpy as np
 import pytest
-import rgnn as command
-import rgnn_report as report
-import rgnn_training
-from peers import case, runner
-from peers.case import Graph, Settings
-from peers.timing import Limits, measure
+
+from benchmarks import device_time, rgnn_training
+from benchmarks import rgnn as command
+from benchmarks import rgnn_report as report
+from benchmarks.__main__ import parse
+from benchmarks.peers import case, runner
+from benchmarks.peers.case import Graph, Settings
+from benchmarks.peers.timing import Limits, measure
 
 SMALL = Settings(width=8, heads=2, precision="f32")
 
@@ -144,7 +145,7 @@ def run_cells(run: Any, tmp_path: Path, model: str, names: list[str]) -> dict[st
     "model", [pytest.param(m, marks=[] if m == "rgcn" else pytest.mark.slow) for m in command.MODELS]
 )
 def test_jax_peers_agree_with_ours(model, tmp_path):
-    from peers import run_jax
+    from benchmarks.peers import run_jax
 
     found = run_cells(run_jax, tmp_path, model, ["dejax", "jax_ragged", "jax_dense"])
     for name in ("jax_ragged", "jax_dense"):
@@ -156,7 +157,7 @@ def test_jax_peers_agree_with_ours(model, tmp_path):
 @pytest.mark.parametrize("model", command.MODELS)
 def test_torch_peers_agree_with_ours(model, tmp_path):
     pytest.importorskip("torch_geometric")
-    from peers import run_jax, run_torch
+    from benchmarks.peers import run_jax, run_torch
 
     run_cells(run_jax, tmp_path, model, ["dejax"])
     names = ["pyg", "grouped", *(["pyg_fast"] if model == "rgcn" else [])]
@@ -174,7 +175,7 @@ def training_cell(tmp_path: Path, model: str, name: str) -> dict[str, Any]:
 
 
 def test_training_starts_from_the_same_loss_and_falls(tmp_path):
-    from peers import run_jax
+    from benchmarks.peers import run_jax
 
     cells = [training_cell(tmp_path, "rgcn", name) for name in ("dejax", "jax_dense")]
     ours, dense = (run_jax.run_cell(c, tmp_path / "tiny", Limits(target_s=0.0)) for c in cells)
@@ -189,7 +190,7 @@ def test_training_starts_from_the_same_loss_and_falls(tmp_path):
 @pytest.mark.parametrize("model", command.MODELS)
 def test_torch_trains_as_ours_does(model, tmp_path):
     pytest.importorskip("torch_geometric")
-    from peers import run_jax, run_torch
+    from benchmarks.peers import run_jax, run_torch
 
     cells = [training_cell(tmp_path, model, name) for name in ("dejax", "pyg")]
     runs = zip((run_jax, run_torch), cells, strict=True)
@@ -199,7 +200,7 @@ def test_torch_trains_as_ours_does(model, tmp_path):
 
 
 def test_every_peer_has_a_worker_and_a_missing_package_is_reported():
-    from peers import jax_layers, run_jax
+    from benchmarks.peers import jax_layers, run_jax
 
     assert set(jax_layers.LAYERS) == {name for name, kind in runner.FRAMEWORKS.items() if kind == "jax"}
     assert run_jax.classify(jax_layers.NotInstalled("x")) == "absent"
@@ -359,9 +360,9 @@ def test_stored_figures_of_hector_are_consistent_with_the_graphs_and_models():
 
 
 def test_arguments():
-    args = command.arguments(["--graphs", "am,mag", "--peers", "all"])
+    args = command.checked(parse(command, "rgnn", ["--graphs", "am,mag", "--peers", "all"]))
     assert args.graphs == ["am", "mag"] and args.peers == list(command.PEERS) and args.models == list(command.MODELS)
     with pytest.raises(SystemExit, match="unknown bm"):
-        command.arguments(["--graphs", "bm"])
+        command.checked(parse(command, "rgnn", ["--graphs", "bm"]))
     with pytest.raises(SystemExit):
-        command.arguments(["--heads", "3"])
+        command.checked(parse(command, "rgnn", ["--heads", "3"]))

@@ -1,6 +1,6 @@
 """`benchmarks/rgnn_compiled.py` parses the output of `ptxas` and `nvdisasm`."""
 
-import rgnn_compiled
+from benchmarks import rgnn_compiled
 
 LOG = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'rgcn_2_traverse' for 'sm_90a'

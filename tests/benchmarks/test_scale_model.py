@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import scale_model
-from scale_model import GRAPHS, Graph, Machine, Sampled
+
+from benchmarks import scale_model
+from benchmarks.__main__ import main
+from benchmarks.scale_model import GRAPHS, Graph, Machine, Sampled
 
 
 def test_unique_rows_are_those_of_draws():
@@ -61,7 +63,7 @@ def test_a_slower_network_bounds_the_step():
 
 
 def test_the_command_writes_a_table_json_and_a_plot(tmp_path, capsys):
-    scale_model.main(["--hosts", "1", "4", "--json", str(tmp_path / "a.json"), "--svg", str(tmp_path / "a.svg")])
+    main(["scale_model", "--hosts", "1", "4", "--out", str(tmp_path / "a.json"), "--svg", str(tmp_path / "a.svg")])
     text = capsys.readouterr().out
     assert "IGB-full" in text and "does not fit" in text
     found = json.loads((tmp_path / "a.json").read_text())

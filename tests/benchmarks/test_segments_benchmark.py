@@ -3,8 +3,9 @@
 import json
 
 import pytest
-import segments
 
+from benchmarks import segments
+from benchmarks.__main__ import main
 from dejax.pallas.segments.schedule import segment_schedule
 
 
@@ -22,9 +23,9 @@ def test_a_wrong_result_is_found(monkeypatch):
 
 
 def test_the_command_writes_a_table_and_a_plot(tmp_path, capsys):
-    rows = segments.main(["--quick", "--only", "38806 into 16", "--out", str(tmp_path)])
-    assert len(rows) == 1 and "geometric mean" in capsys.readouterr().out
-    assert json.loads((tmp_path / "segments.json").read_text())["rows"] == rows
+    main(["segments", "--quick", "--only", "38806 into 16", "--out", str(tmp_path)])
+    (row,) = json.loads((tmp_path / "segments.json").read_text())["rows"]
+    assert row["ours_ms"] > 0 and "geometric mean" in capsys.readouterr().out
     assert (tmp_path / "segments.svg").exists()
 
 

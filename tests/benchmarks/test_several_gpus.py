@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_check(tmp_path: Path) -> None:
     flags = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=2"
-    command = [sys.executable, "-m", "benchmarks.several_gpus", "--check", "--out", str(tmp_path / "found.json")]
+    command = [sys.executable, "-m", "benchmarks", "several_gpus", "--check", "--out", str(tmp_path / "found.json")]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
     found = json.loads((tmp_path / "found.json").read_text())

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from peers.case import Graph, Settings, parameters
 
+from benchmarks.peers.case import Graph, Settings, parameters
 from dejax.rgnn import Options, RelGraph, library
 
 pytestmark = pytest.mark.gpu
