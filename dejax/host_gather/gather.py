@@ -14,6 +14,7 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from dejax import _compat, _native
+from dejax._ffi import ffi_call
 from dejax.host_gather import _cost, _kernels, _types
 from dejax.host_gather._ids import checked_ids, in_range, nearest
 from dejax.host_gather._lifetime import reporting_closed
@@ -389,13 +390,7 @@ def native_gather(
     types = [jax.typeof(x) for x in (leaf, ids, scale, slots, cache)]
     out = _compat.varying_result(arguments.shape, call.out_dtype, *types)
     scratch = _compat.varying_result((2,), jnp.uint32, *types)
-    # XLA folds slices into the calls that take or return them. In jax 0.11 it keeps the original call as well if its
-    # rows have another use, as in a loop that saves them for its backward pass: the rows crossed the bus twice. It does
-    # not fold across barriers.
-    flat, slots, cache, scale = jax.lax.optimization_barrier((arguments.ids, slots, cache, scale))
-    rows, _ = jax.ffi.ffi_call("dejax_table_gather", (out, scratch))(
-        leaf, flat, arguments.perm, slots, cache, scale, **arguments.attributes
-    )
-    rows = jax.lax.optimization_barrier(rows)
+    operands = leaf, arguments.ids, arguments.perm, slots, cache, scale
+    rows, _ = ffi_call("dejax_table_gather", (out, scratch), operands, fixed=[0], **arguments.attributes)
     lead = ids.shape[:-1] if call.mean else ids.shape
     return rows.reshape(lead + call.spec.row)

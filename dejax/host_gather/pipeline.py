@@ -17,6 +17,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax import _compat
+from dejax._ffi import ffi_call
 from dejax._int32 import entering_jit
 from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids
@@ -312,32 +313,22 @@ def _start(
     arguments = native_arguments(call, 1, ids, slots.size > 0, ticket=True)
     types = [jax.typeof(x) for x in (source.leaf, arguments.ids, scale, slots, cache)]
     word = _compat.varying_result((2,), jnp.uint32, *types)
-    # XLA folds slices into the calls that take or return them, and in jax 0.11 keeps the original call as well if it
-    # has side effects: every gather of a loop ran twice, and a done found the wrong one. It also forgets that results
-    # are aliased: a loop that stacked what had passed through a start got zeros. It does not fold across barriers,
-    # which cost nothing.
-    flat, scale, slots, cache, *through = jax.lax.optimization_barrier((arguments.ids, scale, slots, cache, *through))
-    started = jax.ffi.ffi_call(
+    # What is held until the gather is done is what the call reads, not another copy of it.
+    scale, slots, cache = jax.lax.optimization_barrier((scale, slots, cache))
+    ticket, _, *passed = ffi_call(
         "dejax_table_gather_start",
         (word, word, *(jax.typeof(x) for x in through)),
+        (source.leaf, arguments.ids, arguments.perm, slots, cache, scale, *through),
+        fixed=[0, 3, 4, 5],
+        fixed_results=[0, 1],  # the address of a ticket identifies the start
+        aliases={6 + k: 2 + k for k in range(len(through))},
         has_side_effect=True,
-        input_output_aliases={6 + k: 2 + k for k in range(len(through))},
-    )
-    ticket, _, *passed = started(
-        source.leaf,
-        flat,
-        arguments.perm,
-        slots,
-        cache,
-        scale,
-        *through,
         **arguments.attributes,
         site=np.int64(site),
         place=np.int64(place),
         out_bytes=np.int64(math.prod(shape) * call.out_dtype.itemsize),
     )
     held = tuple(x for x in (scale, slots, cache) if x.size)
-    passed = list(jax.lax.optimization_barrier(passed))
     return PendingRows(ticket, held, site, shape, call.out_dtype, False), passed
 
 
@@ -363,9 +354,13 @@ class _Done:
     def __call__(self, tickets: Sequence[Array], after: Sequence[Array]) -> Array:
         """The rows; the wait comes after the arrays `after`, which live until then."""
         out = _compat.varying_result(self.shape, self.dtype, *map(jax.typeof, tickets))
-        done = jax.ffi.ffi_call("dejax_table_gather_done", out, has_side_effect=True)
-        last = jax.lax.optimization_barrier(tuple(after))  # as in _start
-        pieces = np.asarray(self.pieces, np.int64).reshape(-1)
-        return jax.lax.optimization_barrier(
-            done(*tickets, *last, sites=np.asarray(self.sites, np.int64), pieces=pieces)
+        (rows,) = ffi_call(
+            "dejax_table_gather_done",
+            [out],
+            [*tickets, *after],
+            fixed=range(len(tickets)),
+            has_side_effect=True,
+            sites=np.asarray(self.sites, np.int64),
+            pieces=np.asarray(self.pieces, np.int64).reshape(-1),
         )
+        return rows

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from dejax import _native
 from dejax._byte_order import native_order
+from dejax._ffi import ffi_call
 from dejax._pytrees import named_pytree
 from dejax.host_gather import _kernels, _sharing, _storage, _types
 from dejax.host_gather._ids import checked_ids
@@ -404,26 +405,15 @@ def _native_update(
             TABLE=table_type,
             VALUES=values_type,
         )
-    # XLA folds slices into the calls that take them, and then forgets that the tables are aliased: it may put the
-    # results elsewhere. It does not fold across barriers.
-    ids, perm, rows, hyper = jax.lax.optimization_barrier((ids, perm, rows, hyper))
-    # A loop may take tables on the device from a stack, and stack them. Those in host memory are no arrays that XLA
-    # computes with.
-    if spec.on_device:
-        leaves = jax.lax.optimization_barrier(tuple(leaves))
     # The results have the types of the operands, memory space included: a result in host memory must alias an operand
-    # in host memory.
-    call = jax.ffi.ffi_call(
+    # in host memory. A loop may take tables on the device from a stack, and stack them.
+    aliases = {4 + k: k for k in range(len(leaves))}
+    written = ffi_call(
         "dejax_table_update",
-        tuple(jax.typeof(x) for x in leaves),
-        input_output_aliases={4 + k: k for k in range(len(leaves))},
-    )
-    written = call(
-        ids,
-        perm,
-        rows,
-        hyper,
-        *leaves,
+        [jax.typeof(x) for x in leaves],
+        (ids, perm, rows, hyper, *leaves),
+        fixed=() if spec.on_device else aliases,
+        aliases=aliases,
         op=np.int64(op),
         table_type=np.int64(table_type),
         values_type=np.int64(values_type),
@@ -431,4 +421,4 @@ def _native_update(
         kernel=np.int64(kernel),
         grid=np.int64(DEVICE_SMS if spec.on_device and num_sms == UPDATE_SMS else num_sms),
     )
-    return tuple(jax.lax.optimization_barrier(written) if spec.on_device else written)
+    return tuple(written)
