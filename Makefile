@@ -109,9 +109,10 @@ contracts: $(VENV_OLDEST)/.installed-test
 
 # Tests on GPUs run with a Python that has dejax installed editable, and jax with CUDA. A room is a folder of tests/, or `top`,
 # the files beside the folders. A room that takes longer than nine minutes fails. Each prints counts, the reasons of tests
-# that run on CPUs only, and failures as they happen; all of that is in build/test-gpu/ROOM.log, too.
+# that run on CPUs only, and failures as they happen; all of that is in build/test-gpu/ROOM.log, too. MARK=slow runs the rest.
 PY ?= python3
 JOBS_GPU ?= 14
+MARK ?= not slow
 ROOM ?= top $(filter-out __pycache__ golden,$(patsubst tests/%/,%,$(wildcard tests/*/)))
 GPU_PYTEST = timeout --signal=INT --kill-after=30 540 $(PY) -m pytest -p no:benchmark -p no:cacheprovider \
 	-n $(JOBS_GPU) --dist worksteal -v --tb=short --failures-at-once --durations=10
@@ -125,10 +126,10 @@ define test_rooms
 endef
 
 test-gpu:
-	$(call test_rooms,-m "not slow")
+	$(call test_rooms,-m "$(MARK)")
 
 test-gpus:
-	$(call test_rooms,-m "devices and not slow")
+	$(call test_rooms,-m "devices and ($(MARK))")
 
 # Offload with random faults for many steps: each right or an exception, and in the end nothing left.
 soak: venv-test
