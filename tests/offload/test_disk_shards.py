@@ -396,7 +396,7 @@ def test_bad_arguments(tmp_path):
         far.update(params, state, params)
     mesh = params["w"].sharding.mesh
     mapped = jax.shard_map(far.update, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    with pytest.raises(ValueError, match="`update` must be called outside of jax.shard_map where the state is divided"):
+    with pytest.raises(ValueError, match="`update` must be called outside of jax.shard_map where a mesh"):
         jax.jit(mapped)(params, state, params)
     mixed = far.init(params_of("data and tensor"))
     mixed = (state[0]._replace(nu=mixed[0].nu), *state[1:])

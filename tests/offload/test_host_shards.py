@@ -151,7 +151,7 @@ class TestRefusals:
         state = tx.init(params)
         mesh = params["w"].sharding.mesh
         mapped = jax.shard_map(tx.update, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-        with pytest.raises(ValueError, match="must be called outside of jax.shard_map where the state is divided"):
+        with pytest.raises(ValueError, match="must be called outside of jax.shard_map where a mesh divides the state"):
             jax.jit(mapped)(params, state, params)
 
     def test_two_ways_of_placing_the_same_shapes(self):

@@ -445,7 +445,7 @@ def test_bad_arguments(tmp_path):
     state = step.init(outer, layers)
     mesh = mesh_of("fsdp")
     mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    with pytest.raises(ValueError, match="must be called outside of jax.shard_map where a mesh divides its state"):
+    with pytest.raises(ValueError, match="must be called outside of jax.shard_map where a mesh divides the state"):
         jax.jit(mapped)(state, batch("fsdp", 0))
     with pytest.raises(ValueError, match="must be copied by dejax, got streams=False; leave `streams` at None"):
         jax.jit(make(path=tmp_path, streams=False))(state, batch("fsdp", 0))

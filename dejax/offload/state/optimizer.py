@@ -21,8 +21,9 @@ from dejax.offload.state.first_state import LazyArray, first_state, placed
 from dejax.offload.state.moments import shardings_of
 from dejax.offload.state.placements import Placements, explicit_shardings, shardings_in
 from dejax.offload.state.store import StateStore, is_on_disk, store_at
-from dejax.offload.state.stream.pieces import PIECE_BYTES, stream_state, unit_of
-from dejax.offload.state.stream.shard_pieces import stream_shards, why_no_shards
+from dejax.offload.state.stream.cut import PIECE_BYTES, unit_of
+from dejax.offload.state.stream.devices import why_no_shards
+from dejax.offload.state.stream.pieces import stream_state
 
 _HOST = jax.memory.Space.Host
 
@@ -124,12 +125,8 @@ def optimizer(
         streamed, shardings = copies.of(traced.state, far, inside)
         evaluation = traced.demand(far, streamed)
         outputs: list[Any] = [None] * len(traced.jaxpr.outvars)
-        if shardings is not None:
-            stream_shards(
-                evaluation, traced.state, shardings, streamed, traced.num_updates, outputs, piece_bytes, ahead
-            )
-        elif any(streamed):
-            stream_state(evaluation, traced.state, streamed, traced.num_updates, outputs, piece_bytes, ahead)
+        if any(streamed):
+            stream_state(evaluation, traced.state, shardings, streamed, traced.num_updates, outputs, piece_bytes, ahead)
         for i in _order(traced.jaxpr, traced.num_updates, far):
             if outputs[i] is None:
                 value = evaluation.value(traced.jaxpr.outvars[i])
@@ -220,8 +217,8 @@ class _Copies:
         if len({getattr(at, "mesh", None) for at in shardings_in(given) if disk_shards.divided(at)}) <= 1:
             self._seen.note(leaves, shardings_in(leaves))
 
-    def of(self, state: Sequence[Any], far: Sequence[bool], inside: bool) -> tuple[list[bool], Any]:
-        """For each array of a state, whether dejax copies it; and, on several devices, the shardings of all.
+    def of(self, state: Sequence[Any], far: Sequence[bool], inside: bool) -> tuple[list[bool], Sequence[Any]]:
+        """For each array of a state, whether dejax copies it, and its sharding if dejax copies it on several devices.
 
         Args:
             state: its arrays.
@@ -229,21 +226,22 @@ class _Copies:
             inside: of `jax.jit`.
         """
         if any(map(is_on_disk, state)):
-            shardings = shardings_in([x if is_on_disk(x) else None for x in state])
-            return [is_on_disk(x) for x in state], shardings if any(map(disk_shards.divided, shardings)) else None
+            return [is_on_disk(x) for x in state], shardings_in([x if is_on_disk(x) else None for x in state])
         host = [is_far and x.ndim > 0 and _is_on_host(x) for x, is_far in zip(state, far, strict=True)]
-        nothing = [False] * len(state)
+        nothing, nowhere = [False] * len(state), [None] * len(state)
         if not inside or not any(host) or not (_by_default() if self._streams is None else self._streams):
-            return nothing, None
+            return nothing, nowhere
         if jax.device_count() == 1:
-            return host, None
+            return host, nowhere
         found = self._known(state, host)
         divided = [at for at in found if any(map(disk_shards.divided, _chosen(at, host)))]
         if self._streams is None:
-            can = len(found) == len(divided) == 1 and why_no_shards(_chosen(found[0], host)) is None
-            return (host, found[0]) if can else (nothing, None)
+            can = len(found) == len(divided) == 1
+            if can and why_no_shards("`update`", _chosen(state, host), _chosen(found[0], host)) is None:
+                return host, found[0]
+            return nothing, nowhere
         if not divided:
-            return host, None
+            return host, nowhere
         if len(found) > 1:
             raise ValueError(
                 "offload.optimizer: `state` must be divided as `init` divides every state of these shapes with "

@@ -21,8 +21,7 @@ from dejax.offload.state.mixing import why_not_by_layers
 from dejax.offload.state.moments import tier_of
 from dejax.offload.state.stack_settings import Seen, StackSettings, StackState
 from dejax.offload.state.store import is_on_disk
-from dejax.offload.state.stream.rows import HostRows, Walk
-from dejax.offload.state.stream.shard_rows import ShardRows, rows_of, why_no_rows
+from dejax.offload.state.stream.rows import HostRows, Walk, rows_of, why_no_rows
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _SITE = 1 << 41
@@ -78,7 +77,7 @@ class Run:
         self.shardings = seen.of(self.leaves)
         copied = ("host", "disk") if self._streams(certain) else ("disk",)
         self.moved = [i for i in self.far if places[i] in copied]
-        self.rows: HostRows | ShardRows | None = None
+        self.rows: HostRows | None = None
         self.ticket = jnp.zeros((2,), jnp.uint32)
         self._begun: Walk | None = None  # the loop whose first rows are on their way already
         self._check_update(trained)
@@ -93,7 +92,7 @@ class Run:
         value = loss(outer, x)
         if self.rows is not None:
             ticket, value = jax.lax.optimization_barrier((self.ticket, value))
-            self.rows.finish_reading(ticket, [value] if isinstance(self.rows, ShardRows) else [])
+            self.rows.finish_reading(ticket, [value])
         return value
 
     def _streams(self, certain: bool) -> bool:
@@ -155,11 +154,12 @@ class Run:
         updates, outer_moments = config.tx.update(gradient, self.state.outer_moments, outer)
         outer_moments = _if(finite, outer_moments, self.state.outer_moments)
         outer = self.outer_split.join(_if(finite, _add(outer, updates), outer), leaves)
-        if isinstance(self.rows, ShardRows):
+        arrays = []
+        if self.rows is not None:
             results = [*jax.tree.leaves((outer, outer_moments)), norm, value]
-            arrays = self.rows.finish(self.ticket, list(zip(results, [*self.seen.outer, None, None], strict=False)))
-        else:
-            arrays = [] if self.rows is None else self.rows.finish(self.ticket)
+            arrays = self.rows.finish_step(
+                self.ticket, list(zip(results, [*self.seen.outer, None, None], strict=False))
+            )
         for i, array in zip(self.moved, arrays, strict=True):
             self.leaves[i] = array
         return self._new_state(outer, outer_moments, norm, finite), value
@@ -201,7 +201,7 @@ class Run:
 
     def _begin_early(self) -> None:
         """Begins to copy the first rows of the only loop that reads any, so that they come during the forward pass."""
-        if not isinstance(self.rows, HostRows) or self.config.gradients == "host":
+        if self.rows is None or self.rows.mesh is not None or self.config.gradients == "host":
             return
         if any(i < len(self.params) for i in self.moved):
             return

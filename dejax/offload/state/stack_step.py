@@ -30,7 +30,7 @@ from dejax.offload.state.placements import Placements
 from dejax.offload.state.stack_loops import Run, count
 from dejax.offload.state.stack_settings import Kept, Place, Seen, Split, StackSettings, StackState
 from dejax.offload.state.store import StateStore, is_on_disk
-from dejax.offload.state.stream.shard_rows import require_whole_rows
+from dejax.offload.state.stream.rows import require_whole_rows
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _SPACE = {"device": _DEVICE, "host": _HOST}

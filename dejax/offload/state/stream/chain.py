@@ -1,55 +1,31 @@
-"""The FFI calls of one update, one after the other, for arrays of state in host memory.
+"""The FFI calls by which one device copies arrays in host memory or on disk, one call after the other.
 
-`native/state/pieces.h` says how the copies run. `pieces.py` evaluates the update between the calls. `loop_chain.py`
-makes the calls for arrays on disk, and for those of several devices.
+`native/state/pieces.h` says how the copies run. Arrays in host memory are operands of the first and the last calls
+alone, and arrays on disk of none: the calls between name them by their numbers. So these calls may be in a loop, or in
+the bodies of several `shard_map`s.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from dejax import _compat, _native
+from dejax.offload.state.store import is_on_disk
 
 BETWEEN, BEGIN, FINISH, LOOP, OPEN, COMMIT = range(6)  # native/state/pieces.h
-_sites = itertools.count(1)
-NO_LOOP = {
-    "slot": np.int64(0),
-    "pull_iterations": np.int64(0),
-    "sharded": np.int64(0),
-    "marks": np.zeros(0, np.int64),
-    **dict.fromkeys(("pull_stride", "push_stride", "take_array", "take_offset", "take_stride"), np.zeros(0, np.int64)),
-}
-"""Attributes of a call that is in no loop, for arrays on one device."""
-SEVERAL = (
-    "offload.optimizer: `state` must come from this transformation's init, called outside of jax.jit, if it lies on "
-    "several devices and dejax copies it, got one that it has not seen; call init on the parameters before the first "
-    "update, and restore the state into what it makes, or give streams=False"
-)
-"""The message where a program of several devices has the calls of one."""
-
-
-def kept_apart(arrays: Sequence[Any]) -> list[Any]:
-    """Operands that a call overwrites, no two of which are the same value.
-
-    XLA for a GPU refuses a call that overwrites one operand twice. It would make one value of two equal ones, such as
-    the zeros of both of Adam's moments in a program that also makes its first state. It merges no results of a barrier.
-    """
-    return list(jax.lax.optimization_barrier(list(arrays)))
-
-
-def new_site() -> int:
-    """The number of a program's chain of calls."""
-    return next(_sites)
-
-
 _STAGED = 256  # alignment of pieces in staging memory, as in native/state/staging.h
+_EMPTY = np.zeros(0, np.int64)
+_sites = itertools.count(1)
+Spans = tuple[Sequence[int], Sequence[int], Sequence[int]]  # numbers of arrays, offsets, strides
+_NONE: Spans = ((), (), ())
 
 
 def staging_bytes(sizes: Sequence[int], ahead: int, count: int) -> int:
@@ -63,149 +39,175 @@ def staging_bytes(sizes: Sequence[int], ahead: int, count: int) -> int:
     return 2 * min(ahead + 1, count) * sum(-(-size // _STAGED) * _STAGED for size in sizes)
 
 
-@dataclass(slots=True)
-class Group:
-    """Arrays of state that are needed together.
+@dataclass(frozen=True, slots=True)
+class ChainUse:
+    """What a chain of calls is made for.
 
     Attributes:
-        state: their numbers.
-        outputs: numbers of the update's outputs that depend on them.
-        equations: the elementwise equations that compute these outputs; unused where the group is one piece.
-        tails: for outputs that are updates: the last equations, which are evaluated for all pieces at once.
-        shape: of its arrays as they are cut, along the first axis.
+        feature: the function of the user, in messages.
+        scope: the calls' name in profiles.
+        several: the message where several devices run a program of one.
+        sharded: the attribute `sharded` in native/state/pieces.h, where the arrays are shards.
     """
 
-    state: list[int]
-    outputs: list[int]
-    equations: list[Any] = field(default_factory=list)
-    tails: dict[int, list[Any]] = field(default_factory=dict)
-    shape: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows `begin` to `end` of a group's arrays, or all of them (`whole`)."""
-
-    group: Group
-    begin: int
-    end: int
-    whole: bool
-
-    def span(self, array: Any) -> tuple[int, int]:
-        """Offset and size in bytes of the piece of one of the group's arrays."""
-        itemsize = np.dtype(array.dtype).itemsize
-        if self.whole:
-            return 0, array.size * itemsize
-        row = int(np.prod(self.group.shape[1:], dtype=np.int64)) * itemsize
-        return self.begin * row, (self.end - self.begin) * row
-
-
-def staging_of(pieces: Sequence[Piece], arrays: Any, ahead: int) -> int:
-    """`staging_bytes` for calls that have a piece each; `arrays`: by the numbers that the pieces' groups have."""
-    largest = max(([piece.span(arrays[i])[1] for i in piece.group.state] for piece in pieces), key=sum)
-    return staging_bytes(largest, ahead, len(pieces))
+    feature: str
+    scope: str
+    several: str
+    sharded: int
 
 
 class Chain:
-    """The FFI calls of one update, one after the other."""
+    """The calls, in the order in which they are made.
 
-    def __init__(self, arrays: dict[int, Any], staging_bytes: int) -> None:
-        _native.extension("offload.optimizer")
-        self.arrays = dict(arrays)
+    Args:
+        use: what they are made for.
+        arrays: in host memory or on disk.
+        staging_bytes: cap of staging memory on the device.
+        marks: of the calls of one device of several, whose arrays are its shards: how each array on disk is divided.
+    """
+
+    def __init__(
+        self, use: ChainUse, arrays: Sequence[Any], staging_bytes: int, marks: Sequence[int] | None = None
+    ) -> None:
+        _native.extension(use.feature)
+        self.arrays = list(arrays)
+        self._use = use
+        self._near = [k for k, x in enumerate(arrays) if not is_on_disk(x)]
+        self._on_disk = [k for k, x in enumerate(arrays) if is_on_disk(x)]
+        self._changed: set[int] = set()  # of those on disk
         self._staging_bytes = staging_bytes
-        self._site = new_site()
-        self._ticket: Any = jnp.zeros((2,), jnp.uint32)
-        self._given = 0
-        self._pulls: list[tuple[int, int, int]] = []
-        self._pushes: list[tuple[int, int, Any]] = []
-        self._after: list[Any] = []
+        self._marks = marks
+        self._site = next(_sites)
+        self._slots = 0
 
-    def pull(self, piece: Piece) -> None:
-        """The next call begins to copy the piece to the device."""
-        self._pulls += [(i, *piece.span(self.arrays[i])) for i in piece.group.state]
+    def begin(self, *, changes: bool = True, place: Any = None) -> Array:
+        """Makes the arrays the program's own if it changes them; returns the ticket that the next call takes.
 
-    def taken(self, pieces: Sequence[Piece], ahead: int) -> Iterator[tuple[Piece, dict[int, Any]]]:
-        """Each piece with its arrays by number, while the `ahead` pieces after it are copied to the device."""
-        for piece in pieces[:ahead]:
-            self.pull(piece)
-        self.call()
-        for number, piece in enumerate(pieces):
-            if number + ahead < len(pieces):
-                self.pull(pieces[number + ahead])
-            yield piece, dict(zip(piece.group.state, self.call(take=piece), strict=True))
+        Args:
+            changes: whether the program changes arrays.
+            place: of this device in the mesh, where the arrays are shards.
+        """
+        near = [self.arrays[k] for k in self._near]
+        if changes and near:
+            call = self._ffi(BEGIN, list(map(jax.typeof, near)), {k: k for k in range(len(near))}, self._near)
+            # XLA for a GPU refuses a call that overwrites one operand twice. It would make one value of two equal ones,
+            # such as the zeros of both of Adam's moments in a program that also makes its first state. It merges no
+            # results of a barrier.
+            near = list(call(*jax.lax.optimization_barrier(near)))
+            for k, array in zip(self._near, near, strict=True):
+                self.arrays[k] = array
+        ticket = jnp.zeros((2,), jnp.uint32)
+        if self._marks is None:
+            ticket = _compat.on_one_device(ticket, self._use.several)
+        ticket = self._ffi(BETWEEN, [jax.typeof(ticket)], {0: 0}, self._near)(ticket, *near)[0]
+        if not self._on_disk:
+            return ticket
+        sizes = {"pull_bytes": np.array([self.arrays[k].nbytes for k in self._on_disk], np.int64)}
+        tickets = jnp.stack([self.arrays[k].ticket for k in self._on_disk])
+        if self._marks is not None:
+            sizes["marks"] = np.array(self._marks, np.int64)
+            own = jnp.full((len(self._on_disk), 1), jnp.asarray(place, jnp.uint32))
+            tickets = jnp.concatenate((tickets, own), axis=1)
+        return self._ffi(OPEN, [jax.typeof(ticket)], {0: 0}, self._on_disk, sizes)(ticket, tickets)[0]
 
-    def push(self, i: int, piece: Piece, value: Any) -> None:
-        """The next call begins to copy a piece of array i's new value to the host."""
-        self._pushes.append((i, piece.span(self.arrays[i])[0], value))
+    def loop(
+        self,
+        ticket: Array,
+        *,
+        takes: Spans = _NONE,
+        results: Sequence[Any] = (),
+        pulls: Spans = _NONE,
+        pull_bytes: Sequence[int] = (),
+        pull_iterations: int = 1,
+        pushes: Spans = _NONE,
+        values: Sequence[Array] = (),
+        after: Sequence[Array] = (),
+    ) -> tuple[Array, list[Array]]:
+        """A call between the first and the last one, which may be in the body of a loop.
 
-    def wait_for(self, value: Any) -> Any:
-        """`value`, computed before the next call: XLA might otherwise keep its operands until the end."""
-        value = jax.lax.optimization_barrier(value)
-        self._after.append(value)
-        return value
+        Args:
+            ticket: of the call before.
+            takes: pieces that it returns, which an earlier call has begun to copy.
+            results: their shapes and dtypes.
+            pulls: pieces that it begins to copy to the device.
+            pull_bytes: their sizes.
+            pull_iterations: it does so in the first iterations alone.
+            pushes: pieces of which it begins to copy new values to the host.
+            values: the new values.
+            after: what it only waits for.
+        """
+        self._changed.update(i for i in pushes[0] if is_on_disk(self.arrays[i]))
+        attributes: dict[str, Any] = {"slot": np.int64(self._slots), "pull_iterations": np.int64(pull_iterations)}
+        self._slots += 1
+        for name, (numbers, offsets, strides) in (("take", takes), ("pull", pulls), ("push", pushes)):
+            attributes[f"{name}_array"] = np.array(numbers, np.int64)
+            attributes[f"{name}_offset"] = np.array(offsets, np.int64)
+            attributes[f"{name}_stride"] = np.array(strides, np.int64)
+        attributes["pull_bytes"] = np.array(pull_bytes, np.int64)
+        call = self._ffi(LOOP, [jax.typeof(ticket), *results], {0: 0}, (), attributes)
+        # XLA folds slices into calls that take or return them; it does not look through barriers.
+        ticket, *taken = call(*jax.lax.optimization_barrier([ticket, *values, *after]))
+        return ticket, list(jax.lax.optimization_barrier(taken))
 
-    def begin(self) -> None:
-        """Makes the host arrays the program's own."""
-        self._ticket = _compat.on_one_device(self._ticket, SEVERAL)
-        numbers = sorted(self.arrays)
-        mine = self._ffi(BEGIN, numbers, [jax.typeof(self.arrays[i]) for i in numbers])(
-            *kept_apart([self.arrays[i] for i in numbers])
-        )
-        self.arrays.update(zip(numbers, mine, strict=True))
+    def finish(self, ticket: Array, after: Sequence[Array] = ()) -> list[Any]:
+        """Waits for all copies; returns the arrays, in the memory that they came in."""
+        if self._changed:
+            ticket = self._commit(ticket)
+        near = [self.arrays[k] for k in self._near]
+        through = {k: k for k in range(len(near))}
+        waited = jax.lax.optimization_barrier([ticket, *after])
+        if not near:
+            self._finish_disk(self._ffi(FINISH, [jax.typeof(ticket)], {0: 0}, ())(*waited)[0])
+            return self.arrays
+        near = list(self._ffi(FINISH, list(map(jax.typeof, near)), through, self._near)(*near, *waited))
+        for k, array in zip(self._near, near, strict=True):
+            self.arrays[k] = array
+        self._finish_disk(ticket)
+        return self.arrays
 
-    def call(self, take: Piece | None = None) -> list[Any]:
-        """Makes the next call; returns the arrays of the piece to take, which was pulled `ahead` calls before."""
-        numbers = sorted({i for i, *_ in (*self._pulls, *self._pushes)})
-        results: list[Any] = [jax.typeof(self._ticket)]
-        if take is not None:
-            for i in take.group.state:
-                array = self.arrays[i]
-                shape = array.shape if take.whole else (take.end - take.begin, *take.group.shape[1:])
-                results.append(jax.ShapeDtypeStruct(shape, array.dtype))
-        ffi = self._ffi(BETWEEN, numbers, results)
-        self._ticket, *taken = ffi(self._ticket, *(self.arrays[i] for i in numbers), *self._operands())
-        self._given += len(taken)
-        return list(jax.lax.optimization_barrier(taken))  # as in _operands
+    def _commit(self, ticket: Array) -> Array:
+        committed: Array = self._ffi(COMMIT, [jax.typeof(ticket)], {0: 0}, sorted(self._changed))(ticket)[0]
+        return committed
 
-    def finish(self) -> None:
-        """Makes the last call, which waits for all copies."""
-        numbers = sorted(self.arrays)
-        ffi = self._ffi(FINISH, numbers, [jax.typeof(self.arrays[i]) for i in numbers])
-        done = ffi(*(self.arrays[i] for i in numbers), self._ticket, *self._operands())
-        self.arrays.update(zip(numbers, done, strict=True))
+    def _finish_disk(self, ticket: Array) -> None:
+        """The next tickets of changed arrays, after the chain's last call: a step that fails gives none."""
+        for k in self._changed:
+            # The chain's ticket holds zeros, which XLA does not know. A barrier with one used result would not wait.
+            self.arrays[k] = self.arrays[k].next_version(self.arrays[k].ticket + ticket[0])
 
-    def _operands(self) -> list[Any]:
-        values = [*(value for *_, value in self._pushes), *self._after]
-        self._pulls, self._pushes, self._after = [], [], []
-        # XLA folds slices into calls that take or return them, and jax 0.11 keeps the replaced call where it has side
-        # effects: it would run twice. XLA does not look through barriers.
-        return list(jax.lax.optimization_barrier(values))
+    def finish_reading(self, ticket: Array, after: Sequence[Array] = ()) -> None:
+        """Ends a program that only reads: the call has side effects, so it runs although nothing uses its result."""
+        self._ffi(FINISH, [jax.typeof(ticket)], {0: 0}, ())(ticket, *after)
 
-    def _ffi(self, mode: int, numbers: list[int], results: list[Any]) -> Any:
-        at = {number: position for position, number in enumerate(numbers)}
-        through = 1 if mode == BETWEEN else len(numbers)
+    def _ffi(
+        self,
+        mode: int,
+        results: Sequence[Any],
+        aliases: dict[int, int],
+        numbers: Sequence[int],
+        attributes: dict[str, Any] | None = None,
+    ) -> Any:
         ffi = jax.ffi.ffi_call(
-            "dejax_offload_pieces",
-            tuple(results),
-            has_side_effect=True,
-            input_output_aliases={k: k for k in range(through)},
+            "dejax_offload_pieces", tuple(results), has_side_effect=True, input_output_aliases=aliases
         )
-        attributes = {
+        names = [f"{name}_{what}" for name in ("take", "pull", "push") for what in ("array", "offset", "stride")]
+        given = {
             "site": np.int64(self._site),
             "mode": np.int64(mode),
-            "first_tag": np.int64(self._given),
+            "first_tag": np.int64(0),
             "staging_bytes": np.int64(self._staging_bytes),
-            "arrays": np.array(numbers, np.int64),
-            "pull_array": np.array([at[i] for i, *_ in self._pulls], np.int64),
-            "pull_offset": np.array([offset for _, offset, _ in self._pulls], np.int64),
-            "pull_bytes": np.array([nbytes for *_, nbytes in self._pulls], np.int64),
-            "push_array": np.array([at[i] for i, *_ in self._pushes], np.int64),
-            "push_offset": np.array([offset for _, offset, _ in self._pushes], np.int64),
-            **NO_LOOP,
+            "slot": np.int64(0),
+            "pull_iterations": np.int64(0),
+            "sharded": np.int64(0 if self._marks is None else self._use.sharded),
+            "marks": _EMPTY,
+            "arrays": np.array(list(numbers), np.int64),
+            "pull_bytes": _EMPTY,
+            **dict.fromkeys(names, _EMPTY),
+            **(attributes or {}),
         }
 
-        def call(*operands: Any) -> Any:
-            with jax.named_scope("offload_pieces"):
-                return ffi(*operands, **attributes)
+        def call(*operands: Array) -> Any:
+            with jax.named_scope(self._use.scope):
+                return ffi(*operands, **given)
 
         return call

@@ -1,7 +1,8 @@
 """Arrays in host memory or on disk whose rows travel through the device in a loop: the state of a stack of layers.
 
-`host_arrays.py` has the calls. A row is a layer's part of an array [layers, ...]. Row `t + ahead` is
-copied to the device while the program works on row `t`, and changed rows are copied back meanwhile.
+A row is a layer's part of an array [layers, ...]. Row `t + ahead` is copied to the device while the program works on
+row `t`, and changed rows are copied back meanwhile. Where a mesh divides the arrays, each device copies the rows of its
+own shards.
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
-from dejax.offload.state.stream.host_arrays import HostArrays
+from dejax.offload.state import disk_shards
+from dejax.offload.state.stream import devices
+from dejax.offload.state.stream.chain import ChainUse, staging_bytes
 
-_SEVERAL = (
-    "stack_step: `state` must come from this step's init if it lies on several devices, got one that the step has not "
-    "seen; place parameters and batches on one mesh, make the state by init, and call step.jit(state)"
+_USE = ChainUse(
+    feature="offload.stack_step",
+    scope="offload_rows",
+    several="stack_step: `state` must come from this step's init if it lies on several devices, got one that the step "
+    "has not seen; place parameters and batches on one mesh, make the state by init, and call step.jit(state)",
+    sharded=2,
 )
 
 
@@ -48,48 +55,135 @@ class Walk:
         return -row_bytes if self.reverse else row_bytes
 
 
-class HostRows(HostArrays):
+class HostRows(devices.Stream):
     """The calls of one step, in the order in which they are made.
 
     Args:
         arrays: in host memory or on disk, [rows, ...], all with as many rows.
-        staging_bytes: cap of staging memory on the device.
-        marks: of the calls of one device of several, whose arrays are its shards: how each array on disk is divided.
+        staging_bytes: cap of staging memory on each device.
+        shardings: how each is divided: on one mesh, and not along the first axis. None: all are on one device.
     """
 
-    FEATURE = "offload.stack_step"
-    SCOPE = "offload_rows"
-    SEVERAL = _SEVERAL
-    SHARDED = 2
-
-    def __init__(self, arrays: Sequence[Any], staging_bytes: int, marks: Sequence[int] | None = None) -> None:
-        super().__init__(arrays, staging_bytes, marks)
-        self._rows = [math.prod(x.shape[1:]) * np.dtype(x.dtype).itemsize for x in arrays]
+    def __init__(self, arrays: Sequence[Any], staging_bytes: int, shardings: Sequence[Any] | None = None) -> None:
+        super().__init__(_USE, arrays, [None] * len(arrays) if shardings is None else shardings, staging_bytes)
+        self._row_bytes = [math.prod(x.shape[1:]) * np.dtype(x.dtype).itemsize for x in self._chain.arrays]
 
     def first_rows(self, ticket: Array, walk: Walk) -> Array:
         """Begins to copy the rows of the first iterations to the device."""
-        for t in range(min(walk.ahead, walk.length)):
-            offsets = [walk.offset(t, self._rows[i]) for i in walk.arrays]
-            pulls = (walk.arrays, offsets, [0] * len(offsets))
-            ticket, _ = self.loop(ticket, pulls=pulls, pull_bytes=[self._rows[i] for i in walk.arrays])
-        return ticket
+
+        def calls(ticket: Array) -> tuple[Array, list[Array]]:
+            for t in range(min(walk.ahead, walk.length)):
+                offsets = [walk.offset(t, self._row_bytes[i]) for i in walk.arrays]
+                pulls = (walk.arrays, offsets, [0] * len(offsets))
+                ticket, _ = self._chain.loop(ticket, pulls=pulls, pull_bytes=[self._row_bytes[i] for i in walk.arrays])
+            return ticket, []
+
+        return self._run(calls, ticket)[0]
 
     def take(self, ticket: Array, walk: Walk) -> tuple[Array, list[Array]]:
         """In the body of a loop: the iteration's rows; begins to copy later ones."""
-        rows = [self._rows[i] for i in walk.arrays]
+        rows = [self._row_bytes[i] for i in walk.arrays]
         strides = [walk.stride(row) for row in rows]
         later = [walk.offset(walk.ahead, row) for row in rows]
-        return self.loop(
-            ticket,
-            takes=(walk.arrays, [walk.offset(0, row) for row in rows], strides),
-            results=[jax.ShapeDtypeStruct(self.arrays[i].shape[1:], self.arrays[i].dtype) for i in walk.arrays],
-            pulls=(walk.arrays, later, strides),
-            pull_bytes=rows,
-            pull_iterations=max(0, walk.length - walk.ahead),
-        )
+
+        def calls(ticket: Array) -> tuple[Array, list[Array]]:
+            arrays = [self._chain.arrays[i] for i in walk.arrays]
+            return self._chain.loop(
+                ticket,
+                takes=(walk.arrays, [walk.offset(0, row) for row in rows], strides),
+                results=[jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in arrays],
+                pulls=(walk.arrays, later, strides),
+                pull_bytes=rows,
+                pull_iterations=max(0, walk.length - walk.ahead),
+            )
+
+        return self._run(calls, ticket, results=self._row_specs(walk.arrays))
 
     def put(self, ticket: Array, walk: Walk, arrays: Sequence[int], values: Sequence[Array]) -> Array:
         """In the body of a loop: begins to copy new values of the iteration's rows of some arrays to the host."""
-        rows = [self._rows[i] for i in arrays]
+        rows = [self._row_bytes[i] for i in arrays]
         pushes = (arrays, [walk.offset(0, row) for row in rows], [walk.stride(row) for row in rows])
-        return self.loop(ticket, pushes=pushes, values=values)[0]
+
+        def calls(ticket: Array, *values: Array) -> tuple[Array, list[Array]]:
+            return self._chain.loop(ticket, pushes=pushes, values=values)
+
+        return self._run(calls, ticket, values, self._row_specs(arrays))[0]
+
+    def finish_step(self, ticket: Array, results: Sequence[tuple[Array, Any]]) -> list[Any]:
+        """Ends a step; returns the arrays, in the memory that they came in.
+
+        Args:
+            ticket: of the last call.
+            results: of the step, each with its sharding.
+        """
+        return self.finish(ticket, *self._waited(results))
+
+    def finish_reading(self, ticket: Array, results: Sequence[Array] = ()) -> None:
+        """Ends a program that only reads: the call has side effects, so it runs although nothing uses its result."""
+
+        def calls(ticket: Array, *values: Array) -> tuple[Array, list[Array]]:
+            self._chain.finish_reading(ticket, values)
+            return ticket, []
+
+        self._run(calls, ticket, *self._waited([(x, None) for x in results]))
+
+    def _waited(self, results: Sequence[tuple[Array, Any]]) -> tuple[list[Array], list[PartitionSpec]]:
+        """Values that the last call waits for, and how they are divided.
+
+        The CPU's devices run what does not depend on one another in orders of their own. If a call raised on one of
+        them too early, another one would wait for it in a collective operation. So on CPUs the last call raises what
+        any call refuses, and it waits for all of the step's results. A GPU's devices run programs in one order: there
+        a call raises at once.
+        """
+        if self.mesh is None or self.mesh.devices.flat[0].platform != "cpu":
+            return [], []
+        values = [
+            (x, at.spec if isinstance(at, NamedSharding) and at.mesh == self.mesh else PartitionSpec())
+            for x, at in results
+            if x.size and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+        ]
+        return [x for x, _ in values], [spec for _, spec in values]
+
+    def _row_specs(self, arrays: Sequence[int]) -> list[PartitionSpec]:
+        return [PartitionSpec(*self._specs[i][1:]) for i in arrays]
+
+
+def rows_of(arrays: Sequence[Any], shardings: Sequence[Any], ahead: int) -> HostRows:
+    """The calls that copy the rows of arrays, on one device or on those of a mesh.
+
+    Args:
+        arrays: in host memory or on disk, [rows, ...].
+        shardings: of each; what is no `NamedSharding` on several devices is on one device.
+        ahead: number of rows that are on their way to the device. Staging memory holds as many, and one more, each way.
+
+    Raises:
+        ValueError: not all arrays are on one mesh, or the mesh divides rows from one another.
+    """
+    if any(map(disk_shards.divided, shardings)) and (why := why_no_rows(arrays, shardings)):
+        raise ValueError(f"stack_step: {why}")
+    pairs = zip(arrays, shardings, strict=True)
+    row = [disk_shards.shard_bytes(at, x.shape, x.dtype) // x.shape[0] for x, at in pairs]
+    return HostRows(arrays, staging_bytes(row, ahead, arrays[0].shape[0]), shardings)
+
+
+def why_no_rows(arrays: Sequence[Any], shardings: Sequence[Any]) -> str | None:
+    """What keeps the devices of a mesh from copying the rows of arrays, and the remedy; None where nothing does."""
+    if why := devices.why_no_shards("the step", arrays, shardings):
+        return why
+    found = (_why_no_whole_rows(x, at) for x, at in zip(arrays, shardings, strict=True))
+    return next((why for why in found if why), None)
+
+
+def require_whole_rows(x: Any, sharding: NamedSharding) -> None:
+    """Raises ValueError where some devices hold other rows than others."""
+    if why := _why_no_whole_rows(x, sharding):
+        raise ValueError(f"stack_step: {why}")
+
+
+def _why_no_whole_rows(x: Any, sharding: NamedSharding) -> str | None:
+    if sharding.shard_shape(tuple(x.shape))[0] == x.shape[0]:
+        return None
+    return (
+        "`layers` must be divided along other axes than the first one, because layers travel one by one, got "
+        f"{sharding.spec} for an array of shape {tuple(x.shape)}; place it with PartitionSpec(None, ...)"
+    )
