@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.offload_measuring import GIB, QUICK, bandwidths, in_processes, run_case
-from benchmarks.offload_tiers import drive, optimizer_state, planned
+from benchmarks.offload_tiers import planned
 from benchmarks.offload_training import gpt, gpt_plan, largest_batch, layers
 from benchmarks.provenance import Save
 
@@ -58,7 +58,6 @@ def plan(case: str, others: str, args: Any, **how: Any) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[argparse.Namespace], Any]] = {
     "bandwidths": lambda args: bandwidths(),
-    "optimizer": lambda args: optimizer_state(8.0 if QUICK else 2.0),
     "layers24": lambda args: stack("layers24", "host: host:8 jax", args),
     "layers12": lambda args: stack("layers12", "host: host:2 host:1 jax", args),
     "shards": lambda args: stack("shards", "host:2 mesh:2 shard_map:2", args),
@@ -67,9 +66,8 @@ CASES: dict[str, Callable[[argparse.Namespace], Any]] = {
     "gpt_plan": lambda args: gpt_plan(*SIZES["gpt"], 0.6 if QUICK else 0.4),
     "batch": lambda args: largest_batch(*SIZES["batch"]),
     "nvme": lambda args: stack(
-        "nvme", "shm:3,4,direct shm:3,4,tensorstore shm:2,3,direct shm:2,3,tensorstore host:2", args
+        "nvme", "shm:3,4,direct shm:3,4,tensorstore disk:3,4,direct disk:3,4,tensorstore host:2", args
     ),
-    "drive": lambda args: drive(args.disk, 16 if QUICK else 4),
     "plan": lambda args: plan("plan", "oi", args, budget_gib=40.0 if QUICK else 2.5),
     # Layers that give a drive time (5.5 GB/s in forward), and host memory for four of their inputs: how many go depends
     # on the drive.

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,40 +116,6 @@ def bandwidths(nbytes: int = GIB, count: int = 4) -> dict[str, float]:
     for name, run in ways.items():
         found[name] = nbytes / min(rounds(run, fewest=5, warm_up=0)) / 1e9
     return found
-
-
-def overlap(run: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds of copies in, copies out and compute on the device during a run, and of two of them at once."""
-    from dejax.pallas.profile import record
-
-    spans: dict[str, list[tuple[float, float]]] = {"in": [], "out": [], "kernels": []}
-    for r in record(run):
-        kind = "in" if "H2D" in r.name else "out" if "D2H" in r.name else "kernels"
-        spans[kind].append((r.start_ns, r.start_ns + r.duration_ns))
-    if not any(spans.values()):
-        return {}
-    union = {kind: _union(some) for kind, some in spans.items()}
-    found = {f"{kind}_ms": _length(some) / 1e6 for kind, some in union.items()}
-    for a, b in (("in", "out"), ("in", "kernels"), ("out", "kernels")):
-        either = _length(_union([*union[a], *union[b]]))
-        found[f"{a}_and_{b}_ms"] = (_length(union[a]) + _length(union[b]) - either) / 1e6
-    everything = [span for some in union.values() for span in some]
-    found["span_ms"] = (max(end for _, end in everything) - min(begin for begin, _ in everything)) / 1e6
-    return found
-
-
-def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    found: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((begin, end))
-    return found
-
-
-def _length(spans: Iterable[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in spans)
 
 
 def measure(

@@ -5,67 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.offload_measuring import GIB, bandwidths, keep, overlap, same_bits, say
+from benchmarks.offload_measuring import GIB, keep, say
 
 CHOICES = ("offload", "offload inputs", "recompute", "keep")
-
-
-def drive(disk: str, gib: float = 4.0) -> dict[str, Any]:
-    """Writing rate of the store on a drive, and of O_DIRECT on the same drive in the same minute."""
-    import mmap
-    from concurrent.futures import ThreadPoolExecutor
-
-    import jax
-    import jax.numpy as jnp
-
-    from dejax.offload import ActivationStore
-    from dejax.offload.activations import calls
-
-    chunk, count = 8 << 20, int(gib * GIB) // (8 << 20)
-    memory = mmap.mmap(-1, chunk)
-    memory.write(os.urandom(chunk))
-    path = os.path.join(disk, "raw-write-test")
-    found: dict[str, Any] = {"gib": gib}
-
-    def raw() -> float:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-        try:
-            os.posix_fallocate(descriptor, 0, chunk * count)
-            begin = time.perf_counter()
-            with ThreadPoolExecutor(8) as pool:
-                list(pool.map(lambda i: os.pwrite(descriptor, memory, i * chunk), range(count)))
-            return chunk * count / (time.perf_counter() - begin) / 1e9
-        finally:
-            os.close(descriptor)
-            os.unlink(path)
-
-    tensor = GIB >> 3
-    x = jax.random.bits(jax.random.key(0), (tensor // 4,), jnp.uint32)
-    put = jax.jit(lambda x: calls.store(x, binding=0, site=10**6, ring_bytes=2 * tensor))
-
-    def through_store(engine: Any) -> float:
-        with ActivationStore(disk, host_bytes=4 * tensor, engine=engine, io_threads=8) as store:
-            begin = time.perf_counter()
-            for _ in range(int(gib * GIB) // tensor):
-                handle = put(x)
-            jax.block_until_ready(handle)
-            store.drain()
-            stats = store.stats()
-            found[f"{engine}_drive_gib"] = stats.drive_written_bytes / GIB
-            return stats.written_bytes / (time.perf_counter() - begin) / 1e9
-
-    found["o_direct_gb_s"] = raw()
-    keep(found)
-    for engine in ("direct", "tensorstore"):
-        found[f"{engine}_gb_s"] = through_store(engine)
-    found["o_direct_again_gb_s"] = raw()
-    say(json.dumps(found))
-    return found
 
 
 def planned(
@@ -137,73 +83,4 @@ def planned(
             keep(found)
             if way is chosen:
                 plan.plot(plot)
-    return found
-
-
-def optimizer_state(gib: float, pieces: Sequence[tuple[int, int]] = ((32, 2), (64, 3))) -> dict[str, Any]:
-    """AdamW on parameters of so many GiB in float32, with its moments on the device and on the host."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    from dejax.offload import optimizer
-
-    count = 16
-    rows = int(gib * GIB / count / 4 / 4096)
-    keys = jax.random.split(jax.random.key(0), count)
-    make = jax.jit(lambda: {f"w{i}": jax.random.normal(keys[i], (rows, 4096)) for i in range(count)})
-    grads = jax.jit(lambda p: jax.tree.map(jnp.cos, p))(make())
-    found: dict[str, Any] = {"parameters_gib": gib, "bus_gb_s": bandwidths()}
-    found["floor_ms"] = (
-        1e-6 * 2 * gib * GIB / min(found["bus_gb_s"].values())
-    )  # the moments, in both directions at once
-    say(json.dumps(found))
-    want: Any = None
-    mib = GIB >> 10
-    ways = {"device": optax.adamw(1e-3), "xla": optimizer(optax.adamw(1e-3), streams=False)}
-    for size, ahead in pieces:
-        ways[f"pieces of {size}, {ahead} ahead"] = optimizer(
-            optax.adamw(1e-3), streams=True, piece_bytes=size * mib, ahead=ahead
-        )
-    for name, tx in ways.items():
-        params = make()
-        state = tx.init(params)
-
-        def step(params: Any, state: Any, grads: Any, tx: Any = tx) -> Any:
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        where = jax.tree.map(lambda leaf: leaf.sharding, (params, state, grads))
-        jitted = jax.jit(step, donate_argnums=(0, 1), in_shardings=where, out_shardings=where[:2])
-        begin = time.perf_counter()
-        compiled = jitted.lower(params, state, grads).compile()
-        memory = compiled.memory_analysis()
-        row = found[name] = {
-            "compile_s": time.perf_counter() - begin,
-            "temp_gib": memory.temp_size_in_bytes / GIB,
-            "argument_gib": memory.argument_size_in_bytes / GIB,
-            "host_argument_gib": getattr(memory, "host_argument_size_in_bytes", 0) / GIB,
-        }
-        times = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            params, state = jax.block_until_ready(compiled(params, state, grads))
-            times.append(time.perf_counter() - begin)
-        row["ms"] = 1e3 * min(times)
-        keep(found)
-        last = {}
-
-        def one(compiled: Any = compiled, now: Any = (params, state), last: Any = last) -> None:
-            last["out"] = jax.block_until_ready(compiled(*now, grads))
-
-        del params, state
-        row["overlap"] = overlap(one)
-        out = last.pop("out")
-        if name == "device":
-            want = out
-        else:
-            row["same_bits"] = same_bits(jax.device_put(out, jax.memory.Space.Device), want)
-        say(name, json.dumps(row))
-        keep(found)
-        del out, one
     return found

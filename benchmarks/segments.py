@@ -2,7 +2,6 @@
 
     python -m benchmarks segments --out benchmarks/results     # on a GPU, some minutes
     python -m benchmarks segments --quick                      # small shapes, for a test
-    python -m benchmarks segments --sweep                      # tile sizes of the kernel
 
 A row is one reduction: its time by `jax.ops`, by `dejax.segment` without a plan and with one, what
 `dejax.segment._cost` predicts, and the time of reading the entries at the bandwidth of a copy. Shapes whose arrays
@@ -27,8 +26,6 @@ import numpy as np
 
 from benchmarks.provenance import Save
 from dejax import segment
-from dejax.pallas.segments.reduce import segment_reduce
-from dejax.pallas.segments.schedule import SegmentSchedule, segment_schedule, width_block
 from dejax.segment import _cost
 
 BYTES_PER_SECOND = 4.3e12
@@ -205,50 +202,6 @@ def measure(case: Case, peers: bool = True) -> dict[str, Any]:
     return row
 
 
-def sweep(quick: bool) -> list[dict[str, Any]]:
-    """The kernel alone with other tiles, on sorted and on shuffled entries."""
-    found = []
-    shapes = [(2000, 8)] if quick else [(20_000_000, w) for w in (1, 8, 16, 64)] + [(4_000_000, w) for w in (128, 512)]
-    for entries, width in shapes:
-        for dtype in ("float32",) if quick else ("float32", "float16"):
-            case = Case(entries, entries // 10, width, dtype)
-            data, ids, _ = arrays(case)
-            data = data.reshape(entries, width)
-            for ordered in (True, False):
-                plan = segment.plan(jnp.sort(ids) if ordered else ids, case.segments)
-                times = {}
-                for schedule in tiles(width, entries / case.segments, data.dtype.itemsize):
-                    run = jax.jit(functools.partial(_reduced, schedule=schedule))
-                    call = functools.partial(run, data, plan)
-                    times[str(astuple(schedule))] = milliseconds(call)
-                best = min(times, key=times.__getitem__)
-                mine = str(astuple(tiles(width, entries / case.segments, data.dtype.itemsize)[0]))
-                row = {"entries": entries, "width": width, "dtype": dtype, "sorted": ordered, "best": best}
-                row |= {"best_ms": times[best], "heuristic": mine, "heuristic_ms": times[mine], "times": times}
-                print({k: v for k, v in row.items() if k != "times"}, flush=True)
-                found.append(row)
-    return found
-
-
-def _reduced(data: Any, plan: segment.Plan, schedule: SegmentSchedule) -> Any:
-    return segment_reduce("sum", data, plan.grouping.segments, rows=plan.order, schedule=schedule)
-
-
-def astuple(s: SegmentSchedule) -> tuple[int, int, int, int]:
-    return s.rows, s.entries, s.width, s.num_warps
-
-
-def tiles(width: int, degree: float, itemsize: int = 4) -> list[SegmentSchedule]:
-    block = width_block(width)
-    found = [segment_schedule(width, degree, itemsize)]
-    for entries in (1, 2, 4, 8):
-        for elements, warps in ((256, 1), (512, 1), (1024, 2), (1024, 4), (2048, 4)):
-            rows = elements // (entries * block)
-            if 1 <= rows <= 256:
-                found.append(SegmentSchedule(rows, entries, block, warps))
-    return list(dict.fromkeys(found))
-
-
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
     names = ("jax_ms", "ours_ms", "plan_ms", "predicted_ms", "bound_ms", "ratio", "plan_ratio")
@@ -296,24 +249,18 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="small shapes")
-    parser.add_argument("--sweep", action="store_true", help="time tile sizes instead")
     parser.add_argument("--only", default="", help="cases whose label contains this")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after so many seconds")
 
 
 def run(args: argparse.Namespace, save: Save) -> None:
-    start = time.perf_counter()
-    if args.sweep:
-        rows = sweep(args.quick)
-    else:
-        rows = []
-        for case in [*issues(args.quick), *grid(args.quick)]:
-            if args.only in case.label and case.nbytes <= LARGEST and time.perf_counter() - start < args.seconds:
-                rows.append(measure(case))
-                print(table(rows[-1:]).splitlines()[-1], f"{time.perf_counter() - start:.0f} s", flush=True)
-        print(table(rows))
-        for name, value in summary(rows).items():
-            print(f"{name}: {value:.2f}")
+    start, rows = time.perf_counter(), []
+    for case in [*issues(args.quick), *grid(args.quick)]:
+        if args.only in case.label and case.nbytes <= LARGEST and time.perf_counter() - start < args.seconds:
+            rows.append(measure(case))
+            print(table(rows[-1:]).splitlines()[-1], f"{time.perf_counter() - start:.0f} s", flush=True)
+    print(table(rows))
+    for name, value in summary(rows).items():
+        print(f"{name}: {value:.2f}")
     save({"rows": rows})
-    if not args.sweep:
-        plot(rows, args.out.with_suffix(".svg"))
+    plot(rows, args.out.with_suffix(".svg"))

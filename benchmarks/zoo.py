@@ -1,6 +1,5 @@
 """Training times of published layers: dejax, PyTorch Geometric, and JAX as people write it.
 
-    python -m benchmarks zoo --agree                       # results of PyTorch Geometric on the same weights
     python -m benchmarks zoo --graphs am,mag --out benchmarks/results
     python -m benchmarks zoo --graphs am --models gat,gatv2 --peers jax
 
@@ -189,7 +188,7 @@ def run_torch(senders: Any, receivers: Any, nodes: int, models: list[str], args:
     with tempfile.TemporaryDirectory() as folder:
         graph, out = Path(folder, "graph.npz"), Path(folder, "times.json")
         np.savez(graph, senders=senders, receivers=receivers, num_nodes=nodes)
-        command = [sys.executable, str(TORCH), "time", str(graph), str(out)]
+        command = [sys.executable, str(TORCH), str(graph), str(out)]
         ran = subprocess.run([*command, ",".join(models), str(args.width), str(args.heads)], check=False)
         return json.loads(out.read_text(encoding="utf-8")) if ran.returncode == 0 else {}
 
@@ -239,70 +238,6 @@ def plot(rows: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
-def check_agreement(save: Save) -> bool:
-    """Results and gradients of every layer against PyTorch Geometric's, in float64 and with kernels in float32."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "agree.npz")
-        subprocess.run([sys.executable, str(TORCH), "agree", str(file)], check=True)
-        with np.load(file) as loaded:
-            arrays = dict(loaded)
-    graph = {key.removeprefix("graph/"): value for key, value in arrays.items() if key.startswith("graph/")}
-    names = dict.fromkeys(key.partition("/")[0] for key in arrays if not key.startswith("graph/"))
-    found = {}
-    for name in names:
-        case = {key.partition("/")[2]: value for key, value in arrays.items() if key.startswith(f"{name}/")}
-        for kind in ("float64", "float32"):
-            try:
-                errors = agreement(name, case, graph, kind)
-            except Exception as error:
-                errors = [math.inf, math.inf]
-                print(f"{name} {kind}: {type(error).__name__}: {str(error)[:300]}")
-            found[f"{name} {kind}"] = errors
-            print(f"{name:20s} {kind}  result {errors[0]:.1e}  gradient {errors[1]:.1e}", flush=True)
-    save(found)
-    wrong = [key for key, errors in found.items() if not max(errors) < (1e-10 if "float64" in key else 1e-4)]
-    print(f"{len(found) - len(wrong)} of {len(found)} agree" + (f"; not: {', '.join(wrong)}" if wrong else ""))
-    return not wrong
-
-
-def _program(name: str, case: dict[str, np.ndarray], graph: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any], bool]:
-    """Our function for a case, its keywords, and whether it takes edge features."""
-    degrees = np.bincount(graph["receivers"], minlength=len(graph["node_type"]))
-    keywords: dict[str, dict[str, Any]] = {
-        "sage_max": {"aggregation": "max"},
-        "pna": {"mean_log_degree": float(np.log(degrees + 1.0).mean())},
-        "rgat_within": {"softmax": "relation"},
-        "rgat_multiplicative": {"mode": "multiplicative"},
-    }
-    short = {"sage": "graphsage", "transformer": "graph_transformer", "gine": "gin", "rgat": "rgat_shared"}
-    base = name if hasattr(zoo, name) else short[name.partition("_")[0]]
-    has_edges = any(key in case for key in ("param_weight_edge", "param_edge", "param_attention_edge"))
-    return getattr(zoo, base), keywords.get(name, {}), has_edges
-
-
-def agreement(name: str, case: dict[str, np.ndarray], graph: dict[str, np.ndarray], kind: str) -> list[float]:
-    """The largest differences of result and gradient of x, over the largest element."""
-    function, keywords, has_edges = _program(name, case, graph)
-    with jax.enable_x64(kind == "float64"):
-        options = Options(precision="f32", backend="xla" if kind == "float64" else "auto")
-        made = RelGraph.from_edges(
-            graph["senders"],
-            graph["receivers"],
-            graph["edge_type"],
-            num_nodes=len(graph["node_type"]),
-            num_edge_types=int(graph["edge_type"].max()) + 1,
-            node_type=graph["node_type"],
-            num_node_types=int(graph["node_type"].max()) + 1,
-        )
-        params = {k.removeprefix("param_"): jnp.asarray(v, kind) for k, v in case.items() if k.startswith("param_")}
-        more = (jnp.asarray(graph["features"], kind),) if has_edges else ()
-        run = lambda x: function(made, x, params, *more, **keywords, options=options)  # noqa: E731
-        y, pull = jax.vjp(run, jnp.asarray(case["x"], kind))
-        (gradient,) = pull(jnp.asarray(case["cotangent"], kind))
-        pairs = ((y, case["y"]), (gradient, case["gradient"]))
-        return [float(np.abs(np.asarray(a) - b).max() / np.abs(b).max()) for a, b in pairs]
-
-
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graphs", default="am,mag", help="graphs whose counts to use, with commas")
     parser.add_argument("--models", default=",".join(MAIN), help=f"of {', '.join(FUNCTIONS)}")
@@ -311,15 +246,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=4, help="heads of attention")
     parser.add_argument("--compile-threads", type=int, default=1, help="with more, compile times are longer")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further layer is begun")
-    parser.add_argument(
-        "--agree", action="store_true", help="compare with PyTorch Geometric on the same weights instead"
-    )
 
 
 def run(args: argparse.Namespace, save: Save) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory, too
-    if args.agree:
-        raise SystemExit(0 if check_agreement(save) else 1)
     ends = time.perf_counter() + args.limit
     rows: list[dict] = []
     for name in args.graphs.split(","):

@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks import segments
 from benchmarks.__main__ import main
-from dejax.pallas.segments.schedule import segment_schedule
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -27,8 +26,3 @@ def test_the_command_writes_a_table_and_a_plot(tmp_path, capsys):
     (row,) = json.loads((tmp_path / "segments.json").read_text())["rows"]
     assert row["ours_ms"] > 0 and "geometric mean" in capsys.readouterr().out
     assert (tmp_path / "segments.svg").exists()
-
-
-def test_tiles_of_the_sweep_include_the_heuristic():
-    for width in (1, 8, 64, 300, 512):
-        assert segment_schedule(width, 10) in segments.tiles(width, 10)
