@@ -123,11 +123,11 @@ def predict(
     phases = (forward, backward, update)
     stall = where.stall_seconds + update.stall_seconds(facts.tiers)
     stall += sum(_ends(each, facts.tiers) for each in phases) / layers
-    near = 0 if inputs == "host" else layers * cost.stored_bytes
+    kept_inputs = 0 if inputs == "host" else layers * cost.stored_bytes
     staging = ring + _STAGED_LAYERS * (moved + kept) / layers
     return Way(
         choices,
-        facts.state_bytes - moved - kept + cost.base_bytes + layers * cost.layer_bytes + near + staging,
+        facts.state_bytes - moved - kept + cost.base_bytes + layers * cost.layer_bytes + kept_inputs + staging,
         cost.base_seconds + sum(each.seconds for each in phases) + stall,
         stall,
         staging,
@@ -324,8 +324,8 @@ def _running(compiled: Any, state: Any, batch: Any) -> Callable[[], Any]:
 
 def _measure(step: StackStep, state: Any, batch: Any) -> tuple[float, Callable[[], Any]]:
     compiled = step.jit(state).lower(state, batch).compile()
-    near = sum(x.nbytes for x in jax.tree.leaves(state) if _is_near(x))
-    return near + float(compiled.memory_analysis().temp_size_in_bytes), _running(compiled, state, batch)
+    held = sum(x.nbytes for x in jax.tree.leaves(state) if _is_on_device(x))
+    return held + float(compiled.memory_analysis().temp_size_in_bytes), _running(compiled, state, batch)
 
 
 def _arrays(step: StackStep, outer: Any, layers: Any) -> list[StateArray]:
@@ -372,7 +372,7 @@ def _device_budget() -> float:
     return 0.9 * float(stats.get("bytes_limit", memory.available_memory()))
 
 
-def _is_near(x: Any) -> bool:
+def _is_on_device(x: Any) -> bool:
     return getattr(jax.typeof(x), "memory_space", None) != jax.memory.Space.Host
 
 
