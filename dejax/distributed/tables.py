@@ -146,6 +146,11 @@ class ShardedTable:
         """Bytes of all rows, without padding and scales."""
         return self.spec.rows * self.spec.row_bytes
 
+    @property
+    def placement(self) -> str:
+        """Where the rows lie, in words."""
+        return "divided over devices"
+
     def __len__(self) -> int:
         return self.spec.rows
 
@@ -277,16 +282,16 @@ class ShardedTable:
         table, after = optimizer.update(RowGradient(ids, values), local, self._block(self.words))
         made: tuple[Any, Any] = (after.first, after.second)
         parts: list[Any] = [
-            None if old is None else dataclasses.replace(old, words=_words_of(new))
+            None if old is None else dataclasses.replace(old, words=new._leaf)
             for old, new in zip(given, made, strict=True)
         ]
-        return self._written(_words_of(table)), OptimizerState(after.step, *parts), lost
+        return self._written(table._leaf), OptimizerState(after.step, *parts), lost
 
     def scatter_add(self, ids: ArrayLike, rows: Array, *, capacity: int | None = None) -> tuple[ShardedTable, Array]:
         """The table with rows of all devices added in the order of the mesh; how many of this one did not fit."""
         to, values, lost = self._to_owners("ShardedTable.scatter_add", ids, rows, capacity)
         table: Any = scatter_add(self._block(self.words), to, values)
-        return self._written(_words_of(table)), lost
+        return self._written(table._leaf), lost
 
     def _written(self, words: Array) -> ShardedTable:
         """The table with these words in its blocks, and with the copies of hot rows that follow from them."""
@@ -354,7 +359,7 @@ class ShardedTable:
             return None
         spec = dataclasses.replace(self.spec, dtype=found[0].dtype)
         sharding = self.words.sharding
-        blocks = [_words_of(table) for table in found]
+        blocks = [table._leaf for table in found]
         shape = (spec.devices * spec.block, blocks[0].shape[1])
         words = jax.make_array_from_single_device_arrays(shape, sharding, blocks)
         return ShardedTable(words, None, None, None, None, None, spec)
@@ -365,10 +370,6 @@ class ShardedTable:
                 f"{what}: the table must be one to write, got one that has scales; make it with float32, bfloat16 or "
                 "float16 rows"
             )
-
-
-def _words_of(table: HostTable | DeviceTable) -> Array:
-    return table.words if isinstance(table, DeviceTable) else table._leaf
 
 
 def _exchanged(read: Callable[[Array], Array], path: Route | None, asked: Array | None, own_ids: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What `HostTable` and `CachedTable` share: the interface between tables and the functions that read them.
+"""What the tables of all placements share: the interface between tables and the functions that read and write them.
 
 `gather` accepts any `ReadableTable`. The tables are above `gather`, and call it for `table[ids]`.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, ClassVar, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,9 +41,10 @@ class TableOperands:
 
 
 class ReadableTable(abc.ABC):
-    """A table [rows, *row] that `gather` and the functions above it can read."""
+    """A table [rows, *row] that `gather` and the functions above it can read, wherever its rows lie."""
 
     __slots__ = ()
+    _differentiable: ClassVar[bool] = False  # whether `value_and_grad` gives its gradient
 
     @property
     @abc.abstractmethod
@@ -60,6 +62,15 @@ class ReadableTable(abc.ABC):
             ValueError: the table was sliced or reshaped.
             TypeError: a function that jax compiles closes over the table.
         """
+
+    @property
+    @abc.abstractmethod
+    def placement(self) -> str:
+        """Where the rows lie, in words."""
+
+    @abc.abstractmethod
+    def numpy(self) -> np.ndarray:
+        """The rows in host memory, outside of jitted functions."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -89,6 +100,26 @@ class ReadableTable(abc.ABC):
     def __len__(self) -> int:
         return self._spec.rows
 
+    # -------------------------------------------------------------------------------------------- writing
+
+    def _parts(self) -> tuple[Any, ...]:
+        """The rows as tables of one array each, for writes: `HostTable`s and `DeviceTable`s."""
+        return (self,)
+
+    def _ids_in_parts(self, ids: Array) -> tuple[Array, ...]:
+        """For each part the row there of each id; -1 where another part has the row."""
+        return (ids,)
+
+    def _of_parts(self, parts: Sequence[Any], ids: Array) -> Any:
+        """The table after its parts were written at `ids`."""
+        del ids
+        (part,) = parts
+        return part
+
+    @abc.abstractmethod
+    def _moment(self, what: str, value: float) -> Any:
+        """A float32 table of the same shape, which lies where the rows lie, with one value in all elements."""
+
     def __iter__(self) -> NoReturn:
         # Without it Python would ask for rows 0, 1, ... for ever: ids out of range give rows of zeros, no IndexError.
         raise TypeError(
@@ -101,7 +132,7 @@ class ReadableTable(abc.ABC):
 
 
 def operands_of(what: str, table: Any) -> TableOperands:
-    """The operands of `table`, which must be a HostTable or a CachedTable."""
+    """The operands of `table`, which must be a table of this package."""
     if not isinstance(table, ReadableTable):
         raise TypeError(f"{what}: `table` must be a HostTable, got {type(table).__name__}; see HostTable.from_numpy")
     return table._operands(what)

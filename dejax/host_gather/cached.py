@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +14,15 @@ from jax.typing import ArrayLike
 
 from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids, distinct_ids, in_range
-from dejax.host_gather._operands import ReadableTable, TableOperands
+from dejax.host_gather._operands import TableOperands
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.gather import gather
-from dejax.host_gather.table import HostTable, check_index
+from dejax.host_gather.table import HostTable, IndexedTable
 
 
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class CachedTable(ReadableTable):
+class CachedTable(IndexedTable):
     """A `HostTable` and a copy of some of its rows in device memory. All functions that take tables take both.
 
     The set of cached rows is fixed when the table is made. The kernel decides row by row whether a row is cached, so
@@ -35,6 +36,8 @@ class CachedTable(ReadableTable):
         cache: uint[cached, words], the cached rows as unsigned integers, on the device.
         slots: int32[rows], the row of `cache` that holds each row of the table, -1 for none. It takes 4 bytes a row.
     """
+
+    _differentiable: ClassVar[bool] = True
 
     table: HostTable
     cache: Array
@@ -82,28 +85,9 @@ class CachedTable(ReadableTable):
         cold = len(weights) - cached_rows
         return cls.from_ids(table, np.argpartition(weights, cold)[cold:] if cold else np.arange(len(weights)))
 
-    def __getitem__(self, ids: Any) -> Array:
-        """Rows by integer ids of any shape: `gather(table, ids)`."""
-        check_index(ids)
-        return gather(self, ids)
-
     def numpy(self) -> np.ndarray:
         """As `HostTable.numpy`."""
         return self.table.numpy()
-
-    def close(self) -> None:
-        """As `HostTable.close`. The cached copies stay until nothing refers to them."""
-        self.table.close()
-
-    def is_closed(self) -> bool:
-        """As `HostTable.is_closed`."""
-        return self.table.is_closed()
-
-    def __enter__(self) -> CachedTable:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def hit_rate(self, ids: ArrayLike) -> Array:
         """The fraction of `ids` in range whose rows are cached: a float32 scalar on the device. It may be jitted.
@@ -116,8 +100,16 @@ class CachedTable(ReadableTable):
         return hits.sum() / jnp.maximum(in_range(ids, len(self)).sum(), 1).astype(jnp.float32)
 
     @property
+    def placement(self) -> str:
+        return f"host, cached on the device ({self.cache.shape[0]:,} rows)"
+
+    @property
     def _spec(self) -> TableSpec:
         return self.table._spec
+
+    @property
+    def _in_host(self) -> HostTable:
+        return self.table
 
     def _operands(self, what: str) -> TableOperands:
         return TableOperands(self._spec, self.table._checked_leaf(what), self.cache, self.slots)
@@ -129,8 +121,18 @@ class CachedTable(ReadableTable):
         there = in_range(ids, len(self))
         return jnp.where(there, self.slots[jnp.where(there, ids, 0)], -1)
 
-    def _written(self, table: HostTable, ids: Array) -> CachedTable:
-        """The cached table after rows `ids` of `table` were written: reads their copies again."""
+    def _parts(self) -> tuple[HostTable]:
+        return (self.table,)
+
+    def _moment(self, what: str, value: float) -> HostTable:
+        return self.table._moment(what, value)
+
+    def _with_marks(self, marks: tuple[tuple[int, int], ...]) -> CachedTable:
+        return dataclasses.replace(self, table=self.table._with_marks(marks))
+
+    def _of_parts(self, parts: Sequence[HostTable], ids: Array) -> CachedTable:
+        """The cached table after rows `ids` of its table were written: reads their copies again."""
+        (table,) = parts
         if not self.cache.shape[0]:
             return CachedTable(table, self.cache, self.slots)
         ids = ids.reshape(-1)

@@ -168,7 +168,7 @@ class _Recorder:
 
     def __call__(self, number: int, leaf: Array, ids: Array, rows: Array) -> Array:
         known = self.tables.get(number)
-        if known is None or leaf is not _host(known)._leaf or not inside(self._trace):
+        if known is None or leaf is not known._in_host._leaf or not inside(self._trace):
             raise ValueError(
                 "value_and_grad: the loss gathers a differentiated table inside a function that it compiles, maps or "
                 "scans (jit, vmap, scan, cond, checkpoint), or after writing it; gather outside of that and pass the "
@@ -236,21 +236,11 @@ def _is_any_table(value: Any) -> bool:
 
 
 def _is_table(value: Any) -> bool:
-    return isinstance(value, HostTable | CachedTable)
-
-
-def _host(table: HostTable | CachedTable) -> HostTable:
-    return table.table if isinstance(table, CachedTable) else table
-
-
-def _with_marks(table: Any, marks: tuple[tuple[int, int], ...]) -> Any:
-    host = _host(table)
-    host = HostTable(host._leaf, dataclasses.replace(host._spec, marks=marks))
-    return dataclasses.replace(table, table=host) if isinstance(table, CachedTable) else host
+    return isinstance(value, ReadableTable) and value._differentiable
 
 
 def _marked(table: Any, level: int, number: int) -> Any:
-    return _with_marks(table, (*_host(table)._spec.marks, (level, number)))
+    return table._with_marks((*table._spec.marks, (level, number)))
 
 
 def _unmarked(tree: Any, level: int) -> Any:
@@ -259,6 +249,6 @@ def _unmarked(tree: Any, level: int) -> Any:
     def without(value: Any) -> Any:
         if not _is_table(value):
             return value
-        return _with_marks(value, tuple(mark for mark in _host(value)._spec.marks if mark[0] != level))
+        return value._with_marks(tuple(mark for mark in value._spec.marks if mark[0] != level))
 
     return jax.tree.map(without, tree, is_leaf=_is_table)

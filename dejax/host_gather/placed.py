@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,29 +17,17 @@ from jax.typing import ArrayLike
 from dejax._pytrees import of_this_process, pytree
 from dejax.host_gather._ids import distinct_ids, in_range
 from dejax.host_gather._leaf import TableLeaf, flattened_by_user
-from dejax.host_gather._operands import ReadableTable, TableOperands
+from dejax.host_gather._operands import TableOperands
 from dejax.host_gather._spec import TableSpec, device_or_default, table_spec
-from dejax.host_gather.gather import gather
-from dejax.host_gather.table import NATIVE_CALLS, HostTable, check_index
+from dejax.host_gather.table import NATIVE_CALLS, HostTable, IndexedTable
 
 _BLOCK_BYTES = 64 << 20  # of rows that are converted at once
-
-
-class _DeviceRows(ReadableTable):
-    """What `DeviceTable` and `SplitTable` share."""
-
-    __slots__ = ()
-
-    def __getitem__(self, ids: Any) -> Array:
-        """Rows by integer ids of any shape: `gather(table, ids)`."""
-        check_index(ids)
-        return gather(self, ids)
 
 
 @of_this_process(NATIVE_CALLS)
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class DeviceTable(_DeviceRows):
+class DeviceTable(IndexedTable):
     """A table whose rows all lie in device memory. Functions that read a `HostTable` read it, by the same kernels.
 
     A pytree. Read-only unless it is made with `writable=True`: then `scatter`, `scatter_add` and the optimizers write
@@ -118,8 +107,23 @@ class DeviceTable(_DeviceRows):
         return TableLeaf(self.words, self.spec) if is_array and flattened_by_user(caller) else self.words
 
     @property
+    def placement(self) -> str:
+        return "device"
+
+    @property
     def _spec(self) -> TableSpec:
         return self.spec
+
+    @property
+    def _leaf(self) -> Array:
+        return self.words
+
+    def _moment(self, what: str, value: float) -> DeviceTable:
+        del what
+        spec = dataclasses.replace(self.spec, dtype=np.dtype(np.float32))
+        word = np.float32(value).view(np.uint32)
+        fill = jax.jit(lambda: jnp.full(spec.leaf.shape, word, spec.leaf.dtype), out_shardings=self.words.sharding)
+        return DeviceTable(fill(), spec)
 
     def _operands(self, what: str) -> TableOperands:
         _check_shape(what, "DeviceTable", self.words, self.spec.leaf)
@@ -128,7 +132,7 @@ class DeviceTable(_DeviceRows):
 
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class SplitTable(_DeviceRows):
+class SplitTable(IndexedTable):
     """A table of which each row lies either in device memory or in host memory: together they hold more than either.
 
     Functions that read a `HostTable` read it; the kernel decides row by row. A `CachedTable` instead keeps all rows in
@@ -220,13 +224,13 @@ class SplitTable(_DeviceRows):
         out[slots >= 0] = _from_words(np.asarray(self.hot), hot_spec)[slots[slots >= 0]]
         return out
 
-    def close(self) -> None:
-        """As `HostTable.close`. The rows on the device stay until nothing refers to them."""
-        self.table.close()
+    @property
+    def placement(self) -> str:
+        return f"host and device ({self.hot.shape[0]:,} rows)"
 
-    def is_closed(self) -> bool:
-        """As `HostTable.is_closed`."""
-        return self.table.is_closed()
+    @property
+    def _in_host(self) -> HostTable:
+        return self.table
 
     @property
     def _spec(self) -> TableSpec:
@@ -245,8 +249,20 @@ class SplitTable(_DeviceRows):
         spec = dataclasses.replace(self.table._spec, rows=self.hot.shape[0], on_device=True, sharers=1)
         return DeviceTable(self.hot, spec)
 
-    def _places(self, ids: Array) -> tuple[Array, Array]:
-        """For each id the row of the part in host memory, and that of the part on the device; -1 in the other one."""
+    def _parts(self) -> tuple[HostTable, DeviceTable]:
+        return self.table, self._device_part()
+
+    def _of_parts(self, parts: Sequence[Any], ids: Array) -> SplitTable:
+        del ids
+        table, device = parts
+        return dataclasses.replace(self, table=table, hot=device.words)
+
+    def _moment(self, what: str, value: float) -> SplitTable:
+        host, hot = self.table._moment(what, value), self._device_part()._moment(what, value)
+        # Slots of its own: a step cannot donate one array twice.
+        return SplitTable(host, hot.words, jnp.copy(self.slots), writable=True)
+
+    def _ids_in_parts(self, ids: Array) -> tuple[Array, Array]:
         if not len(self):
             return jnp.full(ids.shape, -1, jnp.int32), jnp.full(ids.shape, -1, jnp.int32)
         there = in_range(ids, len(self))

@@ -7,8 +7,8 @@ import operator
 import os
 import sys
 from collections.abc import Sequence
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import jax
 import numpy as np
@@ -42,9 +42,40 @@ NATIVE_CALLS = "the calls that read it hold addresses of this process. Export a 
 """Why tables are not serialized."""
 
 
+class IndexedTable(ReadableTable):
+    """A table whose rows `table[ids]` gives, and which may have rows in a `HostTable`."""
+
+    __slots__ = ()
+
+    @property
+    def _in_host(self) -> HostTable | None:
+        """The table in host memory inside, or None."""
+        return None
+
+    def __getitem__(self, ids: Any) -> Array:
+        """Rows by integer ids of any shape: `gather(table, ids)`."""
+        check_index(ids)
+        return gather(self, ids)
+
+    def close(self) -> None:
+        """As `HostTable.close`. Rows on the device stay until nothing refers to them."""
+        if self._in_host is not None:
+            self._in_host.close()
+
+    def is_closed(self) -> bool:
+        """As `HostTable.is_closed`."""
+        return self._in_host is not None and self._in_host.is_closed()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 @of_this_process(NATIVE_CALLS)
 @jax.tree_util.register_pytree_with_keys_class
-class HostTable(ReadableTable):
+class HostTable(IndexedTable):
     """A table [rows, *row] in host memory, of which jitted functions read single rows without copying the table.
 
     On an NVIDIA GPU the memory is pinned and mapped, and kernels read it over the bus. Elsewhere it is ordinary memory,
@@ -75,6 +106,7 @@ class HostTable(ReadableTable):
 
     __slots__ = ("_leaf", "_spec")
     _spec: TableSpec
+    _differentiable: ClassVar[bool] = True
     # jnp functions look at it first. The user then gets the error of `__jax_array__`, not one about an unknown type.
     __array_priority__ = 1000
 
@@ -204,11 +236,6 @@ class HostTable(ReadableTable):
 
     # -------------------------------------------------------------------------------------------- reading and writing
 
-    def __getitem__(self, ids: Any) -> Array:
-        """Rows by integer ids of any shape: `gather(table, ids)`."""
-        check_index(ids)
-        return gather(self, ids)
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "HostTable: pickling or deep copying would copy the whole table. Save table.numpy(), and make the table "
@@ -286,14 +313,6 @@ class HostTable(ReadableTable):
         """Whether the memory was released, or went to another table by donation."""
         return is_closed(self._leaf)
 
-    def __enter__(self) -> HostTable:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     # -------------------------------------------------------------------------------------------- several devices
 
     def share(self, mesh: Mesh, *, writable: bool = False) -> HostTable:
@@ -359,6 +378,24 @@ class HostTable(ReadableTable):
         check_alive(self._leaf, self._spec, f"HostTable.{what}")
         leaf: Array = self._leaf
         return leaf
+
+    @property
+    def placement(self) -> str:
+        return "host"
+
+    @property
+    def _in_host(self) -> HostTable:
+        return self
+
+    def _moment(self, what: str, value: float) -> HostTable:
+        sharding: Any = self._concrete(what).sharding
+        made = HostTable.zeros(self.shape, np.float32, device=next(iter(sharding.addressable_devices)))
+        if value:
+            _storage.fill(made._leaf, made._spec, value)
+        return made.share(sharding.mesh, writable=True) if self._spec.shared else made
+
+    def _with_marks(self, marks: tuple[tuple[int, int], ...]) -> HostTable:
+        return HostTable(self._leaf, dataclasses.replace(self._spec, marks=marks))
 
     def _words(self) -> HostTable:
         """The same memory as a table of the unsigned integers that carry the rows."""

@@ -18,7 +18,7 @@ from dejax import _native
 from dejax._byte_order import native_order
 from dejax._ffi import ffi_call
 from dejax._pytrees import named_pytree
-from dejax.host_gather import _kernels, _sharing, _storage, _types
+from dejax.host_gather import _kernels, _sharing, _types
 from dejax.host_gather._ids import checked_ids
 from dejax.host_gather._lifetime import reporting_closed
 from dejax.host_gather._operands import operands_of
@@ -235,7 +235,7 @@ def _optimizer(rule: _Rule, learning_rate: float | Schedule, num_sms: int) -> Op
         spec = operands_of(f"{rule.name}.init", table).spec
         if spec.is_split or spec.on_device:
             _check_writable(f"{rule.name}.init", spec)
-        moments = [_moment(f"{rule.name}.init", table, rule.initial) for _ in range(rule.moments)]
+        moments = [table._moment(f"{rule.name}.init", rule.initial) for _ in range(rule.moments)]
         return OptimizerState(jnp.zeros((), jnp.int32), *moments, *[None] * (2 - rule.moments))
 
     def update(gradient: RowGradient, state: OptimizerState, table: Any) -> tuple[Any, OptimizerState]:
@@ -247,27 +247,6 @@ def _optimizer(rule: _Rule, learning_rate: float | Schedule, num_sms: int) -> Op
         return new, OptimizerState(state.step + 1, *moments, *[None] * (2 - len(moments)))
 
     return Optimizer(init, update)
-
-
-def _moment(what: str, table: Any, value: float) -> Moment:
-    """A float32 table of the shape of `table`, at the same place, with one value in all elements."""
-    if isinstance(table, DeviceTable):
-        spec = dataclasses.replace(table.spec, dtype=np.dtype(np.float32))
-        word = np.float32(value).view(np.uint32)
-        fill = jax.jit(lambda: jnp.full(spec.leaf.shape, word, spec.leaf.dtype), out_shardings=table.words.sharding)
-        return DeviceTable(fill(), spec)
-    if isinstance(table, SplitTable):
-        host, hot = (_moment(what, part, value) for part in (table.table, table._device_part()))
-        assert isinstance(host, HostTable) and isinstance(hot, DeviceTable)
-        # Slots of its own: a step cannot donate one array twice.
-        return SplitTable(host, hot.words, jnp.copy(table.slots), writable=True)
-    host = table.table if isinstance(table, CachedTable) else table
-    leaf = host._concrete(what)
-    sharding: Any = leaf.sharding
-    made = HostTable.zeros(host.shape, np.float32, device=next(iter(sharding.addressable_devices)))
-    if value:
-        _storage.fill(made._leaf, made._spec, value)
-    return made.share(sharding.mesh, writable=True) if host._spec.shared else made
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -293,23 +272,12 @@ def _update(
             raise ValueError(f"{what}: the state must be float32 tables of shape {table.shape}, got {moment!r}")
     if spec.shared:
         ids, rows = _sharing.of_all_devices(what, ids, rows, spec.row)
-    if isinstance(table, SplitTable):
-        return _write_split(call, table, moments, ids, rows, hyper)
-    host = table.table if isinstance(table, CachedTable) else table
-    host, moments = _write(call, host, moments, _sharing.own_rows(spec, ids), rows, hyper)
-    return (table._written(host, ids) if isinstance(table, CachedTable) else host), moments
-
-
-def _write_split(
-    call: _Update, table: SplitTable, moments: tuple[Any, ...], ids: Array, rows: Array, hyper: Array | None
-) -> tuple[SplitTable, tuple[SplitTable, ...]]:
-    """Both parts after a write, and those of the moments, which are split alike."""
-    in_host, on_device = table._places(ids)
-    in_host = _sharing.own_rows(table.table._spec, in_host)
-    host, hosts = _write(call, table.table, tuple(m.table for m in moments), in_host, rows, hyper)
-    hot, hots = _write(call, table._device_part(), tuple(m._device_part() for m in moments), on_device, rows, hyper)
-    parts = zip((table, *moments), (host, *hosts), (hot, *hots), strict=True)
-    new, *after = (dataclasses.replace(old, table=host, hot=hot.words) for old, host, hot in parts)
+    parts = [one._parts() for one in (table, *moments)]
+    written = []
+    for (part, *rest), own in zip(zip(*parts, strict=True), table._ids_in_parts(ids), strict=True):
+        written.append(_write(call, part, tuple(rest), _sharing.own_rows(part._spec, own), rows, hyper))
+    made = zip(*((new, *after) for new, after in written), strict=True)
+    new, *after = (old._of_parts(own, ids) for old, own in zip((table, *moments), made, strict=True))
     return new, tuple(after)
 
 

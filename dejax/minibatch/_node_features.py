@@ -44,6 +44,8 @@ class DividedTable(Protocol):
     @property
     def nbytes(self) -> int: ...
     @property
+    def placement(self) -> str: ...
+    @property
     def row_scale(self) -> Array | None: ...
     @property
     def column_scale(self) -> Array | None: ...
@@ -198,16 +200,7 @@ class NodeFeatures:
     @property
     def placement(self) -> str:
         """Where the rows lie, in words."""
-        table = self.table
-        if isinstance(table, DividedTable):
-            return "divided over devices"
-        if isinstance(table, DeviceTable):
-            return "device"
-        if isinstance(table, SplitTable):
-            return f"host and device ({table.hot.shape[0]:,} rows)"
-        if isinstance(table, CachedTable):
-            return f"host, cached on the device ({table.cache.shape[0]:,} rows)"
-        return "host"
+        return self.table.placement
 
 
 # -------------------------------------------------------------------------------------------- making tables
