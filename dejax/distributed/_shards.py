@@ -80,8 +80,15 @@ class ShardSpec:
         return rows.astype(result)
 
 
-def numpy_rows(words: np.ndarray, spec: ShardSpec) -> np.ndarray:
-    """The rows of unsigned integers [padded rows, words]."""
+def numpy_rows(array: Array, spec: ShardSpec) -> np.ndarray:
+    """A copy of the rows of unsigned integers [padded rows, words].
+
+    Shard by shard: `np.asarray` of the whole leaves views of the shards with jax, and then XLA refuses to donate memory on
+    the host.
+    """
+    words = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        words[shard.index] = np.asarray(shard.data)
     return np.ascontiguousarray(words[: spec.rows]).view(spec.dtype).reshape(spec.rows, *spec.row)
 
 

@@ -162,7 +162,7 @@ class ShardedTable:
         """
         if not self.words.is_fully_addressable:
             raise ValueError("ShardedTable.numpy: other processes hold rows; save the table with distributed.save")
-        return numpy_rows(np.asarray(self.words), self.spec)
+        return numpy_rows(self.words, self.spec)
 
     def __repr__(self) -> str:
         hot = "" if self.hot_ids is None else f", {self.hot_ids.shape[0]:,} hot"
