@@ -42,7 +42,6 @@ class OffloadStore:
         folders: list[str],
         chunk_bytes: int,
         num_threads: int,
-        direct: bool,
         checksum: bool,
         external: bool,
     ) -> OffloadStore: ...

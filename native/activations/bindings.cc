@@ -14,10 +14,10 @@ namespace dejax::offload {
 namespace {
 
 std::shared_ptr<Store> Open(int64_t device_bytes, int64_t host_bytes, int64_t disk_bytes,
-                            std::vector<std::string> folders, int64_t chunk_bytes, int num_threads, bool direct,
-                            bool checksum, bool external) {
+                            std::vector<std::string> folders, int64_t chunk_bytes, int num_threads, bool checksum,
+                            bool external) {
   Options options;
-  static_cast<DiskOptions&>(options) = {std::move(folders), disk_bytes, chunk_bytes, num_threads, direct, checksum};
+  static_cast<DiskOptions&>(options) = {std::move(folders), disk_bytes, chunk_bytes, num_threads, checksum};
   options.device_bytes = device_bytes;
   options.host_bytes = host_bytes;
   options.external = external;
@@ -79,8 +79,8 @@ void BindActivations(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Store>(m, "OffloadStore")
       .def_static("open", &Open, nb::kw_only(), nb::arg("device_bytes"), nb::arg("host_bytes"), nb::arg("disk_bytes"),
-                  nb::arg("folders"), nb::arg("chunk_bytes"), nb::arg("num_threads"), nb::arg("direct"),
-                  nb::arg("checksum"), nb::arg("external"))
+                  nb::arg("folders"), nb::arg("chunk_bytes"), nb::arg("num_threads"), nb::arg("checksum"),
+                  nb::arg("external"))
       .def_prop_ro("id", &Store::id)
       .def("begin_close", &Store::BeginClose, Release())
       .def("close", &Store::Close, Release())

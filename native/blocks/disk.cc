@@ -42,9 +42,8 @@ uint64_t Checksum(const void* data, int64_t bytes) {
   return sum;
 }
 
-Disk::Disk(std::vector<std::string> folders, int64_t chunk_bytes, int64_t capacity, bool direct, bool external)
-    : folders_(std::move(folders)), chunk_bytes_(chunk_bytes), capacity_(capacity), direct_(direct),
-      external_(external) {
+Disk::Disk(std::vector<std::string> folders, int64_t capacity, bool external)
+    : folders_(std::move(folders)), capacity_(capacity), external_(external) {
   if (external_) {
     shelves_.resize(folders_.size());
     return;
@@ -55,9 +54,8 @@ Disk::Disk(std::vector<std::string> folders, int64_t chunk_bytes, int64_t capaci
     file.path = static_cast<int>(i % folders_.size());
     file.number = static_cast<int>(i / folders_.size());
     const std::string name = FileName(file);
-    if (direct_) file.descriptor = open(name.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_DIRECT, 0600);
-    if (file.descriptor < 0) {
-      direct_ = false;  // tmpfs has no O_DIRECT on older kernels
+    file.descriptor = open(name.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_DIRECT, 0600);
+    if (file.descriptor < 0) {  // tmpfs has no O_DIRECT on older kernels
       file.descriptor = open(name.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     }
     if (file.descriptor < 0) {

@@ -24,7 +24,6 @@ struct DiskOptions {
   int64_t disk_bytes = -1;           // cap of the files' size; -1: no cap
   int64_t chunk_bytes = 8 << 20;
   int num_threads = 8;
-  bool direct = true;
   bool checksum = true;
 };
 
@@ -44,12 +43,10 @@ class Disk {
   // Creates `folder`/chunks* in each folder. Throws std::runtime_error that names the path.
   // capacity: cap of the files' size, used or not; -1 is no cap.
   // external: chunks only get numbers here; an engine outside reads and writes them in files with the names of Name.
-  Disk(std::vector<std::string> folders, int64_t chunk_bytes, int64_t capacity, bool direct, bool external);
+  Disk(std::vector<std::string> folders, int64_t capacity, bool external);
   ~Disk();
   Disk(const Disk&) = delete;
 
-  bool direct() const { return direct_; }
-  const std::string& folder(const Chunk& chunk) const { return folders_[chunk.path]; }
   std::string Name(const Chunk& chunk) const;
   // The files' size, used or not.
   int64_t bytes_held() const;
@@ -93,9 +90,7 @@ class Disk {
   [[noreturn]] void Full(int64_t bytes) const;
 
   const std::vector<std::string> folders_;
-  const int64_t chunk_bytes_;
   const int64_t capacity_;
-  bool direct_;
   const bool external_;
   mutable std::mutex mutex_;
   std::vector<File> files_;  // the first of each path, then the second of each, ...: neighbours lie on different drives

@@ -12,9 +12,9 @@ namespace dejax::offload {
 namespace {
 
 std::shared_ptr<StateDisk> OpenStateDisk(std::vector<std::string> folders, int64_t disk_bytes, int64_t host_bytes,
-                                         int64_t chunk_bytes, int num_threads, bool direct, bool checksum) {
+                                         int64_t chunk_bytes, int num_threads, bool checksum) {
   StateDisk::Options options;
-  static_cast<DiskOptions&>(options) = {std::move(folders), disk_bytes, chunk_bytes, num_threads, direct, checksum};
+  static_cast<DiskOptions&>(options) = {std::move(folders), disk_bytes, chunk_bytes, num_threads, checksum};
   options.host_bytes = host_bytes;
   return StateDisk::Open(options);
 }
@@ -36,8 +36,7 @@ void BindState(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<StateDisk>(m, "StateDisk")
       .def_static("open", &OpenStateDisk, nb::kw_only(), nb::arg("folders"), nb::arg("disk_bytes"),
-                  nb::arg("host_bytes"), nb::arg("chunk_bytes"), nb::arg("num_threads"), nb::arg("direct"),
-                  nb::arg("checksum"))
+                  nb::arg("host_bytes"), nb::arg("chunk_bytes"), nb::arg("num_threads"), nb::arg("checksum"))
       .def_prop_ro("number", &StateDisk::number)
       .def("create", &StateDisk::Create, nb::arg("nbytes"), nb::arg("unit_bytes"), nb::arg("lane") = 0, Release())
       .def("share", &StateDisk::Share, nb::arg("array"), nb::arg("lane"), Release())

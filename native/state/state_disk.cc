@@ -53,8 +53,7 @@ std::shared_ptr<StateDisk> StateDisk::Open(const Options& options) {
 
 StateDisk::StateDisk(const Options& options)
     : options_(options), number_(NewNumber()),
-      disk_(std::make_unique<Disk>(options.folders, options.chunk_bytes, options.disk_bytes, options.direct,
-                                   /*external*/ false)) {}
+      disk_(std::make_unique<Disk>(options.folders, options.disk_bytes, /*external*/ false)) {}
 
 std::shared_ptr<StateDisk> StateDisk::Find(int64_t number) {
   std::lock_guard<std::mutex> lock(Disks().mutex);

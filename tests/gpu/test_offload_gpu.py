@@ -131,7 +131,7 @@ def test_what_is_a_slice_or_goes_into_a_stack(way) -> None:
     assert text.count('custom_call_target="dejax_offload_fetch"') == 2
 
 
-@pytest.mark.parametrize("engine", ["direct", "buffered", "tensorstore"])
+@pytest.mark.parametrize("engine", ["direct", "tensorstore"])
 def test_disk_tier(engine: str, tmp_path: Path) -> None:
     ws, x = operands()
     want = gradient(jax.checkpoint(layer), True)(ws, x)

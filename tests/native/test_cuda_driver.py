@@ -47,7 +47,6 @@ def test_devices_of_a_driver(fake_driver: Path) -> None:
     assert f"name='Fake B', compute_capability=(9, 0), total_memory={1 << 33}" in driver
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(("code", "name"), [("100", "CUDA_ERROR_NO_DEVICE"), ("999", "CUDA error 999")])
 def test_a_driver_that_does_not_start(fake_driver: Path, code: str, name: str) -> None:
     assert probe(fake_driver, REASON, FAKE_CUDA_INIT=code) == [f"cuInit failed: {name}"]

@@ -42,7 +42,6 @@ def test_memory_is_freed_after_the_work_of_all_devices_in_use(driver: Path) -> N
     assert sorted(calls[4:]) == ["free 0", "free 1"] + ["synchronize 0"] * 2 + ["synchronize 1"] * 2
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("fails", "call"),
     [("free", "cuMemFreeHost"), ("synchronize", "cuCtxSynchronize"), ("unregister", "cuMemHostUnregister")],
@@ -87,7 +86,6 @@ def test_taking_an_error_does_not_start_the_driver(driver: Path) -> None:
     assert calls == ["None"]
 
 
-@pytest.mark.full
 def test_memory_for_errors_is_allocated_once(driver: Path) -> None:
     code = "print(module.prepare_gather_errors(1), module.prepare_gather_errors(0), module.take_gather_error())"
     calls, _ = ran(driver, code)

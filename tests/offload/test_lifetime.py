@@ -18,8 +18,8 @@ from tests.offload.held import assert_given_back, eventually, held
 from tests.offload.processes import popen, python
 from tests.offload.tensors import MIB, tensors_of
 
-ENGINES = ["tensorstore", "direct", "buffered"]
-ONE_ENGINE = ["direct", *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("tensorstore", "buffered"))]
+ENGINES = ["tensorstore", "direct"]
+ONE_ENGINE = ["direct", pytest.param("tensorstore", marks=pytest.mark.slow)]
 
 
 KILLED_AT = """
@@ -314,7 +314,7 @@ def in_a_fork(work):
 
 @pytest.mark.filterwarnings("ignore:os.fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
-@pytest.mark.parametrize("engine", ["tensorstore", *(pytest.param(e, marks=pytest.mark.slow) for e in ENGINES[1:])])
+@pytest.mark.parametrize("engine", ["tensorstore", pytest.param("direct", marks=pytest.mark.slow)])
 def test_a_forked_child_leaves_its_parents_store(engine, tmp_path):
     tensors = tensors_of(*[MIB] * 6)
     with ActivationStore(tmp_path, host_bytes=3 * MIB, engine=engine, chunk_bytes=MIB) as store:
@@ -395,7 +395,7 @@ path, seed = sys.argv[1], int(sys.argv[2])
 rng = np.random.default_rng(seed)
 steps = 0
 while True:
-    engine = str(rng.choice(["tensorstore", "direct", "buffered"]))
+    engine = str(rng.choice(ENGINES))
     options = dict(host_bytes=MIB, disk_bytes=8 * MIB, engine=engine, chunk_bytes=256 * KIB, io_threads=2)
     with ActivationStore(path, **options) as s:
         tensors, faults = Tensors([int(n) for n in rng.integers(0, 900 * KIB, size=6)]), interceptor(s)

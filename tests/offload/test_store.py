@@ -45,7 +45,7 @@ def chunk_files(path: Path) -> list[Path]:
     return [file for file in files if file.name != "owner" and file.stat().st_size]
 
 
-@pytest.mark.parametrize("engine", ["direct", "buffered", "tensorstore"])
+@pytest.mark.parametrize("engine", ["direct", "tensorstore"])
 @pytest.mark.parametrize("paths", [1, 2])
 def test_disk_tier(engine, paths, tmp_path, want):
     folders = [tmp_path / str(i) for i in range(paths)]
@@ -116,7 +116,7 @@ def test_paths_that_cannot_be_used(tmp_path):
     [
         ({"host_bytes": -1}, "`host_bytes` must be at least 0 or None, got -1"),
         ({"chunk_bytes": 1000}, "must be a positive multiple of 4096, got 1000"),
-        ({"engine": "fast"}, "'direct', 'buffered' or 'tensorstore', got 'fast'"),
+        ({"engine": "fast"}, "'direct' or 'tensorstore', got 'fast'"),
         ({"io_threads": 0}, "at least 1, got 0"),
     ],
 )
@@ -139,7 +139,7 @@ forward = jax.jit(lambda ws, x: jax.vjp(loss_of(offloaded_inputs), ws, x))
 backward = jax.jit(lambda vjp: vjp(jnp.float32(1)))
 
 
-ENGINES = ["tensorstore", "direct", "buffered"]
+ENGINES = ["tensorstore", "direct"]
 
 
 @pytest.mark.parametrize("checksum", [True, False])
@@ -158,7 +158,7 @@ def test_a_removed_file_is_an_error(checksum, tmp_path):
             damage_between_forward_and_backward(store, lambda: [f.unlink() for f in chunk_files(tmp_path)])
 
 
-@pytest.mark.parametrize("engine", ["tensorstore", "buffered"])
+@pytest.mark.parametrize("engine", ["tensorstore", "direct"])
 def test_a_flipped_bit_is_an_error(engine, tmp_path, want):
     def flip():
         for path in chunk_files(tmp_path):

@@ -22,7 +22,7 @@ from dejax.offload.activations.stats import StoreStats
 from dejax.offload.activations.tensorstore import TensorStoreIO
 from dejax.offload.telemetry import Recording
 
-Engine = Literal["auto", "tensorstore", "direct", "buffered"]
+Engine = Literal["auto", "tensorstore", "direct"]
 _PAGE = 4096
 
 _open: dict[int, _Resources] = {}
@@ -104,8 +104,8 @@ class ActivationStore:
             can be stored. None: half of the available memory, by the machine and by control groups, shared among the
             machine's processes: those that the launcher started, or that have such a store already.
         disk_bytes: cap of the files' size, used or not. 0: no disk tier, whatever the path. None: no cap.
-        engine: how files are written: "tensorstore", "direct" (O_DIRECT where the file system has it; takes the least
-            processor time), "buffered" (through the page cache), or "auto", which is "tensorstore".
+        engine: how files are written: "tensorstore" (through the page cache), "direct" (O_DIRECT where the file system
+            has it; takes the least processor time), or "auto", which is "tensorstore".
         checksum: verify chunks that are read from disk. A damaged file is then an error, never a wrong gradient.
         chunk_bytes: size of a read or write, a multiple of 4,096.
         io_threads: number of chunks that are read or written at a time.
@@ -136,10 +136,8 @@ class ActivationStore:
     ) -> None:
         extension = _native.extension("ActivationStore")
         _check_sizes(device_bytes, host_bytes, disk_bytes, chunk_bytes, io_threads)
-        if engine not in ("auto", "direct", "buffered", "tensorstore"):
-            raise ValueError(
-                f"ActivationStore: `engine` must be 'auto', 'direct', 'buffered' or 'tensorstore', got {engine!r}"
-            )
+        if engine not in ("auto", "direct", "tensorstore"):
+            raise ValueError(f"ActivationStore: `engine` must be 'auto', 'direct' or 'tensorstore', got {engine!r}")
         paths = [] if path is None else [path] if isinstance(path, (str, os.PathLike)) else list(path)
         self.device_bytes = device_bytes
         self.disk_bytes = disk_bytes
@@ -186,7 +184,6 @@ class ActivationStore:
             folders=[str(folder) for folder in folders],
             chunk_bytes=chunk_bytes,
             num_threads=io_threads,
-            direct=self.engine == "direct",
             checksum=checksum,
             external=self.engine == "tensorstore",
         )

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.extend.random
@@ -223,7 +223,6 @@ class StateStore:
         disk_bytes: cap of the files' size. None: no cap.
         host_bytes: cap of host memory for what waits to be written, for each device. A step waits while it is reached.
             None: as much as the staging memory of a step. What the step reads ahead comes on top.
-        engine: "direct" (O_DIRECT where the file system has it) or "buffered" (through the page cache).
         io_threads: number of reads and writes at a time, for each device; writes take at most half of them.
         chunk_bytes: size of a read or write, a multiple of 4,096.
         checksum: verify what is read. A damaged file is then an error, never a wrong number.
@@ -245,7 +244,6 @@ class StateStore:
         *,
         disk_bytes: int | None = None,
         host_bytes: int | None = None,
-        engine: Literal["direct", "buffered"] = "direct",
         io_threads: int = 8,
         chunk_bytes: int = 8 << 20,
         checksum: bool = True,
@@ -254,8 +252,6 @@ class StateStore:
         for name, value in (("disk_bytes", disk_bytes), ("host_bytes", host_bytes)):
             if value is not None and value < 0:
                 raise ValueError(f"StateStore: `{name}` must be at least 0 or None, got {value}")
-        if engine not in ("direct", "buffered"):
-            raise ValueError(f"StateStore: `engine` must be 'direct' or 'buffered', got {engine!r}")
         if io_threads < 1:
             raise ValueError(f"StateStore: `io_threads` must be at least 1, got {io_threads}")
         if chunk_bytes <= 0 or chunk_bytes % _PAGE:
@@ -275,7 +271,6 @@ class StateStore:
                 host_bytes=-1 if host_bytes is None else host_bytes,
                 chunk_bytes=chunk_bytes,
                 num_threads=io_threads,
-                direct=engine == "direct",
                 checksum=checksum,
             )
         except BaseException:

@@ -31,8 +31,7 @@ IoQueue::IoQueue(const Options& options, Monitor* monitor, HostMemory* memory, S
                  std::function<void(const RunPtr&)> on_read)
     : options_(options), monitor_(monitor), memory_(memory), stats_(stats), on_read_(std::move(on_read)) {
   if (options_.folders.empty()) return;
-  disk_ = std::make_unique<Disk>(options_.folders, options_.chunk_bytes, options_.disk_bytes, options_.direct,
-                                 options_.external);
+  disk_ = std::make_unique<Disk>(options_.folders, options_.disk_bytes, options_.external);
 }
 
 void IoQueue::StartThreads() {

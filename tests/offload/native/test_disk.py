@@ -12,7 +12,7 @@ from tests.offload.held import eventually
 from tests.offload.processes import python
 from tests.offload.tensors import KIB, MIB, on_disk, tensors_of
 
-ENGINES = ["tensorstore", "direct", "buffered"]
+ENGINES = ["tensorstore", "direct"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -146,9 +146,7 @@ with ActivationStore(path, host_bytes=4 * MIB, engine=engine, chunk_bytes=MIB, i
 """
 
 
-@pytest.mark.parametrize(
-    "engine", ["direct", *(pytest.param(e, marks=pytest.mark.slow) for e in ENGINES if e != "direct")]
-)
+@pytest.mark.parametrize("engine", ["direct", pytest.param("tensorstore", marks=pytest.mark.slow)])
 def test_a_full_file_system(engine, tmp_path):
     ran = python(FULL, engine, str(tmp_path), "4096")
     assert ran.stdout.count("WENT WRONG") == 3 and "live 0" in ran.stdout, ran.stdout + ran.stderr
