@@ -117,6 +117,7 @@ LAYERS = (
     ("dejax.pallas",),
     (
         "dejax._byte_order",
+        "dejax._ffi",
         "dejax._int32",
         "dejax._pytrees",
         "dejax._jaxprs",

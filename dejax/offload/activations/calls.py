@@ -3,9 +3,8 @@
 XLA takes them for functions without side effects. So a tensor that nobody fetches is never stored, `jax.checkpoint`
 may recompute them, and data flow orders them: `store` returns a handle, and `fetch` takes it.
 
-XLA on GPUs folds slices into calls that take or return them. jax 0.11 then kept the replaced call where its result had
-other uses, and fetched a tensor twice, which fails once its memory is reused. XLA does not look through barriers, so
-each call has one on both sides, and a batch of calls has them inside of its loop.
+A call that XLA makes twice, because it has folded a slice into it, would fail: the tensor's memory is reused once it is
+fetched. So each call is behind barriers (`dejax._ffi`), and a batch of calls has them inside of its loop.
 
 Under `vmap`, a tensor that is not batched is stored and fetched once. A batch is stored one example at a time and
 fetched in reverse, so that the last examples never leave the device.
@@ -23,6 +22,7 @@ import numpy as np
 from jax import Array
 
 from dejax import _compat, _native
+from dejax._ffi import ffi_call
 from dejax.offload.activations import shards
 
 HANDLE = jax.ShapeDtypeStruct((2,), jnp.uint32)
@@ -44,11 +44,12 @@ def store(x: Array, *, binding: int, site: int, ring_bytes: int) -> Array:
     _native.extension("offload")
 
     def on_shard(x: Array, layout: int, share: float) -> Array:
-        x = jax.lax.optimization_barrier(x)
-        ring = np.int64(np.ceil(ring_bytes * share))
+        ring, at, part = np.int64(np.ceil(ring_bytes * share)), np.int64(site), np.int64(layout)
         with jax.named_scope("offload_store"):
-            ffi = jax.ffi.ffi_call("dejax_offload_store", HANDLE)
-            return ffi(x, store=np.int64(binding), site=np.int64(site), ring=ring, layout=np.int64(layout))
+            (handle,) = ffi_call(
+                "dejax_offload_store", [HANDLE], [x], store=np.int64(binding), site=at, ring=ring, layout=part
+            )
+        return handle
 
     def of_batch(batch: int) -> Any:
         """With so many axes in front."""
@@ -82,11 +83,11 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, binding: int, sit
         return jax.lax.optimization_barrier(handle)
 
     def of_shard(handle: Array, shape: tuple[int, ...], layout: int, after: Sequence[Array]) -> Array:
-        handle, *after = jax.lax.optimization_barrier((handle, *after))
+        out = jax.ShapeDtypeStruct(shape, like.dtype)
+        operands = [handle, *after]
         with jax.named_scope("offload_fetch"):
-            ffi = jax.ffi.ffi_call("dejax_offload_fetch", jax.ShapeDtypeStruct(shape, like.dtype))
-            x = ffi(handle, *after, site=np.int64(site), layout=np.int64(layout))
-        return jax.lax.optimization_barrier(x)
+            (x,) = ffi_call("dejax_offload_fetch", [out], operands, site=np.int64(site), layout=np.int64(layout))
+        return x
 
     def of_batch(batch: int) -> Any:
         """With so many axes in front."""
@@ -123,10 +124,9 @@ def guard(x: Array, after: Sequence[Array], *, binding: int) -> Array:
         return x
 
     def on_shard(x: Array, *after: Array) -> Array:
-        x, *after = jax.lax.optimization_barrier((x, *after))
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        ffi = jax.ffi.ffi_call("dejax_offload_guard", out, input_output_aliases={0: 0})
-        return jax.lax.optimization_barrier(ffi(x, *after))
+        (x,) = ffi_call("dejax_offload_guard", [out], [x, *after], aliases={0: 0})
+        return x
 
     @jax.custom_batching.custom_vmap
     def batchable(x: Array, *after: Array) -> Array:

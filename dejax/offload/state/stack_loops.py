@@ -19,7 +19,7 @@ from dejax.offload.activations.store import binding_of
 from dejax.offload.state.disk_shards import divided
 from dejax.offload.state.mixing import why_not_by_layers
 from dejax.offload.state.moments import tier_of
-from dejax.offload.state.stack_settings import Seen, StackSettings, StackState
+from dejax.offload.state.stack_settings import StackSettings, StackState, StateShardings
 from dejax.offload.state.store import is_on_disk
 from dejax.offload.state.stream.rows import HostRows, Walk, rows_of, why_no_rows
 
@@ -42,7 +42,7 @@ class Run:
         certain: no doubt about that, and the step is traced.
     """
 
-    def __init__(self, config: StackSettings, state: StackState, seen: Seen, *, certain: bool) -> None:
+    def __init__(self, config: StackSettings, state: StackState, seen: StateShardings, *, certain: bool) -> None:
         self.config = config
         self.seen = seen
         self.state = state

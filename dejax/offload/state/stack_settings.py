@@ -61,7 +61,7 @@ class StackState(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class StateShardings:
     """How the arrays of a state are divided: traced arrays do not tell.
 
     Attributes:
@@ -73,7 +73,7 @@ class Seen:
     outer: tuple[Any, ...] = ()
 
     @classmethod
-    def in_state(cls, state: StackState) -> Seen:
+    def in_state(cls, state: StackState) -> StateShardings:
         trees = ((state.layers, state.layer_moments, state.gradients), (state.outer, state.outer_moments))
         return cls(*(shardings_in(jax.tree.leaves(tree, is_leaf=is_on_disk)) for tree in trees))
 
@@ -110,6 +110,29 @@ class StackSettings:
         """The files of arrays on disk."""
         return store_at(self.path)
 
+    def check(self) -> None:
+        """Raises for what `stack_step` refuses."""
+        if not (hasattr(self.tx, "init") and hasattr(self.tx, "update")):
+            raise TypeError(f"stack_step: `tx` must be an Optax transformation, got {type(self.tx).__name__}")
+        for name, value in (("params", self.params), ("moments", self.moments)):
+            if not callable(value) and value not in ("device", "host", "disk"):
+                raise ValueError(f"stack_step: `{name}` must be 'device', 'host' or 'disk', got {value!r}")
+            if value == "disk" and self.path is None:
+                raise ValueError(f"stack_step: `path` must name a folder with {name}='disk', got None")
+        if self.activations not in ("device", "host"):
+            raise ValueError(f"stack_step: `activations` must be 'device' or 'host', got {self.activations!r}")
+        if self.gradients not in ("freed", "device", "host"):
+            raise ValueError(
+                f"stack_step: `gradients` must be 'freed', 'device', 'host' or None, got {self.gradients!r}"
+            )
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"stack_step: `clip_norm` must be positive or None, got {self.clip_norm}")
+        if self.loss_scale is not None and not 1 <= self.loss_scale < math.inf:
+            raise ValueError(f"stack_step: `loss_scale` must be at least 1 or None, got {self.loss_scale}")
+        if self.microbatches < 1 or self.ahead < 1:
+            counts = f"{self.microbatches} and {self.ahead}"
+            raise ValueError(f"stack_step: `microbatches` and `ahead` must be at least 1, got {counts}")
+
     def places(self, place: Place, tree: Any) -> list[Tier]:
         """For each array of a tree: where it lies. Rows of less than `min_bytes` stay on the device."""
         found: list[Tier] = []
@@ -123,13 +146,13 @@ class StackSettings:
             found.append(wanted if row >= max(1, self.min_bytes) else "device")
         return found
 
-    def split(self, outer: Any, layers: Any) -> tuple[Split, Split]:
+    def split(self, outer: Any, layers: Any) -> tuple[TrainedArrays, TrainedArrays]:
         """Which parameters are trained, outside of the stack and in it."""
         return _split("outer", outer, self.frozen), _split("layers", layers, self.frozen)
 
 
 @dataclass(frozen=True)
-class Split:
+class TrainedArrays:
     """Which arrays of a pytree are trained.
 
     Attributes:
@@ -155,7 +178,7 @@ class Split:
         return self.treedef.unflatten([x if no else next(rest) for x, no in zip(leaves, self.frozen, strict=True)])
 
 
-def _split(name: str, tree: Any, frozen: Callable[[str, Any], bool] | None) -> Split:
+def _split(name: str, tree: Any, frozen: Callable[[str, Any], bool] | None) -> TrainedArrays:
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_on_disk):
         no = frozen is not None and bool(frozen(name + jax.tree_util.keystr(path), leaf))
@@ -166,4 +189,4 @@ def _split(name: str, tree: Any, frozen: Callable[[str, Any], bool] | None) -> S
                 "it in `frozen`"
             )
         found.append(no)
-    return Split(jax.tree.structure(tree, is_leaf=is_on_disk), tuple(found))
+    return TrainedArrays(jax.tree.structure(tree, is_leaf=is_on_disk), tuple(found))

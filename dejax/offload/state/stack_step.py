@@ -28,7 +28,7 @@ from dejax.offload.state.mixing import depends_on_inputs
 from dejax.offload.state.moments import Tier, shardings_of, tier_of
 from dejax.offload.state.placements import Placements
 from dejax.offload.state.stack_loops import Run, count
-from dejax.offload.state.stack_settings import Kept, Place, Seen, Split, StackSettings, StackState
+from dejax.offload.state.stack_settings import Kept, Place, StackSettings, StackState, StateShardings, TrainedArrays
 from dejax.offload.state.store import StateStore, is_on_disk
 from dejax.offload.state.stream.rows import require_whole_rows
 
@@ -139,7 +139,7 @@ class StackStep(StackSettings):
             made.append(self._put(value, place, sharding))
         return jax.tree.unflatten(treedef, made)
 
-    def _kept(self, split: Split, layers: Any) -> Any:
+    def _kept(self, split: TrainedArrays, layers: Any) -> Any:
         """Memory for the gradients of the trained parameters, in host memory where their rows are large enough."""
         leaves, treedef = jax.tree.flatten(split.trained(jax.tree.leaves(layers)))
         tree = jax.tree.unflatten(treedef, leaves)
@@ -158,7 +158,7 @@ class StackStep(StackSettings):
         """One step: the new state, and the loss (mean over microbatches) before it."""
         return self._traced(state, batch).step(batch)
 
-    def _step_of(self, seen: Seen) -> Callable[[StackState, Any], tuple[StackState, Array]]:
+    def _step_of(self, seen: StateShardings) -> Callable[[StackState, Any], tuple[StackState, Array]]:
         """The step for states that are divided so, always the same function: `jit` traces it once for them."""
         if not any(map(divided, seen.layers)):
             return self
@@ -169,16 +169,16 @@ class StackStep(StackSettings):
         return self._steps.setdefault(seen, step)
 
     @functools.cached_property
-    def _steps(self) -> dict[Seen, Callable[[StackState, Any], tuple[StackState, Array]]]:
+    def _steps(self) -> dict[StateShardings, Callable[[StackState, Any], tuple[StackState, Array]]]:
         return {}
 
     @functools.cached_property
-    def _seen(self) -> Placements[Seen]:
+    def _seen(self) -> Placements[StateShardings]:
         """Of the states that `init` has made or `jit` got."""
         return Placements()
 
-    def _note(self, state: StackState) -> Seen:
-        seen = Seen.in_state(state)
+    def _note(self, state: StackState) -> StateShardings:
+        seen = StateShardings.in_state(state)
         self._seen.note(_leaves(state), seen)
         return seen
 
@@ -189,11 +189,11 @@ class StackStep(StackSettings):
         """
         return self._traced(state, batch).loss(batch)
 
-    def _traced(self, state: StackState, batch: Any, seen: Seen | None = None) -> Run:
+    def _traced(self, state: StackState, batch: Any, seen: StateShardings | None = None) -> Run:
         found = self._seen.of(_leaves(state)) if seen is None else [seen]
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch)))
         inside = traced or _compat.staging_trace() is not None
-        run = Run(self, state, found[-1] if found else Seen(), certain=inside and len(found) == 1)
+        run = Run(self, state, found[-1] if found else StateShardings(), certain=inside and len(found) == 1)
         if run.moved and not inside:
             if _compat.searches_for_nan():
                 return self._near(state, batch)
@@ -319,31 +319,13 @@ def stack_step(
         RuntimeError: as `init` runs: the drive is full.
         NativeExtensionError: with `streams=True` or `path`, the extension is missing.
     """
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(f"stack_step: `tx` must be an Optax transformation, got {type(tx).__name__}")
-    moments = ("host" if path is None else "disk") if moments is None else moments
-    for name, value in (("params", params), ("moments", moments)):
-        if not callable(value) and value not in ("device", "host", "disk"):
-            raise ValueError(f"stack_step: `{name}` must be 'device', 'host' or 'disk', got {value!r}")
-        if value == "disk" and path is None:
-            raise ValueError(f"stack_step: `path` must name a folder with {name}='disk', got None")
-    if activations not in ("device", "host"):
-        raise ValueError(f"stack_step: `activations` must be 'device' or 'host', got {activations!r}")
-    if gradients not in (None, "freed", "device", "host"):
-        raise ValueError(f"stack_step: `gradients` must be 'freed', 'device', 'host' or None, got {gradients!r}")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"stack_step: `clip_norm` must be positive or None, got {clip_norm}")
-    if loss_scale is not None and not 1 <= loss_scale < math.inf:
-        raise ValueError(f"stack_step: `loss_scale` must be at least 1 or None, got {loss_scale}")
-    if microbatches < 1 or ahead < 1:
-        raise ValueError(f"stack_step: `microbatches` and `ahead` must be at least 1, got {microbatches} and {ahead}")
-    return StackStep(
+    step = StackStep(
         embed=embed,
         body=body,
         head=head,
         tx=tx,
         params=params,
-        moments=moments,
+        moments=("host" if path is None else "disk") if moments is None else moments,
         activations=activations,
         microbatches=microbatches,
         clip_norm=None if clip_norm is None else float(clip_norm),
@@ -356,6 +338,8 @@ def stack_step(
         ahead=ahead,
         path=path,
     )
+    step.check()
+    return step
 
 
 def _leaves(state: StackState) -> list[Any]:
