@@ -17,6 +17,8 @@ from dejax.rgnn import RelGraph, linen
 from dejax.rgnn import nnx as rnnx
 from tests.rgnn.flax_layers import features, gated, typed_graph
 
+pytestmark = pytest.mark.usefixtures("programs_by_numpy")
+
 GRAPH = typed_graph()
 R, T, N = GRAPH.num_edge_types, GRAPH.num_node_types, GRAPH.num_nodes
 
@@ -56,7 +58,6 @@ def inputs(with_x: bool) -> tuple[Any, ...]:
     return (GRAPH, features(GRAPH, 4)) if with_x else (GRAPH,)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PAIRS)
 def test_equal_parameters_give_equal_results(name: str) -> None:
     make_linen, make_nnx, with_x = PAIRS[name]
@@ -76,7 +77,7 @@ def test_equal_parameters_give_equal_results(name: str) -> None:
     assert bool(jnp.any(mine != other(*args)))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_initialisers_are_those_of_nnx() -> None:
     """Each parameter is drawn from the same range in both bindings, for any keys."""
     graph = typed_graph(types=40, edges=200)
@@ -103,7 +104,6 @@ def test_params_from_linen_errors() -> None:
         rnnx.params_from_linen(layer, {"params": {k: v for k, v in variables["params"].items() if k != "root"}})
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("layer", "make"),
     [
@@ -141,7 +141,7 @@ class Model(nn.Module):
         return linen.HGTConv(3, dropout=0.1)(graph, h, deterministic=not train)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_jitted_optax_step_learns() -> None:
     labels = jax.random.randint(jax.random.key(9), (N,), 0, 3)
     model = Model()
@@ -178,7 +178,7 @@ def test_state_dict_round_trip() -> None:
     assert serialization.to_state_dict(variables)["params"]["first"].keys() == {"weight", "root", "bias"}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_orbax_round_trip(tmp_path: Path) -> None:
     ocp = pytest.importorskip("orbax.checkpoint")
     model = Model()

@@ -18,6 +18,8 @@ from dejax.rgnn.layers import dropout, library
 from dejax.rgnn.nnx import HGTConv, ProgramModule, RGATConv, RGCNConv
 from tests.rgnn.flax_layers import features, gated, typed_graph, without_edges
 
+pytestmark = pytest.mark.usefixtures("programs_by_numpy")
+
 GRAPH = typed_graph()
 R, T, N = GRAPH.num_edge_types, GRAPH.num_node_types, GRAPH.num_nodes
 RGCN_FORMS: dict[str, dict[str, Any]] = {"full": {}, "bases": {"num_bases": 2}, "blocks": {"num_blocks": 2}}
@@ -70,7 +72,6 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SHAPES)
 def test_parameters_and_result(name: str) -> None:
     layer: Any = layers()[name]
@@ -147,7 +148,6 @@ def test_dtypes() -> None:
     same(in_bfloat16(GRAPH, x), full(GRAPH, x), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["rgcn_full", "rgcn_blocks", "rgat", "hgt_skip"])
 def test_bfloat16_in_bfloat16_out(name: str) -> None:
     layer: Any = layers()[name]
@@ -160,6 +160,7 @@ def test_bfloat16_in_bfloat16_out(name: str) -> None:
     assert all(g.dtype == jnp.float32 and bool(jnp.any(g != 0)) for g in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_kernels_and_xla_give_the_same_step() -> None:
     """Dropout's masks enter kernels as edge values: loss and gradients agree between the backends."""
     x, found = features(GRAPH, 4), []
@@ -186,7 +187,6 @@ def test_options_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         RGATConv(4, 2, R, rngs=nnx.Rngs(0), backend="xla", options=Options())
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", RGCN_FORMS)
 @pytest.mark.parametrize("normalization", ["mean", "sum"])
 def test_edge_dropout_equals_a_graph_without_the_dropped_edges(form: str, normalization: Any) -> None:
@@ -286,7 +286,7 @@ def test_dropout_follows_train_and_eval(make: Any) -> None:
     assert jnp.any(layer(GRAPH, x, deterministic=False) != layer(GRAPH, x))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("traced", [False, True])
 def test_padding_has_no_effect(traced: bool) -> None:
     """Padding rows are zero and give no gradient, also with dropout."""

@@ -109,8 +109,7 @@ def test_a_traced_scalar() -> None:
 # --- programs in programs --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["xla", pytest.param("pallas", marks=pytest.mark.slow)])
 def test_programs_call_programs(backend: str) -> None:
     @rgnn.program
     def mean(g: Any, x: Any) -> Any:
@@ -167,6 +166,7 @@ def test_programs_are_pickled(program: rgnn.Program) -> None:
             np.testing.assert_array_equal(other(GRAPH, X), program(GRAPH, X))
 
 
+@pytest.mark.slow
 def test_a_new_process_unpickles_programs() -> None:
     program = programs_to_pickle.decorated.with_options(backend="xla")
     sent = pickle.dumps({"layer": program, "options": program.options, "scale": functools.partial(program, GRAPH)})

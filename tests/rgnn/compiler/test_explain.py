@@ -119,7 +119,10 @@ def test_wide_rows_are_left_to_xla_with_the_limit() -> None:
     assert ": rows of 8,192 elements, more than 4,096\n" in text and "traversal over dst" in text
 
 
-@pytest.mark.parametrize("error", [ValueError, NotImplementedError, TypeError, IndexError])
+OTHERS = [pytest.param(error, marks=pytest.mark.slow) for error in (NotImplementedError, TypeError, IndexError)]
+
+
+@pytest.mark.parametrize("error", [ValueError, *OTHERS])
 def test_a_kernel_that_cannot_be_made(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA evaluates its part, forward and backward, with one warning at the user's line; `explain` shows it."""
     graph, x = graph_of("typical"), jnp.asarray(np.random.default_rng(0).normal(size=(11, 3)), "float32")

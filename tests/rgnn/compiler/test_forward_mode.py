@@ -12,6 +12,7 @@ import pytest
 from dejax import rgnn
 from dejax.rgnn import Options
 from dejax.rgnn.compiler.reverse_only import ForwardModeError
+from tests.cases import slow_but
 from tests.rgnn.references import GRAPHS, Reference, graph_of
 from tests.rgnn.test_operators import OPERATORS, arrays_of
 
@@ -60,8 +61,7 @@ def test_the_error_names_the_remedy(asked: str, backend: str) -> None:
     assert isinstance(raised.value, rgnn.ProgramError) and isinstance(raised.value, TypeError)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("asked", slow_but(["jvp"], ASKED))
 def test_the_remedy(asked: str) -> None:
     """The remedy gives the derivatives of reverse mode."""
     plain = Options(backend="xla", disable=("backward",))
@@ -82,7 +82,7 @@ def test_inputs_outside_of_the_program_are_differentiated() -> None:
     np.testing.assert_allclose(value, 2 * tangent, rtol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_reverse_mode_still_composes() -> None:
     f = lambda x: loss(x, W, OPTIONS["xla"])  # noqa: E731
     grad = jax.grad(f)(X)

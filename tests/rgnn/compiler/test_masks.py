@@ -13,6 +13,7 @@ import pytest
 
 from dejax import rgnn
 from dejax.rgnn.passes import PASSES
+from tests.cases import slow_but
 from tests.rgnn.references import GRAPHS
 from tests.rgnn.strategies import CHUNK
 
@@ -68,18 +69,13 @@ def cases() -> list:
     """A few cases run by default, since each compiles for seconds; the others are marked slow."""
     every = itertools.product(BACKENDS, DESTINATION, [(), (2,), (2, 1), (2, 3)])
     quick = (
-        ("pallas", "dst", (2,)),
-        ("pallas", "relation", ()),
         ("xla", "relation", (2, 3)),
-        ("xla_without_passes", "dst", (2,)),
         ("xla_without_backward", "dst", ()),
-        ("xla_without_softmax", "relation", ()),
     )
     marks = lambda c: [] if c in quick else [pytest.mark.slow]  # noqa: E731
     return [pytest.param(*c, id="-".join(map(str, c)), marks=marks(c)) for c in every]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(("backend", "within", "shape"), cases())
 def test_masked_scores(backend: str, within: str, shape: tuple[int, ...]) -> None:
     """The softmax of -inf is 0. Where all scores are -inf, softmax, gradient and maximum are 0."""
@@ -109,8 +105,9 @@ def test_masked_scores(backend: str, within: str, shape: tuple[int, ...]) -> Non
     assert np.all(np.asarray(found[0])[~finite] == 0)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("backend", ["xla", pytest.param("pallas", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("backend", "dtype"), slow_but([("xla", "float16")], itertools.product(("xla", "pallas"), ("float16", "bfloat16")))
+)
 def test_masks_in_16_bits(backend: str, dtype: str) -> None:
     """A mask as a bias of 0 or -inf gives the same as `where_positive`."""
     s, x, finite = arrays((2,))

@@ -59,7 +59,7 @@ def wanted(x: np.ndarray) -> list[np.ndarray]:
 
 @pytest.mark.parametrize(
     "dtype",
-    ["uint8", "int32", *(pytest.param(d, marks=pytest.mark.full) for d in WHOLE if d not in ("uint8", "int32"))],
+    ["uint8", "int32", *(pytest.param(d, marks=pytest.mark.slow) for d in WHOLE if d not in ("uint8", "int32"))],
 )
 def test_reductions_of_integers(dtype: str) -> None:
     """uint8's 255, 255, 255 had the mean 84.33, and sums to the graph wrapped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +19,7 @@ from jax.test_util import check_grads
 from dejax import rgnn
 from dejax.rgnn import Options, RelGraph, library
 from dejax.rgnn.compiler import execute
+from tests.cases import slow_but
 from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, LONG_SEGMENT_CHUNK, edge_list, graph_of
@@ -26,13 +28,15 @@ BACKENDS = {
     "xla": Options(backend="xla", precision="f32"),
     "pallas": Options(backend="pallas", precision="f32", interpret=True),
 }
-BOTH = pytest.mark.parametrize("backend", BACKENDS)
+BACKENDS["light"] = BACKENDS["xla"]
+# What the same code does for each model and backend: RGCN on XLA, which compiles soonest, is quick.
+XLA_FIRST = pytest.mark.parametrize("backend", slow_but(["light"], BACKENDS))
 GRAPH = graph_of("typical")
 K = 4
 
 
 # The tests are about what surrounds the kernels, so interpreted kernels, which are slow, run the smaller model.
-MODEL = {"xla": ("rgat", library.rgat), "pallas": ("rgcn_mean", library.rgcn)}
+MODEL = {"xla": ("rgat", library.rgat), "pallas": ("rgcn_mean", library.rgcn), "light": ("rgcn_mean", library.rgcn)}
 
 
 @cache
@@ -83,19 +87,20 @@ def each(function: Callable, *batches: Any) -> Any:
     return jax.tree.map(lambda *y: jnp.stack(y), *found)
 
 
-@BOTH
+@XLA_FIRST
 def test_jit_and_no_jit(backend: str) -> None:
     x, params = arrays(backend)
     close(jax.jit(layer(backend))(x, params), layer(backend)(x, params), 1e-6)
 
 
-@BOTH
+@XLA_FIRST
 def test_the_graph_as_an_argument_of_jit(backend: str) -> None:
     x, params = arrays(backend)
     traced = jax.jit(lambda g, x, p: MODEL[backend][1](g, x, p, options=BACKENDS[backend]))
     close(traced(GRAPH, x, params), layer(backend)(x, params))
 
 
+@pytest.mark.slow
 def test_value_and_grad_agree_with_grad_and_with_the_value() -> None:
     x, params = arrays()
     value, grads = jax.jit(jax.value_and_grad(loss("xla"), argnums=(0, 1)))(x, params)
@@ -122,9 +127,10 @@ def test_vmap_and_jacobians() -> None:
     close(jnp.tensordot(weights, jacobian, 2), jax.grad(lambda x: jnp.sum(layer("xla")(x, params) * weights))(x))
 
 
-@pytest.mark.sample(3)
-@BOTH
-@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=["features", "weights", "both"])
+@pytest.mark.parametrize(
+    ("backend", "axes"),
+    slow_but([("xla", (0, 0))], itertools.product(BACKENDS, [(0, None), (None, 0), (0, 0)])),
+)
 def test_vmap(backend: str, axes: tuple[int | None, int | None]) -> None:
     """Forward and gradients of a batch of features, of weights (an ensemble), and of both."""
     (x, params), (xs, many) = arrays(backend), stacked(backend, 2)
@@ -137,8 +143,7 @@ def test_vmap(backend: str, axes: tuple[int | None, int | None]) -> None:
     close(jax.jit(jax.vmap(both, in_axes=axes))(*given), each(plain_gradients(backend), *fill))
 
 
-@pytest.mark.sample(2)
-@BOTH
+@XLA_FIRST
 def test_scan_over_layers(backend: str) -> None:
     x, _ = arrays(backend)
     _, weights = stacked(backend, 3)
@@ -159,8 +164,7 @@ def test_scan_over_layers(backend: str) -> None:
     close(*grads)
 
 
-@pytest.mark.sample(2)
-@BOTH
+@XLA_FIRST
 def test_checkpoint(backend: str) -> None:
     x, params = arrays(backend)
     _, plain = plain_gradients(backend)(x, params)
@@ -168,7 +172,7 @@ def test_checkpoint(backend: str) -> None:
     close(again, plain)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_any_order_of_gradients_and_transformations() -> None:
     """JAX keeps one trace of a jitted program: gradients of other arguments must not disturb what follows."""
     x, params = arrays(seed=1)
@@ -200,9 +204,9 @@ def test_checkpoint_saves_only_arguments() -> None:
     assert kept(jax.checkpoint(loss("xla"))) < kept(loss("xla"))
 
 
-@pytest.mark.sample(4)
-@BOTH
-@pytest.mark.parametrize("sharded", ["features", "weights"])
+@pytest.mark.parametrize(
+    ("backend", "sharded"), slow_but([("light", "weights")], itertools.product(BACKENDS, ("features", "weights")))
+)
 @pytest.mark.devices(4)
 def test_shard_map(backend: str, sharded: str) -> None:
     """A batch of features, or an ensemble of weights, sharded over four devices; the other arguments are replicated."""
@@ -236,8 +240,7 @@ def test_shard_map(backend: str, sharded: str) -> None:
     close(grads, (sum_if(alone[0], sharded == "weights"), sum_if(alone[1], sharded == "features")))
 
 
-@pytest.mark.sample(2)
-@BOTH
+@XLA_FIRST
 def test_gradients_inside_of_shard_map(backend: str) -> None:
     """Of replicated weights, of two examples on each of two devices: the sum of all examples' gradients."""
     devices = jax.devices("cpu")[:2]
@@ -258,8 +261,7 @@ def test_gradients_inside_of_shard_map(backend: str) -> None:
     close(step(xs, params), (values.sum(0), jax.tree.map(lambda g: g.sum(0), gradients)))
 
 
-@pytest.mark.sample(2)
-@BOTH
+@XLA_FIRST
 def test_stacked_graphs(backend: str) -> None:
     """Bounded graphs of equal shapes compile once, and vmap and scan go over them: results and gradients."""
     _, params = arrays(backend)
@@ -319,8 +321,7 @@ def test_one_compilation_for_equal_graphs() -> None:
     assert count == 2
 
 
-@pytest.mark.sample(2)
-@BOTH
+@XLA_FIRST
 def test_gradients_of_some_arguments(backend: str) -> None:
     """The backward pass computes only the requested gradients."""
     x, params = arrays(backend)
@@ -366,8 +367,7 @@ def test_integer_arguments_and_results() -> None:
     close(grads, floats)
 
 
-@pytest.mark.sample(2)
-@BOTH
+@XLA_FIRST
 def test_second_derivatives(backend: str) -> None:
     """The gradient of a gradient's squared norm, as in a gradient penalty, against XLA's own autodiff."""
     x, params = arrays(backend)

@@ -22,7 +22,7 @@ def case(tmp_path, monkeypatch):
     return graph, jnp.ones((9, 3)), {"weight": jnp.ones((2, 3, 4))}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_kernel_is_tuned_and_stored(case, tmp_path):
     graph, x, params = case
     lines = []

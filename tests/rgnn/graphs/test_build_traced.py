@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from dejax.rgnn.graphs import interop, sorting_traced
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
-from tests.budget import examples
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
-SETTINGS = hypothesis.settings(deadline=None, max_examples=examples(40))
+SETTINGS = hypothesis.settings(deadline=None, max_examples=12)
 NODES, EDGES, EDGE_TYPES, NODE_TYPES = 6, 14, 3, 2
 
 
@@ -153,7 +152,7 @@ LARGE = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LARGE)
 def test_large_graphs_agree_with_the_numpy_builder(case: str) -> None:
     size, nodes, types, padding = LARGE[case]
@@ -301,7 +300,7 @@ def test_works_outside_jit_and_under_strict_promotion() -> None:
     jax.tree.map(np.testing.assert_array_equal, eager, traced)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_vmap_over_graphs_of_one_shape() -> None:
     rng = np.random.default_rng(0)
     ids = [jnp.asarray(rng.integers(0, bound, (3, 8)), jnp.int32) for bound in (5, 5, 2)]

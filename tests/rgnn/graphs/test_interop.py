@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.interop import from_graphs_tuple, to_graphs_tuple
-from tests.budget import examples
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
 jraph = pytest.importorskip("jraph")
-SETTINGS = hypothesis.settings(deadline=None, max_examples=examples(30))
+SETTINGS = hypothesis.settings(deadline=None, max_examples=8)
 NODES, EDGES, GRAPHS, EDGE_TYPES, NODE_TYPES = 16, 30, 5, 4, 3
 
 
@@ -153,7 +152,6 @@ PLAIN = jraph.GraphsTuple(
 NAMED = PLAIN._replace(edges={"kind": jnp.array([1, 0]), "x": jnp.zeros(2)}, nodes={"kind": jnp.array([0, 1, 1])})
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("given", "options"),
     [

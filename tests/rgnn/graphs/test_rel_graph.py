@@ -18,10 +18,9 @@ from dejax.rgnn.graphs.loop_tables import LOOPS
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.tables import LONG_SEGMENT_CHUNK, tile_table
 from dejax.rgnn.interop import to_relations
-from tests.budget import examples
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
-SETTINGS = hypothesis.settings(deadline=None, max_examples=examples(60))
+SETTINGS = hypothesis.settings(deadline=None, max_examples=20)
 
 
 @SETTINGS

@@ -6,6 +6,7 @@ The arrays and how they were made, with the mapping of parameters: tests/rgnn/da
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from dejax.rgnn import Options, library
 from dejax.rgnn.graphs.rel_graph import RelGraph
+from tests.rgnn.preserved import by_numpy
 
 DATA = Path(__file__).parent / "data"
 BACKENDS = {
@@ -35,15 +37,10 @@ def load(layer: str) -> dict[str, dict[str, np.ndarray]]:
     return cases
 
 
-# Interpreted kernels take seconds each; the other cases compile to the same kernels, so they are left to a full run.
-QUICK = ("mean_full", "sum_bases", "mean_blocks", "mean_featureless", "dst_3_concat", "skip")
-
-
 def runs(layer: str) -> list[Any]:
-    """Every case on every backend."""
-    full, slow = pytest.mark.full, pytest.mark.slow
-    kernels = [pytest.param(name, "pallas", marks=full if name in QUICK else slow) for name in load(layer)]
-    return [pytest.param(name, "xla") for name in load(layer)] + kernels
+    """Every case by numpy; on XLA and in kernels they are slow."""
+    slow = [pytest.param(name, backend, marks=pytest.mark.slow) for backend in BACKENDS for name in load(layer)]
+    return [*((name, "numpy") for name in load(layer)), *slow]
 
 
 def graph_of(case: dict[str, np.ndarray]) -> RelGraph:
@@ -69,19 +66,21 @@ def close(got: Any, want: np.ndarray, what: str) -> None:
 
 
 def agree(case: dict[str, np.ndarray], program: Callable[..., Any], backend: str, **keywords: Any) -> None:
-    """XLA is compared in float64, where only a wrong equation can differ; the kernels compute in float32."""
-    with jax.enable_x64(backend == "xla"):
-        dtype = jnp.float64 if backend == "xla" else jnp.float32
+    """Numpy and XLA are compared in float64, where only a wrong equation can differ; the kernels compute in float32."""
+    exact = backend != "pallas"
+    with jax.enable_x64(exact), by_numpy() if backend == "numpy" else nullcontext():
+        dtype = jnp.float64 if exact else jnp.float32
         graph = graph_of(case)
         params = {k.removeprefix("param_"): jnp.asarray(v, dtype) for k, v in case.items() if k.startswith("param_")}
         x = jnp.asarray(case["x"], dtype) if "x" in case else None
         cotangent = jnp.asarray(case["cotangent"], dtype)
 
         def loss(x: Any, params: dict[str, Any]) -> Any:
-            out = program(graph, x, params, options=BACKENDS[backend], **keywords)
+            out = program(graph, x, params, options=BACKENDS.get(backend), **keywords)
             return jnp.vdot(out, cotangent), out
 
-        gradients = jax.jit(jax.grad(loss, argnums=(1,) if x is None else (0, 1), has_aux=True))
+        gradients = jax.grad(loss, argnums=(1,) if x is None else (0, 1), has_aux=True)
+        gradients = gradients if backend == "numpy" else jax.jit(gradients)
         grads, out = gradients(x, params)
         assert out.dtype == dtype
         close(out, case["out"], "output")

@@ -112,7 +112,7 @@ def inputs(how: str, loops: bool) -> tuple[RelGraph, Any, Any]:
 NAMES = sorted(set(load()) - {"graph"})
 
 
-@pytest.mark.sample(8)
+@pytest.mark.usefixtures("programs_by_numpy")
 @pytest.mark.parametrize("name", NAMES)
 def test_same_results(name: str) -> None:
     layer, how, want = layer_of(name)

@@ -20,7 +20,10 @@ from dejax.rgnn import ProgramError, RelGraph, zoo
 from dejax.rgnn.compiler.execute import counts_of
 from dejax.rgnn.layers.zoo.specs import SPECS
 from dejax.rgnn.passes._rewrite import live
+from tests.cases import slow_but
 from tests.rgnn.flax_layers import features, typed_graph
+
+pytestmark = pytest.mark.usefixtures("programs_by_numpy")
 
 GRAPH = typed_graph()
 R, T = GRAPH.num_edge_types, GRAPH.num_node_types
@@ -51,8 +54,7 @@ def test_every_layer_is_here() -> None:
         assert getattr(zoo, spec.program.__name__) is spec.program
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", slow_but(["SAGEConv", "PNAConv", "GATConv", "RGGNNConv"], MODULES))
 def test_equal_parameters_give_equal_results(name: str) -> None:
     counts, settings, takes_edges = MODULES[name]
     x, edges = features(GRAPH, 4), (EDGES,) if takes_edges else ()
@@ -80,7 +82,7 @@ def test_documentation_names_every_setting(name: str) -> None:
 PAIR = RelGraph.from_bipartite([0, 1, 1, 3], [0, 0, 1, 2], num_sources=4, num_destinations=3)
 
 
-@pytest.mark.parametrize("name", ["SAGEConv", pytest.param("GatedGCNConv", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["SAGEConv", pytest.param("GatedGCNConv", marks=pytest.mark.slow)])
 def test_a_pair_of_features_needs_no_padding(name: str) -> None:
     key = jax.random.key(0)
     x = jax.random.normal(key, (4, 5)), jax.random.normal(key, (3, 2))

@@ -1,6 +1,7 @@
 """Programs on integers, booleans and 16-bit floats against NumPy, and values that a program refuses."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +10,25 @@ import pytest
 
 from dejax import rgnn
 from dejax.rgnn import library
+from tests.cases import slow_but
 
+SIXTEEN_BITS = ("float16", "bfloat16")
 TRIANGLE = rgnn.RelGraph.from_edges([0, 1, 2], [1, 2, 0], [0, 0, 0], num_nodes=3)
 BACKENDS = {"xla": rgnn.Options(backend="xla"), "pallas": rgnn.Options(backend="pallas", interpret=True)}
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture
 def options(request):
     return BACKENDS[request.param]
+
+
+ON_BOTH = pytest.mark.parametrize("options", BACKENDS, indirect=True)
+
+
+def on_backends(quick, **values):
+    """Some combinations of values, with the backend first, and the others as slow ones."""
+    cases = slow_but(quick, itertools.product(BACKENDS, *values.values()))
+    return pytest.mark.parametrize(("options", *values), cases, indirect=["options"])
 
 
 def few_destinations(edges=120, nodes=30):
@@ -26,8 +38,7 @@ def few_destinations(edges=120, nodes=30):
     return rgnn.RelGraph.from_edges(*ends, num_nodes=nodes), rng
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8, jnp.bool_])
+@on_backends([("xla", "int32"), ("pallas", "bool")], dtype=("int32", "int8", "bool"))
 def test_integer_and_boolean_features(dtype, options):
     """Means of integers are fractions, also where the mean is computed before the product."""
     graph, rng = few_destinations()
@@ -56,22 +67,23 @@ def test_rgcn_of_counts():
     np.testing.assert_allclose(run(x), run(x.astype(jnp.float32)), atol=1e-5)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("value, dtype", [(1, jnp.int8), (True, jnp.bool_), (1000, jnp.float16), (1000, jnp.bfloat16)])
-def test_a_sum_has_the_dtype_of_the_product(value, dtype, options):
+SUMMED = {"int8": 1, "bool": True, "float16": 1000, "bfloat16": 1000}
+
+
+@on_backends([("xla", "int8"), ("pallas", "float16")], dtype=SUMMED)
+def test_a_sum_has_the_dtype_of_the_product(dtype, options):
     """300 messages times a float32 scalar of their destination, by which the compiler multiplies after the sum."""
     graph = rgnn.RelGraph.from_edges(np.arange(300) % 3, np.zeros(300, int), np.zeros(300, int), num_nodes=3)
+    value = SUMMED[dtype]
     program = rgnn.program(lambda g, m, z: g.sum_to_dst(g.edge(m) * g.dst(z)))
     found = program(graph, jnp.full(300, value, dtype), jnp.ones(3), options=options)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, [300 * float(jnp.asarray(value, dtype)), 0, 0])
 
 
-@pytest.mark.pairwise
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("degree, value", [(1000, 100), (70_000, 1)])
-def test_means_of_many_rows_in_16_bits(degree, value, dtype, options):
+@on_backends([("xla", 1000, "bfloat16"), ("pallas", 70_000, "float16")], degree=(1000, 70_000), dtype=SIXTEEN_BITS)
+def test_means_of_many_rows_in_16_bits(degree, dtype, options):
+    value = 100 if degree == 1000 else 1
     none = np.zeros(degree, int)
     graph = rgnn.RelGraph.from_edges(none, none, none, num_nodes=2)
     x = jnp.full((2, 1), value, dtype)
@@ -97,10 +109,16 @@ def long_segment(degree=70_010):
     return rgnn.RelGraph.from_edges(np.arange(degree) % 7, np.ones(degree, int), relation, num_nodes=8)
 
 
-@pytest.mark.pairwise
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("name", MANY_EDGES)
+@on_backends(
+    [
+        ("xla", "relations", "float16"),
+        ("xla", "features", "float16"),
+        ("pallas", "by_node", "bfloat16"),
+        ("pallas", "products", "float16"),
+    ],
+    name=MANY_EDGES,
+    dtype=SIXTEEN_BITS,
+)
 def test_layers_in_16_bits_at_a_node_of_many_edges(name, dtype, options):
     program, shape, value, other, expected = MANY_EDGES[name]
     program = program if isinstance(program, rgnn.Program) else rgnn.program(program)
@@ -110,8 +128,7 @@ def test_layers_in_16_bits_at_a_node_of_many_edges(name, dtype, options):
     np.testing.assert_allclose(np.asarray(found, np.float32)[1], expected, rtol=2e-2)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@on_backends([("xla", "float16"), ("pallas", "bfloat16")], dtype=SIXTEEN_BITS)
 def test_many_equal_maxima_share_a_gradient_in_16_bits(dtype, options):
     largest, graph = rgnn.program(lambda g, e: g.max_to_dst(g.edge(e))), long_segment()
     equal = jnp.ones(graph.num_edges, dtype)
@@ -144,6 +161,7 @@ def test_booleans():
             rgnn.program(wrong)(graph, mask)
 
 
+@ON_BOTH
 def test_comparisons(options):
     label, x = jnp.array([1, 2, 1]), jnp.array([0.5, jnp.nan, 2.0])
     run = lambda f, *args: np.asarray(rgnn.program(f)(TRIANGLE, *args, options=options)).tolist()  # noqa: E731
@@ -213,12 +231,14 @@ def test_integer_powers_of_integers():
     assert found.tolist() == [31**5, 37**5, -(3**5)]
 
 
+@ON_BOTH
 def test_elu_near_zero(options):
     x = jnp.array([-1e-6, -1e-8, -50.0])
     found = rgnn.program(lambda g, x: rgnn.elu(g.node(x)))(TRIANGLE, x, options=options)
     np.testing.assert_allclose(found, np.expm1(np.asarray(x, np.float64)), rtol=1e-5)
 
 
+@ON_BOTH
 def test_a_maximum_where_all_are_minus_infinity(options):
     graph = rgnn.RelGraph.from_edges([0, 1, 0], [1, 1, 0], [0, 0, 0], num_nodes=3)
     program = rgnn.program(lambda g, s: g.max_to_dst(g.edge(s)))
@@ -226,8 +246,7 @@ def test_a_maximum_where_all_are_minus_infinity(options):
     np.testing.assert_array_equal(found, [-2, 0, 0])
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("gradient", [False, True])
+@on_backends([("xla", True), ("pallas", False)], gradient=(False, True))
 def test_empty_weights(options, gradient):
     def layer(g, x, w):
         return g.sum_to_dst(g.src(x) @ g.per_edge_type(w))

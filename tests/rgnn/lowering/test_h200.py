@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 from dejax.rgnn import Options, library
 from dejax.rgnn.ir.intra import Fallback, Kernels
 from dejax.rgnn.lowering.pallas import PallasLowering
+from tests.cases import slow_but
 from tests.pallas.equations import assert_extrema_keep_nan, kernel_equations
 from tests.rgnn.cases import CASES, OPERATORS, Size
 from tests.rgnn.contract import make_arrays
@@ -104,22 +105,26 @@ def options(precision: str | None) -> Options:
     return Options(backend="pallas", precision=precision, interpret=False)
 
 
-@pytest.mark.sample(4, 2)
 @pytest.mark.parametrize(
     ("model", "width", "heads", "dtype", "precision"),
     [
         ("rgcn", 64, 1, "float32", "tf32"),
-        ("rgcn", 32, 1, "float32", "f32"),
-        ("rgat", 64, 1, "float32", "tf32"),
-        ("rgcn", 256, 1, "bfloat16", None),
-        ("rgat", 256, 4, "bfloat16", None),
         ("rgat", 32, 4, "float32", "f32"),
-        ("hgt", 64, 1, "float32", None),
-        ("rgat", 128, 8, "float32", "bf16"),
-        ("hgt", 32, 4, "float32", "f32"),
         ("hgt", 64, 8, "bfloat16", None),
-        pytest.param("hgt", 256, 8, "float32", "bf16", marks=pytest.mark.slow),
-        pytest.param("rgat", 100, 3, "float32", "tf32", marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("rgcn", 32, 1, "float32", "f32"),
+                ("rgat", 64, 1, "float32", "tf32"),
+                ("rgcn", 256, 1, "bfloat16", None),
+                ("rgat", 256, 4, "bfloat16", None),
+                ("hgt", 64, 1, "float32", None),
+                ("rgat", 128, 8, "float32", "bf16"),
+                ("hgt", 32, 4, "float32", "f32"),
+                ("hgt", 256, 8, "float32", "bf16"),
+                ("rgat", 100, 3, "float32", "tf32"),
+            ]
+        ),
     ],
 )
 def test_models(model: str, width: int, heads: int, dtype: str, precision: str | None, left_to_xla: list[str]) -> None:
@@ -137,14 +142,15 @@ def assert_no_scatter_add(text: str) -> None:
     assert "stablehlo.scatter" not in text
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", ["rgcn_mean", "rgat", "hgt_skip"])
+@pytest.mark.parametrize("name", slow_but(["rgat"], ["rgcn_mean", "rgat", "hgt_skip"]))
 def test_no_scatter_add_where_types_have_sources_of_one_type(name: str) -> None:
     assert_no_scatter_add(lower(name, Size(16, 8, 2), "float32", options("tf32"), "typed"))
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", [n for n in OPERATORS if n != "feature_axes"])
+LOWERED = ("linear_by_node_type", "softmax_within_relations", "reductions", "elementwise")
+
+
+@pytest.mark.parametrize("name", slow_but(LOWERED, [n for n in OPERATORS if n != "feature_axes"]))
 def test_operators(name: str, left_to_xla: list[str]) -> None:
     text = lower(name, Size(17, 3, 2), "float32", options("tf32"))
     assert not left_to_xla
@@ -167,7 +173,7 @@ def gradient(file: str, line: int) -> str:
     return stablehlo(scope["step"], x, {key: jnp.asarray(a) for key, a in arrays.items()})
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_kernels_do_not_depend_on_the_line_of_a_call() -> None:
     """Otherwise an edit above a call would change the program's key in the compilation cache."""
     text = gradient("of_the_caller.py", 1)
@@ -198,7 +204,7 @@ def reshapes(jaxpr: Any) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", slow_but(["rgat"], MODELS))
 def test_loops_reshape_no_tile(model: str) -> None:
     """Triton converts the layout of a reshaped tile through shared memory in every iteration of a loop."""
     name, _ = MODELS[model]

@@ -1,5 +1,6 @@
 """The error bound of each precision, column by column, on arrays of all scales (docs/precision.md)."""
 
+import itertools
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from dejax import rgnn
 from dejax.rgnn import Options
+from tests.cases import slow_but
 from tests.rgnn.lowering import scaled
 from tests.rgnn.lowering.scaled import CASES, Yardsticks, arrays, column_errors, runner
 
@@ -60,9 +62,11 @@ def assert_near_hardware(name: str, precision: str, where: str, factor: float, o
         assert worst <= 1, f"{what}: {3 * worst:.1f} times the error of true {precision} products"
 
 
-@pytest.mark.sample(4, 4)  # three of the nine: each precision, and each program
-@pytest.mark.parametrize("precision", PROMISED)
-@pytest.mark.parametrize("name", ["typed_sum", "rgcn", "spread"])
+# Each program and precision compiles for seconds. `typed_sum` with tf32 is quick; the tests of scales share it.
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    slow_but([("typed_sum", "tf32")], itertools.product(("typed_sum", "rgcn", "spread"), PROMISED)),
+)
 def test_bounds_of_the_precision_page(name: str, precision: str) -> None:
     for seed in range(2):
         for what, found, _ in errors(name, precision, "all", 1.0, seed):
@@ -87,23 +91,28 @@ def test_jax_default_precision_is_that_of_a_program_without_one() -> None:
         assert 1e-5 < error_with(default, **options) < PROMISED["tf32"]
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("factor", SCALES)
+WHERE = ("row", "column", "feature", "feature alone", "weights of a feature", "type", "all", "cotangent")
+
+
 @pytest.mark.parametrize(
-    "where", ["row", "column", "feature", "feature alone", "weights of a feature", "type", "all", "cotangent"]
+    ("name", "where", "factor"),
+    slow_but(
+        [*itertools.product(("typed_sum",), WHERE, SCALES[:1]), ("typed_sum", "row", 1e12)],
+        itertools.product(("typed_sum", "rgcn"), WHERE, SCALES),
+    ),
 )
-@pytest.mark.parametrize("name", ["typed_sum", "rgcn"])
 def test_scales_cost_no_accuracy(name: str, where: str, factor: float) -> None:
     assert_near_hardware(name, "tf32", where, factor)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", SCALES)
 @pytest.mark.parametrize("where", ["row", "column", "type", "all", "cotangent"])
 def test_scales_cost_no_accuracy_in_float32(where: str, factor: float) -> None:
     assert_near_hardware("typed_sum", "f32", where, factor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["heads", "kept heads"])
 @pytest.mark.parametrize("where", ["row", "head", "feature", "feature of some columns", "type"])
 def test_scales_of_heads(where: str, name: str) -> None:
@@ -111,21 +120,29 @@ def test_scales_of_heads(where: str, name: str) -> None:
         assert_near_hardware(name, "tf32", where, factor, by_feature=where.startswith("feature") and factor > 1)
 
 
-@pytest.mark.parametrize("name", ["typed_sum", "halves"])
-@pytest.mark.parametrize("where", ["row", "feature", "feature of some columns", "feature alone", "type"])
+@pytest.mark.parametrize(
+    ("where", "name"),
+    slow_but(
+        [("feature of some columns", "typed_sum")],
+        itertools.product(
+            ("row", "feature", "feature of some columns", "feature alone", "type"), ("typed_sum", "halves")
+        ),
+    ),
+)
 def test_scales_of_slices_and_of_some_columns(where: str, name: str) -> None:
     """The columns of a product are as large as the weights, each times its feature."""
     for factor in SCALES:
         assert_near_hardware(name, "tf32", where, factor, by_feature=where.startswith("feature") and factor > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", (*SCALES, 1e9))
 def test_a_large_row_takes_no_digits_of_columns_in_which_it_is_zero(factor: float) -> None:
     """Columns of the gradient of weights are then sums of the other rows."""
     assert_near_hardware("masked", "tf32", "row with zeros", factor, only="gradient of w")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "factors"),
     [("row", (1e-12, 1e-6)), ("column", (1e-12, 1e-6)), ("feature", (1e-12, 1e-6, 1e6)), ("cotangent", SCALES)],
@@ -136,7 +153,7 @@ def test_scales_of_attention(where: str, factors: tuple[float, ...]) -> None:
         assert_near_hardware("rgat", "tf32", where, factor)
 
 
-@pytest.mark.parametrize("offset", [5.0, 10.0, 30.0])
+@pytest.mark.parametrize("offset", slow_but([30.0], [5.0, 10.0, 30.0]))
 def test_rows_of_a_difference_keep_their_accuracy(offset: float) -> None:
     """PNA's standard deviation: row-scaled float16 would lose all of its digits at an offset of 30."""
     y = yardsticks("spread")
@@ -150,6 +167,7 @@ def test_rows_of_a_difference_keep_their_accuracy(offset: float) -> None:
         assert norm(found[1][k], exact[1][k]) <= 3 * norm(hardware[1][k], exact[1][k]), k
 
 
+@pytest.mark.slow
 def test_a_constant_feature_of_1000() -> None:
     """RGAT's gradient of features is that of true TF32 products."""
     found = {k: (np.linalg.norm(f), np.linalg.norm(h)) for k, f, h in errors("rgat", "tf32", "offset", 1000.0)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -16,6 +17,7 @@ from dejax.rgnn import Options, RelGraph, zoo
 from dejax.rgnn.ir.inter import Builder, Space
 from dejax.rgnn.ir.row_sums import RowSum, row_sum
 from dejax.rgnn.ir.templates import WEIGHT_GRADIENT_SPECS
+from tests.cases import slow_but
 from tests.rgnn.lowering.test_h200 import check_kernels, stablehlo
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
@@ -57,8 +59,10 @@ def exact(graph: RelGraph, x: Any, p: Any, order: int = 1) -> Any:
         return jax.tree.map(np.asarray, gradients(graph, *wide, Options(backend="xla"), order))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("rows", [0, 1, 7, 1003])
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    slow_but([(0, "float32"), (1003, "float32"), (7, "bfloat16")], itertools.product((0, 1, 7, 1003), TOLERANCES)),
+)
 def test_gradients_of_shared_weights(rows: int, dtype: str) -> None:
     graph, p = ring(rows), parameters(dtype, 5, 17)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((rows, 5)), dtype)
@@ -80,6 +84,7 @@ def test_float64_stays_exact() -> None:
         np.testing.assert_allclose(found[key], each, rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["f32", "tf32"])
 def test_gradients_of_gradients(precision: str) -> None:
     graph, p = ring(60), parameters("float32", 5, 8)
@@ -90,6 +95,7 @@ def test_gradients_of_gradients(precision: str) -> None:
         np.testing.assert_allclose(found[key], expected, atol=atol)
 
 
+@pytest.mark.slow
 def test_padding_rows_may_hold_anything() -> None:
     graph, p = ring(40, padding=9), parameters("float32", 5, 8)
     x = np.random.default_rng(0).standard_normal((49, 5)).astype(np.float32)
@@ -100,6 +106,7 @@ def test_padding_rows_may_hold_anything() -> None:
         np.testing.assert_allclose(found[key], each, atol=1e-5 * np.abs(each).max())
 
 
+@pytest.mark.slow
 def test_vmap() -> None:
     graph, p = ring(30), parameters("float32", 5, 8)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 30, 5)), jnp.float32)
@@ -113,8 +120,13 @@ def test_vmap() -> None:
 SIZES = {"k": 6, "n": 5, "h": 3}
 
 
-@pytest.mark.parametrize("width", [5, 70])
-@pytest.mark.parametrize("spec", sorted(WEIGHT_GRADIENT_SPECS))
+@pytest.mark.parametrize(
+    ("spec", "width"),
+    slow_but(
+        [("k,n->kn", 5), ("hk,hn->hkn", 70), ("k,hn->hkn", 5)],
+        itertools.product(sorted(WEIGHT_GRADIENT_SPECS), (5, 70)),
+    ),
+)
 def test_every_contraction(spec: str, width: int) -> None:
     """Narrow heads are multiplied together, wide ones one by one."""
     from dejax.rgnn.ir.intra import Kernels
@@ -166,7 +178,7 @@ def test_which_sums_a_kernel_computes(left: str, right: str, sizes: Any, by_kern
     assert by_kernel == (found.tiles < 4 * machine().multiprocessors and all(found.one_head))
 
 
-@pytest.mark.parametrize("layer", ["graphsage", "gin", "gcn", "gat", "graph_transformer"])
+@pytest.mark.parametrize("layer", slow_but(["graphsage"], ["graphsage", "gin", "gcn", "gat", "graph_transformer"]))
 def test_xla_sums_no_products_over_nodes(layer: str) -> None:
     """A product whose sum is over the nodes is one for which XLA pads copies of both operands."""
     nodes, k, h = 1003, 16, 2

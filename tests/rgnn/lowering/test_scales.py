@@ -55,10 +55,7 @@ def inputs(program: Program, seed: int) -> dict[int, jax.Array]:
     "name",
     [
         "kept heads",
-        "halves",
-        "rgat",
-        "hgt",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("typed_sum", "heads")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("typed_sum", "heads", "halves", "rgat", "hgt")),
     ],
 )
 def test_estimates_are_within_a_factor_of_the_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ PASSES_OFF = [(), ("combine_products", "compact", "cse", "gemm", "hoist", "unit_
     ("nodes", "edges", "types", "passes_off"),
     [
         (1, 0, 1, PASSES_OFF[:1]),
-        (4, 9, 2, PASSES_OFF),
-        (2, 6, 4, PASSES_OFF[1:2]),
+        pytest.param(4, 9, 2, PASSES_OFF, marks=pytest.mark.slow),
+        pytest.param(2, 6, 4, PASSES_OFF[1:2], marks=pytest.mark.slow),
         pytest.param(1, 0, 1, PASSES_OFF[1:], marks=pytest.mark.slow),
         pytest.param(2, 6, 4, PASSES_OFF[::2], marks=pytest.mark.slow),
     ],

@@ -72,7 +72,7 @@ def test_one_softmax_in_several_hops_has_a_plan() -> None:
         assert all(any(i.template == "traversal" for i in kernels.instances) for kernels in made), form
 
 
-@pytest.mark.parametrize("backend", ["xla", pytest.param("pallas", marks=pytest.mark.full)])
+@pytest.mark.parametrize("backend", ["xla", pytest.param("pallas", marks=pytest.mark.slow)])
 def test_one_softmax_in_several_hops(backend: str) -> None:
     program = diffusion(2, "dst", False, "dst")
 
@@ -142,16 +142,23 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
 NO_STORAGE = pytest.param(
     "storage",
     "xla",
-    marks=pytest.mark.cpu_only("products on a GPU have all digits in these tests, so no row is encoded"),
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.cpu_only("products on a GPU have all digits in these tests, so no row is encoded"),
+    ],
 )
 
 
 @pytest.mark.parametrize(
     ("fault", "backend"),
     [
-        *((fault, "xla") for fault in FAULTS if fault != "storage"),
+        *((fault, "xla") for fault in ("its plan is wrong", "its program is wrong")),
+        *(
+            pytest.param(fault, "xla", marks=pytest.mark.slow)
+            for fault in ("the planner raises", "the plan of products", "a pass raises")
+        ),
         NO_STORAGE,
-        pytest.param("its plan is wrong", "pallas", marks=pytest.mark.full),
+        pytest.param("its plan is wrong", "pallas", marks=pytest.mark.slow),
     ],
 )
 def test_a_fault_of_the_compiler_costs_no_result(fault: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
