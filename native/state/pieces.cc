@@ -20,14 +20,11 @@
 namespace dejax::offload {
 namespace {
 
-constexpr char kOtherOrder[] =
-    "XLA ran the pieces of an update in another order than written; use optimizer(tx, streams=False)";
 constexpr int kMostChains = 64;  // a run that failed early leaves its chain; beyond this the oldest are forgotten
 
 // A piece that was pulled and not taken yet.
 struct Waiting {
-  int64_t tag = 0;
-  int64_t array = -1, offset = 0;  // of a piece that a loop pulled
+  int64_t array = -1, offset = 0;
   size_t bytes = 0;
   StagingRegionPtr region;  // on a GPU: where it is, together with others that were pulled by the same call
   DevicePointer staged = 0;
@@ -42,7 +39,7 @@ struct Pushed {
   const void* from = nullptr;
   char* to = nullptr;
   size_t bytes = 0;
-  int64_t array = -1, offset = 0;  // of a piece that a loop pushes
+  int64_t array = -1, offset = 0;
 };
 
 // A piece whose copy to the device begins, and where it comes from.
@@ -61,7 +58,7 @@ struct OnDisk {
 // The calls of one program in one execution.
 struct Chain {
   int64_t number = 0;
-  std::deque<Waiting> waiting;         // in the order of their tags
+  std::deque<Waiting> waiting;         // in the order in which they were pulled
   std::map<int64_t, void*> addresses;  // of the host arrays
   std::map<int64_t, size_t> sizes;
   std::map<int64_t, OnDisk> on_disk;
@@ -104,7 +101,7 @@ class Pieces {
       if (request.slot >= 0) {
         RunIteration(request, &chain, compute);
       } else {
-        Run(request, &chain, compute);
+        Register(request, &chain);
       }
       Open(request, &chain, compute);
       for (int64_t number : request.committed) {
@@ -153,7 +150,7 @@ class Pieces {
     context_ = context;
   }
 
-  void Run(const PiecesRequest& request, Chain* chain, Stream compute) {
+  static void Register(const PiecesRequest& request, Chain* chain) {
     for (size_t i = 0; i < request.arrays.size(); ++i) {
       void*& known = chain->addresses[request.arrays[i]];
       // A copy that XLA makes in the middle would lack the pieces that are still on their way.
@@ -162,36 +159,6 @@ class Pieces {
       known = request.addresses[i];
       chain->sizes[request.arrays[i]] = request.sizes[i];
     }
-    for (const auto* transfers : {&request.pulls, &request.pushes}) {
-      for (const Transfer& t : *transfers) {
-        Require(t.array >= 0 && static_cast<size_t>(t.array) < request.arrays.size() && t.offset >= 0 && t.bytes > 0 &&
-                    static_cast<size_t>(t.offset + t.bytes) <= request.sizes[t.array],
-                "a piece lies outside of its array; this is a defect of dejax");
-      }
-    }
-    int64_t tag = request.first_tag;
-    Require(chain->waiting.size() >= request.taken.size(), kOtherOrder);
-    for (size_t i = 0; i < request.taken.size(); ++i) {
-      const Waiting& piece = chain->waiting[i];
-      Require(piece.tag == tag++ && piece.bytes == request.taken[i].second, kOtherOrder);
-    }
-    Take(chain, request.taken, compute);
-    std::vector<Pushed> pushed;
-    for (size_t i = 0; i < request.pushes.size(); ++i) {
-      const Transfer& t = request.pushes[i];
-      pushed.push_back({request.pushed[i], request.addresses[t.array] + t.offset, static_cast<size_t>(t.bytes)});
-    }
-    Push(pushed, request.staging_bytes, chain, compute);
-    tag += static_cast<int64_t>(chain->waiting.size());
-    std::vector<Pulled> pulled;
-    for (const Transfer& t : request.pulls) {
-      chain->waiting.emplace_back();
-      Waiting& piece = chain->waiting.back();
-      piece.tag = tag++;
-      piece.bytes = t.bytes;
-      pulled.push_back({request.addresses[t.array] + t.offset, &piece});
-    }
-    Pull(pulled, request.staging_bytes);
   }
 
   // The arrays in files. Their tickets say which version this step goes on from, so the launching thread waits for it.
@@ -450,7 +417,7 @@ class Pieces {
       out.Run(out_);
       last_out_ = region->free = events_->Record(out_);
       for (size_t i = begin; i < end; ++i) {
-        if (pushed[i].array >= 0) chain->pushed[{pushed[i].array, pushed[i].offset}] = last_out_;
+        chain->pushed[{pushed[i].array, pushed[i].offset}] = last_out_;
       }
     }
   }

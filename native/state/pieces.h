@@ -1,7 +1,7 @@
 // Arrays in host memory that travel through the device piece by piece: the state of an optimizer.
 //
-// A program works on the pieces one after the other. Its calls form a chain: each passes the host arrays on, so XLA's data
-// flow orders them. One side stream copies later pieces to staging memory on the device while the program works on
+// A program works on the pieces one after the other. Its calls form a chain: each passes a ticket on, so XLA's data flow
+// orders them. One side stream copies later pieces to staging memory on the device while the program works on
 // earlier ones; another copies results from staging memory back to the host. So both directions of the bus are busy at
 // once. Only the compute stream touches XLA's buffers: their lifetime is XLA's affair.
 //
@@ -19,12 +19,12 @@
 namespace dejax::offload {
 
 struct Transfer {
-  int64_t array, offset, bytes;  // `array` is a position in the call's arrays; in a loop an array's number
+  int64_t array, offset, bytes;  // `array` is an array's number
   int64_t stride = 0;            // added to `offset` in each iteration of a loop
 };
 
 struct PiecesRequest {
-  int64_t run = 0, site = 0, first_tag = 0, staging_bytes = 0;
+  int64_t run = 0, site = 0, staging_bytes = 0;
   bool finish = false;
   int64_t slot = -1, pull_iterations = 0;
   std::vector<int64_t> arrays;  // numbers of the host arrays of the call
@@ -34,7 +34,7 @@ struct PiecesRequest {
   std::vector<Transfer> pushes;                 // copies to the host to begin
   std::vector<const void*> pushed;              // their sources
   std::vector<std::pair<void*, size_t>> taken;  // destinations of the pieces that were pulled first
-  std::vector<Transfer> takes;                  // in a loop: which pieces they are
+  std::vector<Transfer> takes;                  // which pieces they are
   const void* tickets = nullptr;                // uint32[opened, 4 or, with marks, 6], of arrays in files
   std::vector<int64_t> opened, opened_bytes;    // their numbers and sizes
   std::vector<int64_t> marks;                   // of their divisions among devices; empty: whole arrays
@@ -48,20 +48,22 @@ void CallPieces(int device, const PiecesRequest& request, cuda::Stream compute);
 void AbandonPieces(int device, int64_t run, int64_t site);
 
 // A call of the chain. `mode`:
-//   0, between: takes host arrays as arguments only, although it writes to them: with a result in host memory beside one on
-//      the device, XLA would take both for host memory. The first and the last call make sure that nobody else has them.
-//        arguments:  ticket; host arrays; pieces to push; further arguments only make the call wait for them
-//        results:    ticket; pieces
+//   0, register: tells the chain where the host arrays lie. Later calls name them by their numbers, and write to them,
+//      although they are no operands: with a result in host memory beside one on the device, XLA would take both for host
+//      memory. The first and the last call make sure that nobody else has them.
+//        arguments:  ticket; host arrays
+//        results:    ticket
 //   1, begin: makes the host arrays the program's own (XLA copies those that were not donated).
 //   2, finish: waits for everything.
-//        arguments:  host arrays; of finish: ticket, pieces to push, further ones to wait for
-//        results:    the host arrays, in the memory of the arguments
-//   3, loop: a call in the body of a loop. The host arrays are no operands: an earlier call of the chain passed them.
+//        arguments:  host arrays; of finish: ticket, further ones to wait for
+//        results:    the host arrays, in the memory of the arguments; without host arrays the ticket
+//   3, loop: copies pieces. The call may be in the body of a loop.
 //        arguments:  ticket; pieces to push; further arguments only make the call wait for them
 //        results:    ticket; pieces
 //      slot: number of the call in its program; its n-th execution in a run is iteration n. pull_iterations: in later
-//      ones nothing is pulled. *_stride: bytes by which an offset advances in each iteration. take_array, take_offset:
-//      the pieces that must come. Arrays are given by their numbers.
+//      ones nothing is pulled. *_array: numbers of arrays. *_offset: where pieces begin, in bytes; *_stride: by which an
+//      offset advances in each iteration. pull_bytes: sizes of the pieces to pull. The pieces to take must be those that
+//      come next.
 //   4, open: arrays in files (state_disk.h). Later calls of mode `loop` name them by their numbers. What is pushed is
 //      their next version.
 //        arguments:  ticket; uint32[arrays, 4], for each array: store, array, version, mark
@@ -70,11 +72,10 @@ void AbandonPieces(int device, int64_t run, int64_t site);
 //      words: the place in the mesh of the device whose shard it is, and that of the device that makes the call.
 //   5, commit: the next version of these arrays was pushed whole.
 //        arguments, results: ticket
-// Other attributes: sharded: 1 or 2 for the chain of one device of several (inside of a shard_map), whose failures
-// together.h raises on all of them; 2: on a CPU by `finish`, which waits for the step's results: the CPU's devices run a
-// program in different orders, and one that raised early could leave others waiting in a collective operation; site: of the program; arrays: numbers of the host arrays; pull_array (a position in `arrays`),
-// pull_offset, pull_bytes: pieces to pull; push_array, push_offset: destinations of the pieces to push; first_tag: number
-// of pieces that earlier calls have returned; staging_bytes: cap of staging memory on the device, exceeded if need be.
+// Other attributes: site: of the program; arrays: numbers of the call's arrays; staging_bytes: cap of staging memory on
+// the device, exceeded if need be; sharded: 1 or 2 for the chain of one device of several (inside of a shard_map), whose
+// failures together.h raises on all of them; 2: on a CPU by `finish`, which waits for the step's results: the CPU's devices
+// run a program in different orders, and one that raised early could leave others waiting in a collective operation.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(PiecesCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(PiecesCuda);
 

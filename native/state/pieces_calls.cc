@@ -17,7 +17,7 @@ namespace {
 
 // The attributes of a call, see pieces.h.
 struct Attributes {
-  int64_t site, mode, first_tag, staging_bytes, slot, pull_iterations, sharded;
+  int64_t site, mode, staging_bytes, slot, pull_iterations, sharded;
   ffi::Span<const int64_t> marks, arrays, pull_array, pull_offset, pull_stride, pull_bytes, push_array, push_offset,
       push_stride, take_array, take_offset, take_stride;
 };
@@ -28,7 +28,7 @@ struct Attributes {
 using Numbers = ffi::Span<const int64_t>;
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     dejax::offload::Attributes, ffi::StructMember<int64_t>("site"), ffi::StructMember<int64_t>("mode"),
-    ffi::StructMember<int64_t>("first_tag"), ffi::StructMember<int64_t>("staging_bytes"),
+    ffi::StructMember<int64_t>("staging_bytes"),
     ffi::StructMember<int64_t>("slot"), ffi::StructMember<int64_t>("pull_iterations"),
     ffi::StructMember<int64_t>("sharded"), ffi::StructMember<Numbers>("marks"), ffi::StructMember<Numbers>("arrays"),
     ffi::StructMember<Numbers>("pull_array"),
@@ -45,7 +45,7 @@ void Require(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error("offload.optimizer: " + what);
 }
 
-constexpr int64_t kBetween = 0, kBegin = 1, kFinish = 2, kLoop = 3, kOpen = 4, kCommit = 5;
+constexpr int64_t kRegister = 0, kBegin = 1, kFinish = 2, kLoop = 3, kOpen = 4, kCommit = 5;
 
 // The CPU's backend may give a result memory of its own.
 void CopyArrays(const PiecesRequest& request, const ffi::RemainingRets& rets) {
@@ -58,7 +58,7 @@ void CopyArrays(const PiecesRequest& request, const ffi::RemainingRets& rets) {
 
 void AddArrays(PiecesRequest* request, int device, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                const Attributes& attributes) {
-  const bool between = attributes.mode == kBetween || attributes.mode == kLoop;
+  const bool between = attributes.mode == kRegister || attributes.mode == kLoop;
   for (size_t i = 0; i < attributes.arrays.size(); ++i) {
     const auto in = args.get<ffi::AnyBuffer>((between ? 1 : 0) + i);
     Require(in.has_value(), "an operand is no array");
@@ -76,28 +76,23 @@ void AddArrays(PiecesRequest* request, int device, const ffi::RemainingArgs& arg
 
 void AddPieces(PiecesRequest* request, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                const Attributes& attributes) {
-  const bool loop = attributes.mode == kLoop;
   for (size_t i = 0; i < attributes.push_array.size(); ++i) {
-    const auto in = args.get<ffi::AnyBuffer>(attributes.arrays.size() + 1 + i);
+    const auto in = args.get<ffi::AnyBuffer>(1 + i);
     Require(in.has_value(), "an operand is no array");
-    const int64_t bytes = in->size_bytes(), stride = loop ? attributes.push_stride[i] : 0;
-    request->pushes.push_back({attributes.push_array[i], attributes.push_offset[i], bytes, stride});
+    const int64_t bytes = in->size_bytes();
+    request->pushes.push_back({attributes.push_array[i], attributes.push_offset[i], bytes, attributes.push_stride[i]});
     request->pushed.push_back(in->untyped_data());
   }
   for (size_t i = 0; i < attributes.pull_array.size(); ++i) {
-    const int64_t stride = loop ? attributes.pull_stride[i] : 0;
     request->pulls.push_back(
-        {attributes.pull_array[i], attributes.pull_offset[i], attributes.pull_bytes[i], stride});
+        {attributes.pull_array[i], attributes.pull_offset[i], attributes.pull_bytes[i], attributes.pull_stride[i]});
   }
-  const bool between = attributes.mode == kBetween || loop;
-  for (size_t i = 1; between && i < rets.size(); ++i) {
-    auto out = rets.get<ffi::AnyBuffer>(i);
+  for (size_t i = 0; i < attributes.take_array.size(); ++i) {
+    auto out = rets.get<ffi::AnyBuffer>(1 + i);
     Require(out.has_value(), "a result is no array");
-    request->taken.push_back({(*out)->untyped_data(), (*out)->size_bytes()});
-    if (!loop) continue;
     const int64_t bytes = (*out)->size_bytes();
-    request->takes.push_back(
-        {attributes.take_array[i - 1], attributes.take_offset[i - 1], bytes, attributes.take_stride[i - 1]});
+    request->taken.push_back({(*out)->untyped_data(), (*out)->size_bytes()});
+    request->takes.push_back({attributes.take_array[i], attributes.take_offset[i], bytes, attributes.take_stride[i]});
   }
 }
 
@@ -128,7 +123,6 @@ void Do(int device, Stream compute, ffi::RunId run, const ffi::RemainingArgs& ar
   PiecesRequest request;
   request.run = run.run_id;
   request.site = attributes.site;
-  request.first_tag = attributes.first_tag;
   request.staging_bytes = attributes.staging_bytes;
   request.finish = attributes.mode == kFinish;
   request.slot = attributes.mode == kLoop ? attributes.slot : -1;
@@ -137,16 +131,14 @@ void Do(int device, Stream compute, ffi::RunId run, const ffi::RemainingArgs& ar
     CallDisk(device, compute, &request, args, attributes);
     return;
   }
-  const bool between = attributes.mode == kBetween || attributes.mode == kLoop;
+  const bool between = attributes.mode == kRegister || attributes.mode == kLoop;
   const size_t count = attributes.arrays.size(), tickets = attributes.mode == kBegin ? 0 : 1;
   Require(args.size() >= count + tickets + attributes.push_array.size() && rets.size() >= (between ? 1 : count) &&
               (attributes.mode != kLoop || attributes.take_array.size() + 1 == rets.size()),
           "a call has too few operands");
   AddArrays(&request, device, args, rets, attributes);
-  if (attributes.mode != kBegin) {
-    AddPieces(&request, args, rets, attributes);
-    CallPieces(device, request, compute);
-  }
+  if (attributes.mode == kLoop) AddPieces(&request, args, rets, attributes);
+  if (attributes.mode != kBegin) CallPieces(device, request, compute);
   if (!between) CopyArrays(request, rets);
 }
 

@@ -23,20 +23,17 @@ namespace {
 
 using Release = nb::call_guard<nb::gil_scoped_release>;
 using Address = std::pair<uintptr_t, size_t>;
-using Place = std::tuple<int64_t, int64_t, int64_t>;
 
 CudaCall CallOf(int64_t run, int device, uintptr_t stream, int64_t call) {
   return {run, device, reinterpret_cast<Stream>(stream), call};
 }
 
-void CallPiecesByAddress(int64_t run, int64_t site, uintptr_t stream, int64_t first_tag, int64_t staging_bytes,
-                         bool finish, const std::vector<Address>& arrays, const std::vector<Place>& pulls,
-                         const std::vector<Place>& pushes, const std::vector<uintptr_t>& pushed,
-                         const std::vector<Address>& taken) {
+// The first or the last call of a chain.
+void CallChainByAddress(int64_t run, int64_t site, uintptr_t stream, int64_t staging_bytes, bool finish,
+                        const std::vector<Address>& arrays) {
   PiecesRequest request;
   request.run = run;
   request.site = site;
-  request.first_tag = first_tag;
   request.staging_bytes = staging_bytes;
   request.finish = finish;
   for (const auto& [address, bytes] : arrays) {
@@ -44,10 +41,6 @@ void CallPiecesByAddress(int64_t run, int64_t site, uintptr_t stream, int64_t fi
     request.addresses.push_back(reinterpret_cast<char*>(address));
     request.sizes.push_back(bytes);
   }
-  for (const auto& [array, offset, bytes] : pulls) request.pulls.push_back({array, offset, bytes});
-  for (const auto& [array, offset, bytes] : pushes) request.pushes.push_back({array, offset, bytes});
-  for (uintptr_t address : pushed) request.pushed.push_back(reinterpret_cast<void*>(address));
-  for (const auto& [address, bytes] : taken) request.taken.push_back({reinterpret_cast<void*>(address), bytes});
   CallPieces(0, request, reinterpret_cast<Stream>(stream));
 }
 
@@ -131,7 +124,7 @@ void BindTesting(nb::module_& parent) {
         StoreOfRun(run, device, binding)->StoreOnCuda(CallOf(run, device, stream, call), ring, data, bytes, handle);
       },
       Release());
-  m.def("call_pieces_on_cuda", &CallPiecesByAddress, Release());
+  m.def("call_chain_on_cuda", &CallChainByAddress, Release());
   m.def("call_rows_on_cuda", &CallRowsByAddress, Release());
   m.def("call_files_on_cuda", &CallFilesByAddress, Release());
 }

@@ -31,7 +31,7 @@ def run(rng, store, stream, number, ahead, staging):
             sized = {"rows": rows, "widths": widths, "ahead": ahead}
             seen += loop(call, slots, stream, numbers, reverse, new=written, **sized)
         testing.call_files_on_cuda(here, 1, stream, staging, [0, 1, 2], [], 0)
-        testing.call_pieces_on_cuda(here, 1, stream, 0, staging, True, [], [], [], [], [])
+        testing.call_chain_on_cuda(here, 1, stream, staging, True, [])
         keep.append((tickets, scratch_tickets))
         if rng.random() < 0.3:
             assert cuda.cuStreamSynchronize(stream) == 0

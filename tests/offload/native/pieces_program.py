@@ -1,11 +1,12 @@
 """Pieces of an optimizer's state on the CUDA side, with the driver of fake_cuda.cc: run by test_ring.py."""
 
-import ctypes
+import itertools
 import sys
 
 import numpy as np
 
 from tests.offload.native.ring_program import address, cuda, testing
+from tests.offload.native.row_loops import keep, new_stream, rows_calls
 
 
 def run(rng, stream, number, ahead, staging):
@@ -22,31 +23,27 @@ def run(rng, stream, number, ahead, staging):
     results = [np.empty(step, np.uint32) for _ in pieces]
     scratch = np.empty(step, np.uint32)
 
-    def call(take=None, pull=(), push=(), given=0, finish=False):
-        def place(k):
-            i, at, count = pieces[k]
-            return (i, 4 * at, 4 * count)
+    call, slots = rows_calls(number, stream, staging), itertools.count()
 
-        taken = [] if take is None else [(address(scratch), 4 * pieces[take][2])]
-        testing.call_pieces_on_cuda(
-            number, 1, stream, given if take is None else take, staging, finish, places,
-            [place(k) for k in pull], [place(k) for k in push], [address(scratch) for _ in push], taken,
-        )  # fmt: skip
+    def place(k):
+        i, at, count = pieces[k]
+        return (i, 4 * at, 4 * count, 0)
 
-    call(pull=range(min(ahead, len(pieces))))
-    for k in range(len(pieces)):
-        nbytes = 4 * pieces[k][2]
-        call(take=k, pull=[k + ahead] if k + ahead < len(pieces) else [])
-        cuda.cuMemcpyDtoDAsync_v2(address(outs[k]), address(scratch), nbytes, stream)
+    testing.call_chain_on_cuda(number, 1, stream, staging, False, places)
+    call(next(slots), pulls=[place(k) for k in range(min(ahead, len(pieces)))], iterations=1)
+    for k, (i, at, count) in enumerate(pieces):
+        later = [place(k + ahead)] if k + ahead < len(pieces) else []
+        call(next(slots), takes=[place(k)], pulls=later, taken=[scratch[:count]], iterations=1)
+        cuda.cuMemcpyDtoDAsync_v2(address(outs[k]), address(scratch), 4 * count, stream)
         cuda.cuMemsetD32Async(address(scratch), 0xDEAD, step, stream)
         # In place of a kernel: its known results are copied.
         if rng.random() < 0.3:
             assert cuda.cuStreamSynchronize(stream) == 0
-        i, at, count = pieces[k]
         results[k][:count] = want[i][at : at + count]
-        cuda.cuMemcpyDtoDAsync_v2(address(scratch), address(results[k]), nbytes, stream)
-        call(push=[k], given=k + 1, finish=k == len(pieces) - 1)
+        cuda.cuMemcpyDtoDAsync_v2(address(scratch), address(results[k]), 4 * count, stream)
+        call(next(slots), pushes=[place(k)], pushed=[scratch[:count]])
         cuda.cuMemsetD32Async(address(scratch), 0xBEEF, step, stream)
+    testing.call_chain_on_cuda(number, 1, stream, staging, True, places)
     keep.append((given, arrays, outs, results, scratch))
     assert cuda.cuStreamSynchronize(stream) == 0
     for (i, at, count), out in zip(pieces, outs, strict=True):
@@ -54,19 +51,15 @@ def run(rng, stream, number, ahead, staging):
     assert all((a == w).all() for a, w in zip(arrays, want, strict=True))
 
 
-keep = []
-
-
 def main(seed):
     rng = np.random.default_rng(seed)
-    stream = ctypes.c_void_p()
-    cuda.cuStreamCreate(ctypes.byref(stream), 0)
+    stream = new_stream()
     number = 0
     for ahead in (1, 2, 4):
         for staging in (1, 20000, 1 << 20):
             for _ in range(8):
                 number += 1
-                run(rng, stream.value, number, ahead, staging)
+                run(rng, stream, number, ahead, staging)
     print("right", number, "programs")
 
 

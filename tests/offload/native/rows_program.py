@@ -24,7 +24,7 @@ def run(rng, stream, number, ahead, staging):
         cuda.cuMemcpyDtoDAsync_v2(address(a), address(b), a.nbytes, stream)
     places = [(a.ctypes.data, a.nbytes) for a in arrays]
     call, slots = rows_calls(number, stream, staging), iter(range(100))
-    testing.call_pieces_on_cuda(number, 1, stream, 0, staging, False, places, [], [], [], [])
+    testing.call_chain_on_cuda(number, 1, stream, staging, False, places)
     seen = []
 
     def between():
@@ -36,7 +36,7 @@ def run(rng, stream, number, ahead, staging):
         sized = {"rows": rows, "widths": widths, "ahead": ahead}
         found = loop(call, slots, stream, numbers, reverse, new=new, between=between, **sized)
         seen += [(out, before[i][k]) for i, k, out in found]
-    testing.call_pieces_on_cuda(number, 1, stream, 0, staging, True, places, [], [], [], [])
+    testing.call_chain_on_cuda(number, 1, stream, staging, True, places)
     keep.append((given, arrays, seen, want, last))
     assert cuda.cuStreamSynchronize(stream) == 0
     assert all((out == wanted).all() for out, wanted in seen), number
@@ -47,7 +47,7 @@ def wrong_order(stream):
     """A piece that was not pulled for this iteration is refused."""
     array = np.zeros((2, 8), np.uint32)
     out = np.zeros(8, np.uint32)
-    testing.call_pieces_on_cuda(9999, 1, stream, 0, 1 << 20, False, [(array.ctypes.data, array.nbytes)], [], [], [], [])
+    testing.call_chain_on_cuda(9999, 1, stream, 1 << 20, False, [(array.ctypes.data, array.nbytes)])
     testing.call_rows_on_cuda(9999, 1, stream, 0, 1 << 20, 1, [], [(0, 0, 32, 0)], [], [], [])
     try:
         testing.call_rows_on_cuda(

@@ -58,9 +58,7 @@ class Program:
         self.ends(finish=False)
 
     def ends(self, finish):
-        testing.call_pieces_on_cuda(
-            self.number, 1, self.stream, 0, self.staging, finish, self.places, [], [], [], []
-        )  # fmt: skip
+        testing.call_chain_on_cuda(self.number, 1, self.stream, self.staging, finish, self.places)
 
     def call(self, slot, takes=(), pulls=(), pushes=(), pushed=(), taken=(), iterations=0):
         testing.call_rows_on_cuda(

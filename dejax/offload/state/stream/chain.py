@@ -20,7 +20,7 @@ from jax import Array
 from dejax import _compat, _native
 from dejax.offload.state.store import is_on_disk
 
-BETWEEN, BEGIN, FINISH, LOOP, OPEN, COMMIT = range(6)  # native/state/pieces.h
+REGISTER, BEGIN, FINISH, LOOP, OPEN, COMMIT = range(6)  # native/state/pieces.h
 _STAGED = 256  # alignment of pieces in staging memory, as in native/state/staging.h
 _EMPTY = np.zeros(0, np.int64)
 _sites = itertools.count(1)
@@ -99,7 +99,7 @@ class Chain:
         ticket = jnp.zeros((2,), jnp.uint32)
         if self._marks is None:
             ticket = _compat.on_one_device(ticket, self._use.several)
-        ticket = self._ffi(BETWEEN, [jax.typeof(ticket)], {0: 0}, self._near)(ticket, *near)[0]
+        ticket = self._ffi(REGISTER, [jax.typeof(ticket)], {0: 0}, self._near)(ticket, *near)[0]
         if not self._on_disk:
             return ticket
         sizes = {"pull_bytes": np.array([self.arrays[k].nbytes for k in self._on_disk], np.int64)}
@@ -194,7 +194,6 @@ class Chain:
         given = {
             "site": np.int64(self._site),
             "mode": np.int64(mode),
-            "first_tag": np.int64(0),
             "staging_bytes": np.int64(self._staging_bytes),
             "slot": np.int64(0),
             "pull_iterations": np.int64(0),
