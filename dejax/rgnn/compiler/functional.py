@@ -69,35 +69,35 @@ def _first(function: str, *xs: Any) -> Symbol:
     return _symbol(next((x for x in xs if isinstance(x, Symbol)), xs[0]), function)
 
 
-def _unary(name: str) -> Any:
-    """The function of an elementwise operator, documented in the table of operators."""
+def _unary(name: str, doc: str) -> Any:
+    """The function of an elementwise operator."""
 
     def function(x: Symbol) -> Symbol:
         trace = _symbol(x, name).trace
         return trace.emit(name, x if OPERATORS[name].of_integers else trace.floating(x))
 
-    function.__name__, function.__qualname__, function.__doc__ = name, name, OPERATORS[name].doc
+    function.__name__, function.__qualname__, function.__doc__ = name, name, doc
     return function
 
 
-exp = _unary("exp")
-expm1 = _unary("expm1")
-log = _unary("log")
-log1p = _unary("log1p")
-sin = _unary("sin")
-cos = _unary("cos")
-sqrt = _unary("sqrt")
-rsqrt = _unary("rsqrt")
-tanh = _unary("tanh")
-sigmoid = _unary("sigmoid")
-erf = _unary("erf")
-softplus = _unary("softplus")
-relu = _unary("relu")
-abs = _unary("abs")
-sign = _unary("sign")
-square = _unary("square")
-reciprocal = _unary("reciprocal")
-stop_gradient = _unary("stop_gradient")
+exp = _unary("exp", "e to the x, element by element.")
+expm1 = _unary("expm1", "e to the x, minus 1, element by element; exact near 0.")
+log = _unary("log", "The natural logarithm, element by element.")
+log1p = _unary("log1p", "The natural logarithm of 1 + x, element by element; exact near 0.")
+sin = _unary("sin", "The sine, element by element.")
+cos = _unary("cos", "The cosine, element by element.")
+sqrt = _unary("sqrt", "The square root, element by element.")
+rsqrt = _unary("rsqrt", "One over the square root, element by element.")
+tanh = _unary("tanh", "The hyperbolic tangent, element by element.")
+sigmoid = _unary("sigmoid", "1 / (1 + exp(-x)), element by element.")
+erf = _unary("erf", "The error function, element by element.")
+softplus = _unary("softplus", "log(1 + exp(x)), element by element.")
+relu = _unary("relu", "max(x, 0), element by element; its gradient at 0 is 0.")
+abs = _unary("abs", "The absolute value, element by element; its gradient at 0 is 0.")
+sign = _unary("sign", "-1, 0 or 1, element by element; without gradient.")
+square = _unary("square", "x times x, element by element.")
+reciprocal = _unary("reciprocal", "1 / x, element by element.")
+stop_gradient = _unary("stop_gradient", "The value, without gradient.")
 
 
 def leaky_relu(x: Symbol, negative_slope: float = 0.2) -> Symbol:

@@ -66,7 +66,6 @@ class Operator:
       columns: what is known of the size of each column of the result: the `same` as the first argument's, `at most`
         those, up to a factor that all have, or at most the `largest` of the arguments'.
       of_integers: whether integers have an integer result; of others they are converted to floats first.
-      doc: of the function of `rgnn` that has the operator's name; None where users reach it otherwise.
     """
 
     kind: Literal["unary", "binary", "ternary", "features", "rows"]
@@ -82,7 +81,6 @@ class Operator:
     masks: Literal["", "kept", "made"] = ""
     columns: Literal["", "same", "at most", "largest"] = ""
     of_integers: bool = False
-    doc: str | None = None
 
 
 def _unary(form: Callable[..., Any], derivative: Callable[..., int] | None = None, **facts: Any) -> Operator:
@@ -112,204 +110,108 @@ def _rows(name: str, **facts: Any) -> Operator:
     return Operator("rows", getattr(types, f"of_{name}"), getattr(derivatives, name, None), **facts)
 
 
+# Facts that several operators share.
 _MOVES: dict[str, Any] = {"linear": Linear.MOVES}
+_MOVES_ELEMENTS: dict[str, Any] = {**_MOVES, "masks": "kept", "columns": "same"}
 _MASK: dict[str, Any] = {"linear": Linear.CONSTANT, "masks": "made"}
+_SUMS: dict[str, Any] = {"linear": Linear.SUMS}
+_SAME_FACTOR: dict[str, Any] = {"linear": Linear.SAME_FACTOR}
+_SLOPE: dict[str, Any] = {"infinite": Infinite.SLOPE}
+_VALUE: dict[str, Any] = {"infinite": Infinite.VALUE}
+_RECTIFIER: dict[str, Any] = {**_SAME_FACTOR, "epilogue": True, "columns": "at most"}
+_EXTREMUM: dict[str, Any] = {**_SAME_FACTOR, "masks": "kept", "columns": "largest", "commutes": True}
+_ADDS: dict[str, Any] = {"linear": Linear.ADDS, "columns": "largest"}
+_SCALES: dict[str, Any] = {"linear": Linear.SCALES}
 
 OPERATORS: dict[str, Operator] = {
     # Without arguments.
     "input": _rows("input"),
     "const": _rows("const", in_registers=True),
     "count": _rows("count"),
-    # Of two arguments, element by element.
-    "add": _binary(
-        lambda x, y: x + y, lambda b, op, out, g: [g, g], linear=Linear.ADDS, columns="largest", commutes=True
-    ),
-    "sub": _binary(
-        lambda x, y: x - y, lambda b, op, out, g: [g, b.op("neg", g)], linear=Linear.ADDS, columns="largest"
-    ),
-    "mul": _binary(
-        lambda x, y: x * y, derivatives.mul, tile=product, linear=Linear.SCALES, masks="kept", commutes=True
-    ),
-    "div": _binary(
-        lambda x, y: x / y,
-        derivatives.div,
-        tile=quotient,
-        linear=Linear.SCALES,
-        infinite=Infinite.VALUE,
-        columns="at most",
-    ),
-    "max": _binary(
-        jnp.maximum,
-        derivatives.extremum,
-        tile=kernels.maximum,
-        linear=Linear.SAME_FACTOR,
-        masks="kept",
-        columns="largest",
-        commutes=True,
-    ),
-    "min": _binary(
-        jnp.minimum,
-        derivatives.extremum,
-        tile=kernels.minimum,
-        linear=Linear.SAME_FACTOR,
-        masks="kept",
-        columns="largest",
-        commutes=True,
-    ),
+    # Element by element, of two arguments or three.
+    "add": _binary(lambda x, y: x + y, lambda b, op, out, g: [g, g], **_ADDS, commutes=True),
+    "sub": _binary(lambda x, y: x - y, lambda b, op, out, g: [g, b.op("neg", g)], **_ADDS),
+    "mul": _binary(lambda x, y: x * y, derivatives.mul, **_SCALES, tile=product, masks="kept", commutes=True),
+    "div": _binary(lambda x, y: x / y, derivatives.div, **_SCALES, **_VALUE, tile=quotient, columns="at most"),
+    "max": _binary(jnp.maximum, derivatives.extremum, **_EXTREMUM, tile=kernels.maximum),
+    "min": _binary(jnp.minimum, derivatives.extremum, **_EXTREMUM, tile=kernels.minimum),
     "gt": _binary(lambda x, y: (x > y).astype(x.dtype), **_MASK),
     "eq": _binary(lambda x, y: (x == y).astype(x.dtype), **_MASK, commutes=True),
-    "power": _binary(jnp.power, derivatives.power, infinite=Infinite.VALUE),
-    "atan2": _binary(jnp.arctan2, derivatives.atan2, infinite=Infinite.SLOPE),
-    "select": Operator(
-        "ternary", types.of_select, derivatives.select, lambda condition, x, y: jnp.where(condition > 0, x, y)
-    ),
-    # Of one argument, element by element.
-    "neg": _unary(lambda x: -x, lambda b, x, out, g: b.op("neg", g), **_MOVES, columns="same"),
+    "power": _binary(jnp.power, derivatives.power, **_VALUE),
+    "atan2": _binary(jnp.arctan2, derivatives.atan2, **_SLOPE),
+    "select": Operator("ternary", types.of_select, derivatives.select, lambda c, x, y: jnp.where(c > 0, x, y)),
+    # Element by element, of one argument.
+    "neg": _unary(lambda x: -x, lambda b, x, y, g: b.op("neg", g), **_MOVES, columns="same"),
     "cast": _unary(
         lambda x, dtype: x,
-        lambda b, x, out, g, dtype: b.op("cast", g, dtype=b.ops[x].dtype),
+        lambda b, x, y, g, dtype: b.op("cast", g, dtype=b.ops[x].dtype),
+        **_MOVES_ELEMENTS,
         typing=types.of_cast,
-        **_MOVES,
-        masks="kept",
-        columns="same",
     ),
-    "stop_gradient": _unary(
-        jax.lax.stop_gradient,
-        **_MOVES,
-        masks="kept",
-        columns="same",
-        of_integers=True,
-        doc="The value, without gradient.",
-    ),
-    "exp": _unary(
-        jnp.exp,
-        lambda b, x, out, g: b.op("mul", g, out),
-        tile=kernels.exp,
-        infinite=Infinite.SLOPE,
-        doc="e to the x, element by element.",
-    ),
-    "expm1": _unary(
-        jnp.expm1,
-        lambda b, x, out, g: b.op("mul", g, b.op("exp", x)),
-        infinite=Infinite.SLOPE,
-        doc="e to the x, minus 1, element by element; exact near 0.",
-    ),
-    "log": _unary(
-        jnp.log,
-        lambda b, x, out, g: b.op("div", g, x),
-        infinite=Infinite.VALUE,
-        doc="The natural logarithm, element by element.",
-    ),
-    "log1p": _unary(
-        jnp.log1p,
-        lambda b, x, out, g: b.op("div", g, b.op("add", x, constant(b, x, 1.0))),
-        infinite=Infinite.VALUE,
-        doc="The natural logarithm of 1 + x, element by element; exact near 0.",
-    ),
-    "sin": _unary(jnp.sin, lambda b, x, out, g: b.op("mul", g, b.op("cos", x)), doc="The sine, element by element."),
-    "cos": _unary(
-        jnp.cos,
-        lambda b, x, out, g: b.op("neg", b.op("mul", g, b.op("sin", x))),
-        doc="The cosine, element by element.",
-    ),
-    "sqrt": _unary(
-        jnp.sqrt,
-        lambda b, x, out, g: b.op("div", scaled(b, g, 0.5), out),
-        infinite=Infinite.SLOPE,
-        doc="The square root, element by element.",
-    ),
+    "stop_gradient": _unary(jax.lax.stop_gradient, **_MOVES_ELEMENTS, of_integers=True),
+    "exp": _unary(jnp.exp, lambda b, x, y, g: b.op("mul", g, y), **_SLOPE, tile=kernels.exp),
+    "expm1": _unary(jnp.expm1, lambda b, x, y, g: b.op("mul", g, b.op("exp", x)), **_SLOPE),
+    "log": _unary(jnp.log, lambda b, x, y, g: b.op("div", g, x), **_VALUE),
+    "log1p": _unary(jnp.log1p, lambda b, x, y, g: b.op("div", g, b.op("add", x, constant(b, x, 1.0))), **_VALUE),
+    "sin": _unary(jnp.sin, lambda b, x, y, g: b.op("mul", g, b.op("cos", x))),
+    "cos": _unary(jnp.cos, lambda b, x, y, g: b.op("neg", b.op("mul", g, b.op("sin", x)))),
+    "sqrt": _unary(jnp.sqrt, lambda b, x, y, g: b.op("div", scaled(b, g, 0.5), y), **_SLOPE),
     "rsqrt": _unary(
-        jax.lax.rsqrt,
-        lambda b, x, out, g: b.op("mul", g, scaled(b, b.op("pow", out, exponent=3.0), -0.5)),
-        infinite=Infinite.VALUE,
-        doc="One over the square root, element by element.",
+        jax.lax.rsqrt, lambda b, x, y, g: b.op("mul", g, scaled(b, b.op("pow", y, exponent=3.0), -0.5)), **_VALUE
     ),
-    "square": _unary(
-        lambda x: x * x,
-        lambda b, x, out, g: b.op("mul", g, scaled(b, x, 2.0)),
-        infinite=Infinite.SLOPE,
-        of_integers=True,
-        doc="x times x, element by element.",
-    ),
-    "reciprocal": _unary(
-        lambda x: 1 / x,
-        lambda b, x, out, g: b.op("neg", b.op("mul", g, b.op("square", out))),
-        infinite=Infinite.VALUE,
-        doc="1 / x, element by element.",
-    ),
-    "pow": _unary(forms.power, derivatives.pow, typing=types.with_exponent, infinite=Infinite.VALUE),
-    "tanh": _unary(
-        jnp.tanh,
-        lambda b, x, out, g: b.op("mul", g, one_minus(b, b.op("square", out))),
-        epilogue=True,
-        doc="The hyperbolic tangent, element by element.",
-    ),
+    "square": _unary(lambda x: x * x, lambda b, x, y, g: b.op("mul", g, scaled(b, x, 2.0)), **_SLOPE, of_integers=True),
+    "reciprocal": _unary(lambda x: 1 / x, lambda b, x, y, g: b.op("neg", b.op("mul", g, b.op("square", y))), **_VALUE),
+    "pow": _unary(forms.power, derivatives.pow, **_VALUE, typing=types.with_exponent),
+    "tanh": _unary(jnp.tanh, lambda b, x, y, g: b.op("mul", g, one_minus(b, b.op("square", y))), epilogue=True),
     "sigmoid": _unary(
         lambda x: 1 / (1 + jnp.exp(-x)),
-        lambda b, x, out, g: b.op("mul", g, b.op("mul", out, one_minus(b, out))),
+        lambda b, x, y, g: b.op("mul", g, b.op("mul", y, one_minus(b, y))),
         epilogue=True,
-        doc="1 / (1 + exp(-x)), element by element.",
     ),
     "softplus": _unary(
         lambda x: jnp.logaddexp(x, jnp.zeros_like(x)),
-        lambda b, x, out, g: b.op("mul", g, b.op("sigmoid", x)),
+        lambda b, x, y, g: b.op("mul", g, b.op("sigmoid", x)),
         tile=lambda x: kernels.maximum(x, 0.0) + jnp.log1p(kernels.exp(-jnp.abs(x))),
-        doc="log(1 + exp(x)), element by element.",
     ),
-    "erf": _unary(jax.lax.erf, derivatives.erf, tile=kernels.erf, doc="The error function, element by element."),
+    "erf": _unary(jax.lax.erf, derivatives.erf, tile=kernels.erf),
     "abs": _unary(
-        jnp.abs,
-        lambda b, x, out, g: b.op("mul", g, b.op("sign", x)),
-        linear=Linear.SAME_FACTOR,
-        columns="same",
-        of_integers=True,
-        doc="The absolute value, element by element; its gradient at 0 is 0.",
+        jnp.abs, lambda b, x, y, g: b.op("mul", g, b.op("sign", x)), **_SAME_FACTOR, columns="same", of_integers=True
     ),
-    "sign": _unary(
-        forms.sign,
-        linear=Linear.CONSTANT,
-        of_integers=True,
-        doc="-1, 0 or 1, element by element; without gradient.",
-    ),
+    "sign": _unary(forms.sign, linear=Linear.CONSTANT, of_integers=True),
     "relu": _unary(
         lambda x: jnp.where(x <= 0, jnp.zeros_like(x), x),  # NaN stays
-        lambda b, x, out, g: b.op("mul", g, b.op("step", x, slope=0.0)),
-        epilogue=True,
-        linear=Linear.SAME_FACTOR,
-        columns="at most",
+        lambda b, x, y, g: b.op("mul", g, b.op("step", x, slope=0.0)),
+        **_RECTIFIER,
         of_integers=True,
-        doc="max(x, 0), element by element; its gradient at 0 is 0.",
     ),
     "leaky_relu": _unary(
         lambda x, slope: jnp.where(x > 0, x, slope * x),
-        lambda b, x, out, g, slope: b.op("mul", g, b.op("step", x, slope=slope)),
+        lambda b, x, y, g, slope: b.op("mul", g, b.op("step", x, slope=slope)),
+        **_RECTIFIER,
         typing=types.with_slope,
-        epilogue=True,
-        linear=Linear.SAME_FACTOR,
-        columns="at most",
     ),
-    "step": _unary(  # the derivative of both
+    "step": _unary(  # the slope of both
         lambda x, slope: jnp.where(x > 0, jnp.ones_like(x), jnp.full_like(x, slope)),
         typing=types.with_slope,
         linear=Linear.CONSTANT,
     ),
     # Of the features of each row.
-    "dot": _features("dot", commutes=True, linear=Linear.SUMS),
-    "sum_features": _features("sum_features", linear=Linear.SUMS),
+    "dot": _features("dot", **_SUMS, commutes=True),
+    "sum_features": _features("sum_features", **_SUMS),
     "extremum_features": _features("extremum_features"),
     "extremum_share": _features("extremum_share"),
-    "reshape": _features("reshape", in_registers=False, **_MOVES, masks="kept", columns="at most"),
-    "transpose": _features("transpose", in_registers=False, **_MOVES, masks="kept"),
+    "reshape": _features("reshape", **_MOVES, in_registers=False, masks="kept", columns="at most"),
+    "transpose": _features("transpose", **_MOVES, in_registers=False, masks="kept"),
     "broadcast": _features("broadcast", **_MOVES, masks="kept"),
-    "concat": _features("concat", in_registers=False, **_MOVES, masks="kept"),
-    "slice": _features("slice", in_registers=False, **_MOVES, masks="kept"),
-    "pad": _features("pad", in_registers=False, **_MOVES),
+    "concat": _features("concat", **_MOVES, in_registers=False, masks="kept"),
+    "slice": _features("slice", **_MOVES, in_registers=False, masks="kept"),
+    "pad": _features("pad", **_MOVES, in_registers=False),
     # Between rows.
-    "gather": _rows("gather", **_MOVES, masks="kept", columns="same"),
-    "reduce": _rows("reduce", linear=Linear.SUMS, columns="at most"),
+    "gather": _rows("gather", **_MOVES_ELEMENTS),
+    "reduce": _rows("reduce", **_SUMS, columns="at most"),
     "softmax": _rows("softmax"),
-    "linear": _rows("linear", linear=Linear.SUMS),
-    "outer": _rows("outer", linear=Linear.SUMS),
+    "linear": _rows("linear", **_SUMS),
+    "outer": _rows("outer", **_SUMS),
     "product_of_others": _rows("product_of_others"),
     "lookup": _rows("lookup"),
     "place": _rows("place"),

@@ -9,13 +9,8 @@ import traceback
 from collections.abc import Iterable
 
 from dejax.rgnn.compiler.frontend.errors import ProgramError, fail, is_internal, is_library
-from dejax.rgnn.ir.operators import named
 
-# Functions that rgnn has by the same name: those of elementwise operators, and those that are made of several.
-_SAME = named(lambda operator: operator.doc is not None) | frozenset(
-    "arctan2 clip concatenate dot elu gelu leaky_relu log_softmax logsumexp max maximum mean min minimum silu softmax "
-    "stack sum where".split()
-)
+# What to write instead of functions that rgnn does not have by the same name.
 _OTHER = {
     "absolute": "rgnn.abs",
     "add": "x + y",
@@ -72,7 +67,8 @@ _OTHER = {
 
 
 def _ours(name: str) -> str | None:
-    return f"rgnn.{name}" if name in _SAME else _OTHER.get(name)
+    rgnn = sys.modules["dejax.rgnn"]  # which is above the front end, and has the public names
+    return f"rgnn.{name}" if name in rgnn.functional.__all__ else _OTHER.get(name)
 
 
 def instead_of(name: str) -> str:
