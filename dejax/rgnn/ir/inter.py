@@ -75,6 +75,8 @@ __all__ = [
 
 def verify(program: Program) -> Program:
     """Checks every rule of the IR and returns the program; `IRError` names the operator that breaks one."""
+    if program.is_verified:
+        return program
     for i, op in enumerate(program.ops):
         need(all(0 <= a < i for a in op.args), f"%{i}: an argument is not defined before it: {op.args}")
         try:
@@ -86,6 +88,7 @@ def verify(program: Program) -> Program:
     need(all(0 <= o < len(program.ops) for o in program.outputs), "an output is not defined")
     positions = [program.ops[i].attr("position") for i in program.inputs]
     need(len(set(positions)) == len(positions), f"two inputs share a position: {positions}")
+    object.__setattr__(program, "is_verified", True)
     return program
 
 

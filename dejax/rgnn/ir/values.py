@@ -120,6 +120,7 @@ class Program:
     ops: tuple[Op, ...]
     outputs: tuple[int, ...]
     lines: tuple[str | None, ...] = field(default=(), compare=False)  # the user's line of each operator, where known
+    is_verified: bool = field(default=False, init=False, compare=False)  # by `verify`, which then returns at once
 
     @cached_property
     def _hash(self) -> int:

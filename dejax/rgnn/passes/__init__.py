@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from dejax.rgnn.ir.inter import Program
+from dejax.rgnn.ir.inter import Program, verify
 from dejax.rgnn.ir.intra import Kernels, verify_kernels
 from dejax.rgnn.passes._rewrite import Counts
 from dejax.rgnn.passes.aggregate import aggregate
@@ -125,7 +125,7 @@ def run_passes(
     for name, run in passes:
         if name not in disable:
             try:
-                program = run(program, counts)  # verified as it is built
+                program = verify(run(program, counts))
             except Exception as error:  # every pass may be left out
                 left_out(program, f"the pass {name!r}", "it is left out", error)
             watch(name, program)
