@@ -363,14 +363,14 @@ def as_on_a_large_graph(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> N
 def side_by_side(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many per-edge scalars each array holds that one reduction stores for others."""
     found: list[int] = []
-    original = PallasLowering.together
+    original = PallasLowering.side_by_side
 
     def together(self: PallasLowering, t: Traversal) -> list[tuple[int, ...]]:
         values = original(self, t)
         found.extend(map(len, values))
         return values
 
-    monkeypatch.setattr(PallasLowering, "together", together)
+    monkeypatch.setattr(PallasLowering, "side_by_side", together)
     return found
 
 

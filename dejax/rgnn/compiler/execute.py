@@ -62,7 +62,7 @@ class Task:
     counts: Counts
     options: Options
     raw: bool = True  # not yet optimised
-    packed: tuple[int, ...] = ()  # indices of the outputs that may be stored as row-scaled float16
+    row_scaled_outputs: tuple[int, ...] = ()  # indices of the outputs that may be stored as row-scaled float16
     # Positions of inputs that are zeros at the nodes from `graph.num_destinations` on, and indices of outputs that
     # nobody reads there.
     destinations: tuple[int, ...] = ()
@@ -122,8 +122,8 @@ def inference_kernels(task: Task, watch: Watch = silent) -> Kernels:
         task.disable,
         deterministic=task.deterministic,
         row_scaled=task.row_scaled,
-        packed=task.packed,
-        alone=task.raw,
+        row_scaled_outputs=task.row_scaled_outputs,
+        inference=task.raw,
         watch=watch,
     )
 
@@ -154,13 +154,17 @@ def training_tasks(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Task, Task]:
     unmasked = tuple(n for n, position in enumerate(parts.needed) if position in task.unmasked)
     outputs = (*task.destination_outputs, *(parts.num_outputs + n for n in own_saved))
     forward = replace(
-        task, program=parts.forward, raw=False, packed=(*task.packed, *saved), destination_outputs=outputs
+        task,
+        program=parts.forward,
+        raw=False,
+        row_scaled_outputs=(*task.row_scaled_outputs, *saved),
+        destination_outputs=outputs,
     )
     backward = replace(
         task,
         program=parts.backward,
         raw=False,
-        packed=(),
+        row_scaled_outputs=(),
         destinations=inputs,
         destination_outputs=back,
         unmasked=unmasked,

@@ -162,7 +162,10 @@ def as_run(kernels: Kernels, options: Options, why: str | None) -> Kernels:
     # XLA stores no rows as float16.
     row_scaled = frozenset() if why is not None else kernels.row_scaled
     return replace(
-        kernels, instances=tuple(made), row_scaled=row_scaled, rounded=kernels.rounded if why is None else frozenset()
+        kernels,
+        instances=tuple(made),
+        row_scaled=row_scaled,
+        read_row_scaled=kernels.read_row_scaled if why is None else frozenset(),
     )
 
 

@@ -276,15 +276,15 @@ Instance = Gemm | WeightGradient | RowProducts | Traversal | Fallback
 class Kernels:
     """A level-1 program and the instances that compute it, in the order of execution.
 
-    `row_scaled` are the values stored as row-scaled float16 (`dejax.pallas.formats.row_scaled`). `rounded` are the
-    names of operands of traversals that may be read as such, where their arrays exist in that form or it costs next to
-    nothing.
+    `row_scaled` are the values stored as row-scaled float16 (`dejax.pallas.formats.row_scaled`). `read_row_scaled` are
+    the names of operands of traversals that may be read so, where their arrays exist in that form or making them costs
+    next to nothing.
     """
 
     program: Program
     instances: tuple[Instance, ...] = ()
     row_scaled: frozenset[int] = frozenset()
-    rounded: frozenset[int] = frozenset()
+    read_row_scaled: frozenset[int] = frozenset()
 
     def first_readers(self) -> dict[int, int]:
         """For each value that an instance reads, the number of the first such instance."""
@@ -447,6 +447,6 @@ def print_kernels(kernels: Kernels) -> str:
         lines += [f"        {format_op(i, kernels.program.ops[i])}" for i in inner]
     if kernels.row_scaled:
         lines.append("  stored as row-scaled float16: " + " ".join(f"%{v}" for v in sorted(kernels.row_scaled)))
-    if kernels.rounded:
-        lines.append("  read as row-scaled float16: " + " ".join(f"%{v}" for v in sorted(kernels.rounded)))
+    if kernels.read_row_scaled:
+        lines.append("  read as row-scaled float16: " + " ".join(f"%{v}" for v in sorted(kernels.read_row_scaled)))
     return "\n".join(lines)

@@ -41,7 +41,7 @@ class RowSum:
         return left, right
 
     @property
-    def together(self) -> bool:
+    def heads_in_one_product(self) -> bool:
         """Whether all heads are multiplied with all others, of which each one's own product is kept.
 
         That costs nothing where heads are so narrow that a tile has several.
@@ -51,11 +51,11 @@ class RowSum:
     @property
     def sides(self) -> tuple[str, str]:
         """The letters of each side that one product multiplies."""
-        return (self.left, self.right) if self.together else self.one_head
+        return (self.left, self.right) if self.heads_in_one_product else self.one_head
 
     @property
     def num_products(self) -> int:
-        return 1 if self.together else self.size(self.heads)
+        return 1 if self.heads_in_one_product else self.size(self.heads)
 
     @property
     def by_kernel(self) -> bool:

@@ -27,7 +27,7 @@ TILE_OPS = named(lambda o: o.in_registers)
 # What kernels read and write. They compute in float32.
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 # Accesses by which a traversal reads once for all entries of a segment.
-BY_ROW = ("row", "row_indexed", "shared")
+ONCE_A_SEGMENT = ("row", "row_indexed", "shared")
 
 
 def takes_narrow_rows(spec: str, narrow_spec: str, narrow: tuple[int, ...]) -> bool:

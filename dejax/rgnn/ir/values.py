@@ -120,7 +120,8 @@ class Program:
     ops: tuple[Op, ...]
     outputs: tuple[int, ...]
     lines: tuple[str | None, ...] = field(default=(), compare=False)  # the user's line of each operator, where known
-    is_verified: bool = field(default=False, init=False, compare=False)  # by `verify`, which then returns at once
+    # Set by `verify`, which then returns at once.
+    is_verified: bool = field(default=False, init=False, compare=False, repr=False)
 
     @cached_property
     def _hash(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dejax.rgnn.ir.inter import Op, Program
 from dejax.rgnn.ir.intra import Accumulator, Traversal
-from dejax.rgnn.ir.templates import BY_ROW
+from dejax.rgnn.ir.templates import ONCE_A_SEGMENT
 
 # Sides by which a value must be narrower than another for products with it to leave the features apart.
 _NARROWER = 4
@@ -42,7 +42,7 @@ def without_factors(program: Program, traversal: Traversal, names: Collection[in
       traversal: the instance.
       names: operands with a factor for each feature.
     """
-    values = {o.name: o.name for o in traversal.operands if o.name in names and o.access not in BY_ROW}
+    values = {o.name: o.name for o in traversal.operands if o.name in names and o.access not in ONCE_A_SEGMENT}
     by_row = {o.name for o in traversal.operands if o.access in ("row", "row_indexed")}
     rows: dict[tuple[int, int], int] = {}
     read = set(traversal.entry_outputs)

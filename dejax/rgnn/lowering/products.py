@@ -189,7 +189,7 @@ class Products(Running):
         y = _decoded(self.destinations.get(instance.y, self.unmasked.get(instance.y, env[instance.y])))
         rows, mask = y.shape[0], valid_rows(self.graph, ops[instance.y].space)
         first = sums[0]
-        heads = () if first.together else (first.size(first.heads),)
+        heads = () if first.heads_in_one_product else (first.size(first.heads),)
         xs = [_decoded(self.unmasked.get(x, env[x])) for x in instance.xs]
         found = kernels.row_products(
             [x.reshape(x.shape[0], *heads, s.size(s.sides[0])) for x, s in zip(xs, sums, strict=True)],
@@ -201,7 +201,7 @@ class Products(Running):
         )
         results = []
         for product, s in zip(found, sums, strict=False):
-            letters = s.left + s.right if s.together else s.heads + "".join(s.one_head)
+            letters = s.left + s.right if s.heads_in_one_product else s.heads + "".join(s.one_head)
             # Of heads that were multiplied together this takes the diagonal.
             results.append(jnp.einsum(f"{letters}->{s.out}", product.reshape([s.sizes[c] for c in letters])))
         if instance.total is not None:

@@ -13,7 +13,7 @@ from dejax.pallas.traversal.factored import max_axis, product, quotient, reshape
 from dejax.rgnn.ir.inter import ELEMENTWISE, OPERATORS, Op, Program
 from dejax.rgnn.ir.intra import Accumulator, Traversal
 from dejax.rgnn.ir.products import with_axes
-from dejax.rgnn.ir.templates import BY_ROW
+from dejax.rgnn.ir.templates import ONCE_A_SEGMENT
 from dejax.rgnn.lowering.factors import WithoutFactors
 
 
@@ -33,15 +33,17 @@ class TileProgram:
         self,
         program: Program,
         t: Traversal,
-        together: Sequence[tuple[int, ...]],
+        side_by_side: Sequence[tuple[int, ...]],
         row_scaled: frozenset[int] = frozenset(),
         columns: Mapping[Any, int] | None = None,
         without: WithoutFactors | None = None,
         stored: Mapping[int, int] | None = None,
     ) -> None:
-        self.program, self.t, self.together = program, t, together
+        self.program, self.t, self.side_by_side = program, t, side_by_side
         self.row_scaled = row_scaled.intersection(t.entry_outputs)  # kept in 16 bits
-        self.kept = {v for values in together if len(values) > 1 for v in values}  # in float32, whatever their dtype
+        self.kept = {
+            v for values in side_by_side if len(values) > 1 for v in values
+        }  # in float32, whatever their dtype
         self.columns, self.stored = dict(columns or {}), dict(stored or {})
         self.without = without or WithoutFactors({}, {}, {}, frozenset())
         self.tiles: Sequence[Any] = ()  # of powers of two, of the traversal that is being traced
@@ -84,7 +86,7 @@ class TileProgram:
         env = self.multiplied(dict(zip(names, tiles, strict=False)), self.tiles)
         env = self.evaluate(env, self.t.body, 2)
         values = tuple(self.accumulated(a, env) for a in self.t.accumulators)
-        return values, tuple(self.entry_output(found, env) for found in self.together)
+        return values, tuple(self.entry_output(found, env) for found in self.side_by_side)
 
     def entry_output(self, values: tuple[int, ...], env: dict[int, Any]) -> Any:
         """An entry output in its padded form, or a tuple of them to be stored side by side."""
@@ -98,7 +100,7 @@ class TileProgram:
         return self.body(*tiles)[1]
 
     def rows(self, totals: Sequence[Any], row_tiles: Sequence[Any]) -> tuple:
-        row_operands = [o for o in self.t.operands if o.access in BY_ROW]
+        row_operands = [o for o in self.t.operands if o.access in ONCE_A_SEGMENT]
         tiles = row_tiles[len(row_operands) :]
         env = self.multiplied(dict(zip((o.name for o in row_operands), row_tiles, strict=False)), tiles)
         env.update((a.out, self.rounded(a.out, v)) for a, v in zip(self.t.sums, totals, strict=True))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import dejax.pallas as kernels
 from dejax.rgnn.ir.inter import VIAS
 from dejax.rgnn.ir.intra import Operand, Traversal
-from dejax.rgnn.ir.templates import BY_ROW
+from dejax.rgnn.ir.templates import ONCE_A_SEGMENT
 from dejax.rgnn.lowering import destinations
 from dejax.rgnn.lowering.factors import WithoutFactors, without_factors
 from dejax.rgnn.lowering.running import Columns, Running
@@ -34,7 +34,7 @@ class _Call:
     reductions: tuple[kernels.Reduction, ...]
     fused_sums: kernels.FusedSums | None
     compute: TileProgram
-    together: Sequence[tuple[int, ...]]
+    side_by_side: Sequence[tuple[int, ...]]
     columns_of: Mapping[int, jax.Array]
 
 
@@ -51,7 +51,7 @@ class Traversals(Running):
 
     def _call(self, t: Traversal, env: dict[int, Any]) -> _Call:
         arrays, operands, tables, columns = self.loaded(t, env)
-        together = self.together(t)
+        side_by_side = self.side_by_side(t)
         fused_sums = self.fused_sums(t.fused_sums, 0 if t.via is None else self._num_rows(t), env)
         reductions, without = self.reductions(t, arrays, operands, columns)
         # Elements of as many bits as those of the rows that they meet: threads have as many of each.
@@ -61,8 +61,8 @@ class Traversals(Running):
         stored_at = {v: len(arrays) - len(t.operands) + i for i, v in enumerate(divided)}
         arrays += divided.values()
         operands += [kernels.Operand("late")] * len(divided)
-        compute = TileProgram(self.program, t, together, self.row_scaled, numbers, without, stored_at)
-        return _Call(arrays, operands, tables, reductions, fused_sums, compute, together, columns_of)
+        compute = TileProgram(self.program, t, side_by_side, self.row_scaled, numbers, without, stored_at)
+        return _Call(arrays, operands, tables, reductions, fused_sums, compute, side_by_side, columns_of)
 
     def _powers(
         self,
@@ -87,7 +87,7 @@ class Traversals(Running):
 
         at = {o.name: i for i, o in enumerate(t.operands)}
         for o in t.operands:
-            if o.name in columns and o.access in BY_ROW:
+            if o.name in columns and o.access in ONCE_A_SEGMENT:
                 at[o.name] = add(o.name, columns[o.name], "times_row", at[o.name])
             elif o.name in without.used:
                 add(o.name, columns[o.name], "each_slot")
@@ -96,12 +96,12 @@ class Traversals(Running):
                 add((row, name), columns[name].reshape(self.program.ops[row].shape), "times_row", at[row])
         return numbers
 
-    def _entry_outputs(self, together: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+    def _entry_outputs(self, side_by_side: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
         """(feature shape, dtype) of each array that is written by entry."""
-        ops = [self.program.ops[values[0]] for values in together]
+        ops = [self.program.ops[values[0]] for values in side_by_side]
         return tuple(
             ((len(values) * op.width,), jnp.dtype("float32")) if len(values) > 1 else (op.shape, jnp.dtype(op.dtype))
-            for values, op in zip(together, ops, strict=True)
+            for values, op in zip(side_by_side, ops, strict=True)
         )
 
     def _map(self, t: Traversal, call: _Call, env: dict[int, Any]) -> None:
@@ -111,7 +111,7 @@ class Traversals(Running):
             call.operands,
             num_entries=num_rows(self.graph, t.space),
             index_tables=call.tables,
-            outputs=self._entry_outputs(call.together),
+            outputs=self._entry_outputs(call.side_by_side),
             row_scaled_outputs=tuple(i for i, v in enumerate(t.entry_outputs) if v in self.row_scaled),
             interpret=self.interpret,
         )
@@ -130,7 +130,7 @@ class Traversals(Running):
             index_tables=call.tables,
             reductions=call.reductions,
             outputs=kernels.Outputs(
-                entries=self._entry_outputs(call.together),
+                entries=self._entry_outputs(call.side_by_side),
                 rows=tuple((ops[v].shape, jnp.dtype(ops[v].dtype)) for v in t.row_outputs),
                 row_scaled=tuple(i for i, v in enumerate(t.row_outputs) if v in self.row_scaled),
                 covers_all_entries=True,
@@ -146,7 +146,9 @@ class Traversals(Running):
                 self.with_destinations(v, found, env)
             else:
                 env[v] = found
-        for values, array in zip(call.together, self.cleared(t.space, entry_values, call.together), strict=True):
+        for values, array in zip(
+            call.side_by_side, self.cleared(t.space, entry_values, call.side_by_side), strict=True
+        ):
             for i, v in enumerate(values):
                 op = ops[v]
                 env[v] = Columns(array, i * op.width, op.shape, op.dtype) if len(values) > 1 else array
@@ -234,7 +236,7 @@ class Traversals(Running):
         numbers: dict[str, int] = {}
         arrays: list[Any] = []
         operands: list[kernels.Operand] = []
-        packed = self.packed(t, env)
+        gathered_arrays = self.gathered_side_by_side(t, env)
         short = self._sums_destinations(t)
         for o in t.operands:
             array, columns = self.rows_of(o, env), None
@@ -242,7 +244,7 @@ class Traversals(Running):
                 array = self._by_row(o.value, rows, env)
             elif short:
                 array = self.destinations[o.value]
-            part = packed.get(o.name, array)
+            part = gathered_arrays.get(o.name, array)
             if isinstance(part, Columns):
                 array, columns = part.array, (part.first, part.shape)
             index = None
@@ -267,7 +269,7 @@ class Traversals(Running):
                 access, index = "indexed" if by_position is None else "positioned", numbers[o.via]
                 if columns is None and may_round(self.kernels, t) and linear_in(self.program, o.value):
                     array = self.narrow_rows_of(o, env)
-            if o.name in self.kernels.rounded and isinstance(array, jax.Array):
+            if o.name in self.kernels.read_row_scaled and isinstance(array, jax.Array):
                 if access != "row" and o.value not in self.encoded:  # the vectors of types, which are few
                     self.encoded[o.value] = kernels.to_row_scaled(array, interpret=self.interpret)
                 array = self.encoded.get(o.value, array)
@@ -311,7 +313,7 @@ class Traversals(Running):
             factored=True,
         )
 
-    def together(self, t: Traversal) -> list[tuple[int, ...]]:
+    def side_by_side(self, t: Traversal) -> list[tuple[int, ...]]:
         """The entry outputs of a traversal; those that go side by side into one array in one tuple.
 
         They are narrow values that traversals alone read, and by entry: one sector for all of them, so that float32
@@ -341,7 +343,7 @@ class Traversals(Running):
         op = self.program.ops[operand.value]
         return op.name == "count" and op.attr("via") == operand.via and op.dtype == "float32"
 
-    def packed(self, t: Traversal, env: dict[int, Any]) -> dict[int, Columns]:
+    def gathered_side_by_side(self, t: Traversal, env: dict[int, Any]) -> dict[int, Columns]:
         """Narrow values that are gathered from the same rows, side by side in one array: one sector instead of several.
 
         Returns:

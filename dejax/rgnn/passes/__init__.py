@@ -44,7 +44,7 @@ from dejax.rgnn.passes.storage import storage
 from dejax.rgnn.passes.sum_by_node import sum_by_node
 
 __all__ = [
-    "LATE",
+    "AFTER_BACKWARD",
     "OPTIMISE",
     "PASSES",
     "Counts",
@@ -80,7 +80,7 @@ OPTIMISE: tuple[tuple[str, Pass], ...] = (
     ("dce", dce),
 )
 # After the backward operators are there (or, without gradients, right after the others).
-LATE: tuple[tuple[str, Pass], ...] = (
+AFTER_BACKWARD: tuple[tuple[str, Pass], ...] = (
     ("sum_by_node", sum_by_node),
     ("softmax", expand_softmax),
     ("hoist", hoist),
@@ -91,11 +91,11 @@ LATE: tuple[tuple[str, Pass], ...] = (
     ("combine_node_products", combine_node_products),
     ("dce", dce),
 )
-# What runs in place of `LATE` where there are no gradients.
-FORWARD_ALONE: tuple[tuple[str, Pass], ...] = (("decompact", decompact), ("dce", dce), *LATE)
+# What runs in place of `AFTER_BACKWARD` where there are no gradients.
+INFERENCE: tuple[tuple[str, Pass], ...] = (("decompact", decompact), ("dce", dce), *AFTER_BACKWARD)
 # What `Options(disable=...)` takes. `backward` off: gradients by JAX's autodiff of the XLA lowering.
 PASSES = (
-    *dict.fromkeys(name for name, _ in (*OPTIMISE, *FORWARD_ALONE)),
+    *dict.fromkeys(name for name, _ in (*OPTIMISE, *INFERENCE)),
     *("backward", "recompute", "gemm", "row_products", "traversal", "share_scalars", "fallback"),
     *("merge_weight_gradients", "storage"),
 )
@@ -164,8 +164,8 @@ def differentiated(
     joint = differentiate(program, wrt)
     watch("backward", joint)
     keeping = {"hoist": partial(hoist, exact=exact), "contract": partial(contract, exact=exact)}
-    late = tuple((name, keeping.get(name, run)) for name, run in LATE)
-    joint = run_passes(joint, late, counts, disable, watch)
+    passes = tuple((name, keeping.get(name, run)) for name, run in AFTER_BACKWARD)
+    joint = run_passes(joint, passes, counts, disable, watch)
     positions = [program.ops[i].attr("position") for i in program.inputs]
     num_inputs = 1 + max(positions, default=-1)
     halves = cut(joint, num_inputs, len(program.outputs), counts, save_all="recompute" in disable)
@@ -181,8 +181,8 @@ def lower_to_kernels(
     *,
     deterministic: bool = True,
     row_scaled: bool = False,
-    packed: tuple[int, ...] = (),
-    alone: bool = False,
+    row_scaled_outputs: tuple[int, ...] = (),
+    inference: bool = False,
     watch: Watch = silent,
 ) -> Kernels:
     """Level 1 to level 2: GEMM instances and products of all rows, then traversals, then the fallback; then weight
@@ -190,17 +190,21 @@ def lower_to_kernels(
 
     A plan that has an error is taken apart, with a warning: first XLA computes what traversals would, then everything.
     With `row_scaled`, kernels store wide rows for each other as row-scaled float16. So they do with the outputs whose
-    positions are in `packed`.
-    With `alone`, the program is an optimised one of which there are no gradients, and its last passes run first.
+    positions are in `row_scaled_outputs`.
+    With `inference`, the program is an optimised one of which there are no gradients, and its last passes run first.
     """
-    if alone:
-        program = run_passes(program, FORWARD_ALONE, counts, disable, watch)
+    if inference:
+        program = run_passes(program, INFERENCE, counts, disable, watch)
     for left in _TAKEN_APART[:-1]:
         try:
-            return _planned(program, counts, disable.union(left), deterministic, row_scaled, packed, alone)
+            return _planned(
+                program, counts, disable.union(left), deterministic, row_scaled, row_scaled_outputs, inference
+            )
         except Exception as error:
             left_out(program, "the plan of the kernels", "XLA computes more of it", error)
-    return _planned(program, counts, disable.union(_TAKEN_APART[-1]), deterministic, row_scaled, packed, alone)
+    return _planned(
+        program, counts, disable.union(_TAKEN_APART[-1]), deterministic, row_scaled, row_scaled_outputs, inference
+    )
 
 
 # What a plan does without, from the whole plan to none.
@@ -217,8 +221,8 @@ def _planned(
     disable: frozenset[str],
     deterministic: bool,
     row_scaled: bool,
-    packed: tuple[int, ...],
-    alone: bool,
+    row_scaled_outputs: tuple[int, ...],
+    inference: bool,
 ) -> Kernels:
     """The instances for a program on which all passes of level 1 have run; see `lower_to_kernels`."""
     kernels = Kernels(program)
@@ -233,5 +237,5 @@ def _planned(
     if "merge_weight_gradients" not in disable:
         kernels = verify_kernels(merge_weight_gradients(kernels))
     if row_scaled:
-        kernels = storage(kernels, packed, alone=alone, counts=counts)
+        kernels = storage(kernels, row_scaled_outputs, inference=inference, counts=counts)
     return kernels

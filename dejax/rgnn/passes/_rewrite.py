@@ -66,6 +66,10 @@ class Rewrite:
     def run(self) -> Program:
         return rebuild(self.program, self.visit, self.new)
 
+    def read_once(self, value: int) -> bool:
+        """Whether one operator alone reads a value, and no output is it."""
+        return len(self.users[value]) == 1 and value not in self.program.outputs
+
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         """See `Visit`."""
         raise NotImplementedError
@@ -193,8 +197,8 @@ def widened(builder: Builder, x: int) -> int:
     return as_dtype(builder, x, in_range(builder.ops[x].dtype))
 
 
-def where_some(builder: Builder, via: str, row: int, none: float) -> int:
-    """A row's value, or a constant where its segment is empty."""
+def unless_empty(builder: Builder, via: str, row: int, none: float) -> int:
+    """A value with one row for each segment of a map; the constant `none` where the segment is empty."""
     op, fine = builder.ops[row], {"space": str(Space.EDGE)} if via == "all" else {}
     some = builder.op("count", via=via, dtype="float64" if op.dtype == "float64" else "float32", **fine)
     if op.shape:
@@ -208,7 +212,7 @@ def scale_of_weight(builder: Builder, factor: int) -> int:
     Nothing reads the factor there. It may be infinite, as 1 / the number of edges, and 0 times that is no gradient.
     """
     via = {Space.EDGE_TYPE: "etype", Space.NODE_TYPE: "ntype", Space.GRAPH: "all"}[builder.ops[factor].space]
-    return where_some(builder, via, widened(builder, factor), 1.0)
+    return unless_empty(builder, via, widened(builder, factor), 1.0)
 
 
 def or_one(builder: Builder, x: int) -> int:

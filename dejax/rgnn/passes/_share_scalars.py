@@ -9,7 +9,7 @@ sums, and needs registers neither for the inner products nor for their rows.
 from __future__ import annotations
 
 from dejax.rgnn.ir.intra import access_operand, as_part
-from dejax.rgnn.ir.templates import BY_ROW
+from dejax.rgnn.ir.templates import ONCE_A_SEGMENT
 from dejax.rgnn.passes._traversal_plans import NARROWER, Fusion, TraversalPlan
 
 # A traversal over destinations is the writer even if it holds up to so many times as many elements.
@@ -152,7 +152,7 @@ def _pays(fusion: Fusion, writer: TraversalPlan, reader: TraversalPlan, scalars:
     def by_entry(values: list[int], width: int) -> set[tuple]:
         """The rows of at least this width that the writer loads for each entry: array, map and part."""
         operands = [as_part(program, access_operand(program, v, writer.via)) for v in values if ops[v].width >= width]
-        return {(o.value, o.via, o.part) for o in operands if o.access not in BY_ROW}
+        return {(o.value, o.via, o.part) for o in operands if o.access not in ONCE_A_SEGMENT}
 
     body, _ = fusion.cone(writer.roots, set())
     # Another traversal could load what the writer needs for inner products alone.

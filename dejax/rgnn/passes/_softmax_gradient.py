@@ -117,8 +117,8 @@ def _multiplies_rows(program: Program, users: list[list[int]], difference: int, 
     return False
 
 
-def centre_again(program: Program, found: list[Centred], counts: Counts) -> Program:
-    """The program with every difference centred again."""
+def centre_differences(program: Program, found: list[Centred], counts: Counts) -> Program:
+    """The program with every difference centred a second time."""
     return cse(_Centring(program, found).run(), counts) if found else program
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from dejax.rgnn.ir.inter import Space
 from dejax.rgnn.ir.intra import Accumulator, Gemm, Kernels, Operand, access_operand, as_part, in_order
-from dejax.rgnn.ir.templates import BY_ROW, TILE_OPS, VECTOR_SPECS, access_by, refusal
+from dejax.rgnn.ir.templates import ONCE_A_SEGMENT, TILE_OPS, VECTOR_SPECS, access_by, refusal
 from dejax.rgnn.passes._rewrite import Counts, from_memory, moves_unit_axes, powers_of_two
 
 ENTRY_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
@@ -159,7 +159,7 @@ class Fusion:
 
     def read_once_per_row(self, value: int, via: str | None) -> bool:
         """Whether a traversal of the segments of `via` loads the value once for all entries of each."""
-        return access_operand(self.program, value, via).access in BY_ROW
+        return access_operand(self.program, value, via).access in ONCE_A_SEGMENT
 
     # --- which traversal needs what ----------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from dejax.rgnn.passes._rewrite import (
     multiply,
     origins,
     rebuild,
-    where_some,
+    unless_empty,
     widened,
 )
 from dejax.rgnn.passes.dce import dce
@@ -169,7 +169,7 @@ def _total(builder: Builder, program: Program, new: dict[int, int], op: Op, term
             degree = builder.op("reshape", degree, shape=(1,) * len(op.shape)) if len(op.shape) > 1 else degree
         # None where there are no edges: what is shared may be infinite.
         times = widened(builder, builder.op("mul", at_node, degree))
-        total = add(total, where_some(builder, via, times, 0.0), negative)
+        total = add(total, unless_empty(builder, via, times, 0.0), negative)
     assert total is not None
     return total
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dejax.rgnn.ir.inter import COMPOSED_VIAS, OPERATORS, ROWWISE, Builder, Op, Program, Space, is_float
 from dejax.rgnn.ir.operators import Infinite, named
-from dejax.rgnn.passes._rewrite import Counts, where_some
+from dejax.rgnn.passes._rewrite import Counts, unless_empty
 
 # An anchor has the name of the map from edges to it; "edge" and "all" are the finest and the coarsest.
 _WITHIN = {  # the anchors that a pair determines
@@ -123,7 +123,7 @@ class _Compaction:
         op = self.builder.ops[x]
         if op.name == "const" or op.space != _SPACE[anchor]:
             return x
-        return where_some(self.builder, anchor, x, 1.0)
+        return unless_empty(self.builder, anchor, x, 1.0)
 
     def may_be_infinite(self, x: int) -> bool:
         """Whether a value of nodes or types is made with a quotient, say by the number of edges, which may be 0.

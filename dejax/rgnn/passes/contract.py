@@ -15,7 +15,7 @@ from dataclasses import replace
 from dejax.rgnn.ir.inter import Builder, Op, Program
 from dejax.rgnn.ir.products import with_axes
 from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, rebuild
-from dejax.rgnn.passes._softmax_gradient import Centred, centre_again, mean_readers
+from dejax.rgnn.passes._softmax_gradient import Centred, centre_differences, mean_readers
 
 
 def contract(program: Program, counts: Counts, *, exact: bool = False) -> Program:
@@ -55,7 +55,7 @@ def contract(program: Program, counts: Counts, *, exact: bool = False) -> Progra
 
     made = rebuild(program, visit, new)
     found = [replace(c, difference=new[c.difference], share=new[c.share]) for c in centred.values()]
-    return centre_again(made, found, counts)
+    return centre_differences(made, found, counts)
 
 
 def _sums(program: Program) -> dict[tuple, int]:

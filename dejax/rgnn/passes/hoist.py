@@ -17,7 +17,7 @@ from dejax.rgnn.passes._rewrite import (
     insert_axes,
     multiply,
     rebuild,
-    where_some,
+    unless_empty,
     widened,
 )
 from dejax.rgnn.passes._softmax_gradient import mean_readers
@@ -64,11 +64,11 @@ def hoist(program: Program, counts: Counts, *, exact: bool = False) -> Program:
             if read.attr("via") == "all":
                 row = builder.read_back(row, "all", builder.ops[total].space)
             else:
-                row = where_some(builder, via, widened(builder, row), 1.0)  # of an empty segment it may be anything
+                row = unless_empty(builder, via, widened(builder, row), 1.0)  # of an empty segment it may be anything
             parts.append((insert_axes(builder, row, f.inserts), f.power))
         made = multiply(builder, parts, op.dtype)
         if any(program.ops[f.value].attr("via") == "all" for f in shared):
-            made = where_some(builder, via, widened(builder, made), 0.0)  # what all segments share may be infinite
+            made = unless_empty(builder, via, widened(builder, made), 0.0)  # what all segments share may be infinite
         if builder.ops[made].shape != op.shape:
             made = builder.op("broadcast", made, shape=op.shape)
         return as_dtype(builder, made, op.dtype)

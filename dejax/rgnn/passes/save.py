@@ -45,13 +45,15 @@ _CACHED_BYTES = H200.cache_bytes / 3
 def cut(joint: Program, num_inputs: int, num_outputs: int, counts: Counts, *, save_all: bool = False) -> Cut:
     """Cuts a joint program; its first `num_inputs` input positions and `num_outputs` outputs belong to forward."""
     ops = joint.ops
-    late: set[int] = set()  # depends on a cotangent
+    in_backward: set[int] = set()  # depends on a cotangent
     for i, op in enumerate(ops):
-        if (op.name == "input" and op.attr("position") >= num_inputs) or late.intersection(op.args):
-            late.add(i)
+        if (op.name == "input" and op.attr("position") >= num_inputs) or in_backward.intersection(op.args):
+            in_backward.add(i)
     gradients = joint.outputs[num_outputs:]
     kept = _compared(joint) | {
-        op.args[0] for i, op in enumerate(ops) if op.name == "linear" and i not in late and op.space == Space.NODE
+        op.args[0]
+        for i, op in enumerate(ops)
+        if op.name == "linear" and i not in in_backward and op.space == Space.NODE
     }
     # The divisor of a softmax, and not the sum that it is made of: traversals then read it as it is.
     kept |= {i for i in range(len(ops)) if divisor(joint, i) is not None}
@@ -68,18 +70,18 @@ def cut(joint: Program, num_inputs: int, num_outputs: int, counts: Counts, *, sa
         for a in ops[value].args:
             need(a)
 
-    for i in sorted(late):
+    for i in sorted(in_backward):
         for a in ops[i].args:
-            if a not in late:
+            if a not in in_backward:
                 need(a)
     for g in gradients:
-        if g not in late:
+        if g not in in_backward:
             need(g)
 
-    backward, needed = _backward_program(joint, late, recomputed, tuple(saved), gradients, num_inputs)
+    backward, needed = _backward_program(joint, in_backward, recomputed, tuple(saved), gradients, num_inputs)
     outputs = (*joint.outputs[:num_outputs], *saved)
-    early = live(joint, outputs).union(joint.inputs) - late
-    return Cut(copy_ops(joint, sorted(early), outputs), backward, needed, num_outputs)
+    in_forward = live(joint, outputs).union(joint.inputs) - in_backward
+    return Cut(copy_ops(joint, sorted(in_forward), outputs), backward, needed, num_outputs)
 
 
 def _compared(program: Program) -> set[int]:
@@ -155,14 +157,14 @@ def _dot_of_rows(program: Program, op: Op) -> bool:
 
 def _backward_program(
     joint: Program,
-    late: set[int],
+    in_backward: set[int],
     recomputed: set[int],
     saved: tuple[int, ...],
     gradients: tuple[int, ...],
     num_inputs: int,
 ) -> tuple[Program, tuple[int, ...]]:
     ops = joint.ops
-    wanted = late | recomputed
+    wanted = in_backward | recomputed
     read = live(joint, gradients, wanted)
     inputs = [i for i in joint.inputs if ops[i].attr("position") < num_inputs and i in read]
     needed = tuple(ops[i].attr("position") for i in inputs)

@@ -223,18 +223,18 @@ def may_round(kernels: Kernels, t: Traversal) -> bool:
 
 
 def storage(
-    kernels: Kernels, packed: tuple[int, ...] = (), *, alone: bool = False, counts: Counts | None = None
+    kernels: Kernels, row_scaled_outputs: tuple[int, ...] = (), *, inference: bool = False, counts: Counts | None = None
 ) -> Kernels:
     """Names the values to store in 16 bits.
 
     Args:
       kernels: a level-2 program.
-      packed: positions of the program's outputs that may be stored so too; others may not.
-      alone: whether no gradients are made of the program, so that inner products are compared with none of theirs: they
-        may then be of rounded rows, as those that are products of matrices are.
-      counts: of the graph. Where it has many pairs, sums of vectors of types are of rounded ones.
+      row_scaled_outputs: positions of the program's outputs that may be stored so too; others may not.
+      inference: whether no gradients are made of the program. Its inner products are then compared with none of those
+        that a gradient would compute, so they may be of rounded rows, as products of matrices are.
+      counts: of the graph. Where it has many pairs, sums of vectors of types are sums of rounded vectors.
     """
-    outputs = {v for i, v in enumerate(kernels.program.outputs) if i not in packed}
+    outputs = {v for i, v in enumerate(kernels.program.outputs) if i not in row_scaled_outputs}
     found: set[int] = set()
     for instance in kernels.instances:
         written = (v for v in _candidates(kernels, instance) if v not in outputs)
@@ -243,15 +243,15 @@ def storage(
         found -= _needs_whole(instance)
     rounded: set[int] = set()
     elsewhere: set[int] = set()  # names that a traversal reads for something else
-    for t in kernels.instances if alone else ():
+    for t in kernels.instances if inference else ():
         if isinstance(t, Traversal):
             names = _in_inner_products(kernels, t)
             rounded |= names
             elsewhere |= {o.name for o in t.loaded} - names
     rounded -= elsewhere
     if counts is not None:
-        alone_or_fused = [each for t in kernels.instances if isinstance(t, Traversal) for each in t.with_fused]
-        many = [t for t in alone_or_fused if t.via is not None and counts.rows(t.space) >= _MANY_ENTRIES]
+        traversals = [each for t in kernels.instances if isinstance(t, Traversal) for each in t.with_fused]
+        many = [t for t in traversals if t.via is not None and counts.rows(t.space) >= _MANY_ENTRIES]
         rounded.update(*(_vectors_of_sums(kernels, t) for t in many))
     return Kernels(kernels.program, kernels.instances, frozenset(found), frozenset(rounded))
 

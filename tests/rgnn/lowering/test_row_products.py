@@ -174,7 +174,7 @@ def test_every_contraction(spec: str, width: int) -> None:
 )
 def test_which_sums_a_kernel_computes(left: str, right: str, sizes: Any, by_kernel: bool, together: bool) -> None:
     found = RowSum(left, right, "", sizes)
-    assert (found.by_kernel, found.together) == (by_kernel, together)
+    assert (found.by_kernel, found.heads_in_one_product) == (by_kernel, together)
     assert by_kernel == (found.tiles < 4 * machine().multiprocessors and all(found.one_head))
 
 

@@ -14,7 +14,7 @@ from dejax.rgnn.compiler import execute
 from dejax.rgnn.ir.inter import Builder, Program, Space, verify
 from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Traversal, WeightGradient, verify_kernels
 from dejax.rgnn.ir.templates import access_by
-from dejax.rgnn.passes import LATE, PASSES, Counts, differentiated, lower_to_kernels, optimise, run_passes
+from dejax.rgnn.passes import AFTER_BACKWARD, PASSES, Counts, differentiated, lower_to_kernels, optimise, run_passes
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
 from dejax.rgnn.passes.canonical.combine_node_products import combine_node_products
@@ -482,9 +482,12 @@ MANY_PAIRS = replace(COUNTS, source_pairs=500, destination_pairs=500)
 def test_golden_decompact(golden: Golden) -> None:
     after = dce(decompact(scores_by_pair, MANY_PAIRS), MANY_PAIRS)
     kernels = fallback(fuse_traversal(fuse_gemm(Kernels(after), MANY_PAIRS), MANY_PAIRS))
-    stages = [("after decompact and dce", verify(after)), ("kernels, without gradients", storage(kernels, alone=True))]
+    stages = [
+        ("after decompact and dce", verify(after)),
+        ("kernels, without gradients", storage(kernels, inference=True)),
+    ]
     golden("pass_decompact.txt", before_after(scores_by_pair, *stages))
-    assert storage(kernels).rounded == frozenset()
+    assert storage(kernels).read_row_scaled == frozenset()
 
 
 @program("rounded")
@@ -500,9 +503,9 @@ def test_rows_are_rounded_for_inner_products_alone() -> None:
     kernels = fallback(fuse_traversal(Kernels(vectors_in_two_traversals), COUNTS))
     assert sum(isinstance(i, Traversal) for i in kernels.instances) == 2
     ops = vectors_in_two_traversals.ops
-    found = storage(kernels, alone=True).rounded
+    found = storage(kernels, inference=True).read_row_scaled
     assert {(ops[ops[v].args[0]].attr("name"), ops[v].attr("via")) for v in found} == {("d", "etype"), ("x", "dst")}
-    assert storage(kernels).rounded == frozenset()
+    assert storage(kernels).read_row_scaled == frozenset()
 
 
 def test_scores_by_pair_stay_where_edges_share_them() -> None:
@@ -515,7 +518,7 @@ def test_golden_gemm(golden: Golden) -> None:
 
 
 def test_golden_traversal(golden: Golden) -> None:
-    late = run_passes(attention_and_epilogue, LATE, COUNTS, frozenset(), lambda *_: None)
+    late = run_passes(attention_and_epilogue, AFTER_BACKWARD, COUNTS, frozenset(), lambda *_: None)
     golden("pass_traversal.txt", before_after(late, ("traversal instances", fuse_traversal(Kernels(late), COUNTS))))
 
 
@@ -603,10 +606,12 @@ def test_golden_storage(golden: Golden) -> None:
     golden(
         "pass_storage.txt",
         before_after(
-            products_of_products, ("instances", storage(fused)), ("output 1 may be, too", storage(fused, packed=(1,)))
+            products_of_products,
+            ("instances", storage(fused)),
+            ("output 1 may be, too", storage(fused, row_scaled_outputs=(1,))),
         ),
     )
-    assert fused.program.outputs[0] not in storage(fused, packed=(1,)).row_scaled
+    assert fused.program.outputs[0] not in storage(fused, row_scaled_outputs=(1,)).row_scaled
 
 
 def test_every_pass_has_a_golden_text() -> None:
@@ -640,7 +645,7 @@ def test_parts_are_read_and_written_where_they_are() -> None:
     """Keys and messages are read from one array, and their gradients written to one, as row-scaled float16."""
     pairs = Counts(nodes=50, edges=1000, source_pairs=90, destination_pairs=90, edge_types=8, node_types=3)
     joint = differentiate(dce(merge_gemms(compact(keys_and_messages, pairs), pairs), pairs), wrt=(0, 1, 2, 3))
-    late = run_passes(joint, LATE, pairs, frozenset(), lambda *_: None)
+    late = run_passes(joint, AFTER_BACKWARD, pairs, frozenset(), lambda *_: None)
     kernels = storage(fallback(fuse_traversal(fuse_gemm(Kernels(late), COUNTS), COUNTS)))
     loops = [i for i in kernels.instances if isinstance(i, Traversal)]
     read = {o.part for t in loops for o in t.operands}
@@ -930,7 +935,7 @@ def test_sums_of_both_kinds_of_pairs(edges: int, types: int, fused: bool, rounde
     loops = [t for t in kernels.instances if isinstance(t, Traversal) and t.via is not None and ".node" in t.via]
     assert [t.fused_sums is not None for t in loops] == ([True] if fused else [False, False])
     vectors = {o.name for t in loops for o in t.loaded if o.via == "destination_pair.etype"}
-    assert kernels.rounded == (vectors if rounded else set())
+    assert kernels.read_row_scaled == (vectors if rounded else set())
 
 
 @pytest.mark.parametrize(("nodes", "heads", "forward", "backward"), [(100, 1, 0, 0), (100, 4, 1, 1), (10**7, 1, 1, 0)])
@@ -984,7 +989,7 @@ def test_rows_without_edges_after_hoisting() -> None:
 
 
 def test_one_pass_for_softmax_and_weighted_sum() -> None:
-    late = run_passes(attention, LATE, COUNTS, frozenset(), lambda *_: None)
+    late = run_passes(attention, AFTER_BACKWARD, COUNTS, frozenset(), lambda *_: None)
     count, loop = lower_to_kernels(late, COUNTS).instances
     assert isinstance(count, Fallback) and isinstance(loop, Traversal)
     assert [a.kind for a in loop.accumulators] == ["max", "weighted", "weighted"]
@@ -1028,7 +1033,9 @@ def test_lines_survive_the_passes() -> None:
     b.line = "model.py:8"
     p = b.build([b.sum(b.op("mul", b.linear(b.src(x), w), b.edge("e")))])
     for disabled in ((), ("aggregate",)):
-        after = run_passes(optimise(p, COUNTS, frozenset(disabled)), LATE, COUNTS, frozenset(), lambda *_: None)
+        after = run_passes(
+            optimise(p, COUNTS, frozenset(disabled)), AFTER_BACKWARD, COUNTS, frozenset(), lambda *_: None
+        )
         found = {line for op, line in zip(after.ops, after.lines, strict=True) if op.name == "linear"}
         assert found == {"model.py:8"}
 

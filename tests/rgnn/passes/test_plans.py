@@ -134,8 +134,12 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
     "its plan is wrong": ("fuse_traversal", unverified, "plan of the kernels"),
     "the plan of products": ("fuse_gemm", raises, "plan of the kernels"),
     "storage": ("storage", raises, "plan of the kernels"),
-    "a pass raises": ("LATE", (("compact", raises), *passes.LATE), "pass 'compact'"),
-    "its program is wrong": ("LATE", (("compact", lambda p, c: replace(p, outputs=(999,))), *passes.LATE), "'compact'"),
+    "a pass raises": ("AFTER_BACKWARD", (("compact", raises), *passes.AFTER_BACKWARD), "pass 'compact'"),
+    "its program is wrong": (
+        "AFTER_BACKWARD",
+        (("compact", lambda p, c: replace(p, outputs=(999,))), *passes.AFTER_BACKWARD),
+        "'compact'",
+    ),
 }
 
 

@@ -45,7 +45,9 @@ class _Combine(Rewrite):
     def run(self) -> Program:
         for _i, op in enumerate(self.program.ops):
             if op.name in ("add", "sub"):
-                self.inside.update(a for a in op.args if self.program.ops[a].name in ("add", "sub") and self.alone(a))
+                self.inside.update(
+                    a for a in op.args if self.program.ops[a].name in ("add", "sub") and self.read_once(a)
+                )
         return super().run()
 
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
@@ -75,9 +77,9 @@ class _Combine(Rewrite):
         for leaf in self.leaves(index):
             total = self.program.ops[leaf.value]
             first = self.program.ops[sums[0]] if sums else total
-            if total.is_sum and self.alone(leaf.value) and total.attrs == first.attrs and total.dtype == op.dtype:
+            if total.is_sum and self.read_once(leaf.value) and total.attrs == first.attrs and total.dtype == op.dtype:
                 rows = self.program.ops[total.args[0]]
-                if rows.space == Space.EDGE and rows.shape == op.shape and self.alone(total.args[0]):
+                if rows.space == Space.EDGE and rows.shape == op.shape and self.read_once(total.args[0]):
                     sums.append(leaf.value)
                     terms += self.terms(total.args[0], leaf.negative)
                     continue
@@ -91,7 +93,7 @@ class _Combine(Rewrite):
     def leaves(self, value: int, negative: bool = False, outer: bool = True) -> list[_Term]:
         """The terms of a sum, whatever they are."""
         op = self.program.ops[value]
-        if op.name in ("add", "sub") and is_float(op.dtype) and (outer or self.alone(value)):
+        if op.name in ("add", "sub") and is_float(op.dtype) and (outer or self.read_once(value)):
             left, right = op.args
             return self.leaves(left, negative, False) + self.leaves(right, negative ^ (op.name == "sub"), False)
         return [_Term(value, negative, (), None)]
@@ -99,18 +101,18 @@ class _Combine(Rewrite):
     def weighted_heads(self, builder: Builder, op: Op) -> int | None:
         """`(a_r[:, None] * (x @ V)).sum(0)` as a product by the sum of `a_rh V_h` over the heads h."""
         ops, product = self.program.ops, self.program.ops[op.args[0]]
-        if op.attr("axes") != (0,) or op.attr("keepdims") or product.name != "mul" or not self.alone(op.args[0]):
+        if op.attr("axes") != (0,) or op.attr("keepdims") or product.name != "mul" or not self.read_once(op.args[0]):
             return None
         for rows, scale in (product.args, product.args[::-1]):
             numbers, read = self.through_reshape(ops[scale]), ops[rows]
-            made = ops[read.args[0]] if read.name == "gather" and self.alone(rows) else read
+            made = ops[read.args[0]] if read.name == "gather" and self.read_once(rows) else read
             is_product = made.name == "linear" and (made.attr("spec"), made.attr("via")) == ("k,hkn->hn", "all")
             typed = numbers.name == "gather" and numbers.attr("via") == "etype"
             if not (is_product and typed and ops[scale].shape == (made.shape[0], 1) and made.shape[0] >= _MANY):
                 continue
-            if read.name == "gather" and (read.attr("via") not in ("src", "dst") or not self.alone(read.args[0])):
+            if read.name == "gather" and (read.attr("via") not in ("src", "dst") or not self.read_once(read.args[0])):
                 continue
-            if len({made.dtype, numbers.dtype, op.dtype}) > 1 or (read is made and not self.alone(rows)):
+            if len({made.dtype, numbers.dtype, op.dtype}) > 1 or (read is made and not self.read_once(rows)):
                 continue
             factor = scale_of_weight(builder, self.new[numbers.args[0]])
             factor = builder.op("reshape", factor, shape=(made.shape[0], 1, 1))
@@ -124,9 +126,6 @@ class _Combine(Rewrite):
     def through_reshape(self, op: Op) -> Op:
         return self.program.ops[op.args[0]] if op.name == "reshape" else op
 
-    def alone(self, value: int) -> bool:
-        return len(self.users[value]) == 1 and value not in self.program.outputs
-
     def terms(self, value: int, negative: bool = False) -> list[_Term]:
         """The terms of a sum, with their products."""
         return [self.term(t.value, t.negative) for t in self.leaves(value, negative)]
@@ -136,9 +135,9 @@ class _Combine(Rewrite):
         at, whole = value, self.program.ops[value]
         while True:
             op = self.program.ops[at]
-            if op.shape != whole.shape or op.dtype != whole.dtype or not (at == value or self.alone(at)):
+            if op.shape != whole.shape or op.dtype != whole.dtype or not (at == value or self.read_once(at)):
                 break
-            if op.name == "linear" and op.attr("via") in ("etype", "all") and self.alone(at):
+            if op.name == "linear" and op.attr("via") in ("etype", "all") and self.read_once(at):
                 if Product.parse(op.attr("spec")).is_forward:
                     return _Term(value, negative, tuple(scales), op)
                 break

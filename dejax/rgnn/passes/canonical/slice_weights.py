@@ -65,13 +65,13 @@ class _Slices(Rewrite):
         if op.name != "slice" or op.args[0] not in self.made:
             return None
         axis = op.attr("axis")
-        whole = self.program.ops[op.args[0]].shape[axis]
-        return self.part(builder, op.args[0], op.attr("start"), op.attr("stop"), axis, whole)
+        size = self.program.ops[op.args[0]].shape[axis]
+        return self.part(builder, op.args[0], op.attr("start"), op.attr("stop"), axis, size)
 
-    def part(self, builder: Builder, value: int, start: int, stop: int, axis: int, whole: int) -> int:
-        """A part of an old value, as a new value; a value whose axis is not of size `whole` broadcasts."""
+    def part(self, builder: Builder, value: int, start: int, stop: int, axis: int, size: int) -> int:
+        """A part of an old value, as a new value; a value whose axis is not of size `size` broadcasts."""
         op = self.program.ops[value]
-        if len(op.shape) <= axis or op.shape[axis] != whole:
+        if len(op.shape) <= axis or op.shape[axis] != size:
             return self.new[value]
         if value not in self.made:
             return _cut(builder, self.new[value], axis, start, stop)
@@ -82,7 +82,7 @@ class _Slices(Rewrite):
             if "h" in Product.parse(op.attr("spec")).left and axis == 0:
                 x = _cut(builder, x, 0, start, stop)
             return builder.op("linear", x, w, **dict(op.attrs))
-        parts = (self.part(builder, a, start, stop, axis, whole) for a in op.args)
+        parts = (self.part(builder, a, start, stop, axis, size) for a in op.args)
         return builder.op(op.name, *parts, **dict(op.attrs))
 
 

@@ -62,8 +62,7 @@ class _Sums(Rewrite):
 
     def leaves(self, value: int, outer: bool = False) -> list[int]:
         op = self.program.ops[value]
-        alone = outer or (len(self.users[value]) == 1 and value not in self.program.outputs)
-        if op.name != "add" or not alone or len(origins(self.program, value)) < 2:
+        if op.name != "add" or not (outer or self.read_once(value)) or len(origins(self.program, value)) < 2:
             return [value]
         left, right = op.args
         return self.leaves(left) + self.leaves(right)

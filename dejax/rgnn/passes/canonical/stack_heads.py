@@ -47,13 +47,13 @@ class _StackHeads(Rewrite):
             value = group.stacked(parts)
         except _Different:
             return None
-        if not group.pays or not self.alone(group.joined, readers):
+        if not group.pays or not self.only_read_within(group.joined, readers):
             return None
         value = group.full(value)
         return value if stacked else builder.op("reshape", value, shape=op.shape)
 
-    def alone(self, joined: set[int], readers: set[int]) -> bool:
-        """Whether nothing else reads what is computed together."""
+    def only_read_within(self, joined: set[int], readers: set[int]) -> bool:
+        """Whether only the heads and their concatenation read what all heads compute at once."""
         ops, inside = self.program.ops, joined | readers
         kept = (v for v in joined if ops[v].name not in ("gather", "slice", "reshape") and ops[v].space not in _TYPES)
         return all(v not in self.program.outputs and inside.issuperset(self.users[v]) for v in kept)

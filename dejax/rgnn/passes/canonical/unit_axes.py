@@ -36,12 +36,12 @@ class _UnitAxes:
         for i, op in enumerate(self.program.ops):
             self.b.line = self.program.lines[i] if self.program.lines else None
             self.new[i] = self.visit(i, op)
-        return self.b.build(self.whole(o) for o in self.program.outputs)
+        return self.b.build(self.with_axis(o) for o in self.program.outputs)
 
     def shaped(self, value: int, shape: tuple[int, ...]) -> int:
         return value if self.b.ops[value].shape == shape else self.b.op("reshape", value, shape=shape)
 
-    def whole(self, old: int) -> int:
+    def with_axis(self, old: int) -> int:
         return self.shaped(self.new[old], self.program.ops[old].shape)
 
     def without(self, old: int) -> int:
@@ -65,7 +65,7 @@ class _UnitAxes:
             if product.out[-1:] == "n" and vector.is_inner:
                 self.bare.add(i)
                 x, w = op.args
-                return b.op("linear", self.whole(x), self.without(w), spec=str(vector), via=op.attr("via"))
+                return b.op("linear", self.with_axis(x), self.without(w), spec=str(vector), via=op.attr("via"))
         if op.name == "sum_features" and (found := self.summed(i, op)) is not None:
             return found
         if bare and ends and (op.name in _BY_ELEMENT or op.name in BINARY or op.name == "select"):
@@ -73,8 +73,8 @@ class _UnitAxes:
             return b.copy(op, (self.without(a) for a in op.args), b.line)
         if op.name in BINARY or op.name == "select":  # a scalar broadcasts to every shape
             scalars = {a for a in bare if len(self.program.ops[a].shape) == 1}
-            return b.copy(op, (self.new[a] if a in scalars else self.whole(a) for a in op.args), b.line)
-        return b.copy(op, (self.whole(a) for a in op.args), b.line)
+            return b.copy(op, (self.new[a] if a in scalars else self.with_axis(a) for a in op.args), b.line)
+        return b.copy(op, (self.with_axis(a) for a in op.args), b.line)
 
     def summed(self, i: int, op: Op) -> int | None:
         """A sum that keeps its last axis, or whose last axis is gone already; None for any other."""
