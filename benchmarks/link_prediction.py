@@ -24,30 +24,29 @@ import optax
 from benchmarks.provenance import Save
 from dejax.datasets import synthetic_triples
 from dejax.minibatch import link_ranks, softmax_cross_entropy
-from dejax.training.links import LinkGraph, LinkSettings, LinkTrainer, resolve
-from dejax.training.links.negatives import draw, pool_of
+from dejax.rgnn import Options
+from dejax.training import Settings, Trainer, resolve
+from dejax.training.link_graph import LinkGraph
+from dejax.training.links import LinkTask
 from dejax.training.report import machine_kind
 
 
-def ours(graph: LinkGraph, settings: LinkSettings, seed: int) -> dict[str, float]:
+def ours(graph: LinkGraph, settings: Settings, seed: int) -> dict[str, float]:
     """Ranks of the test triples, and training edges a second without the first epoch."""
-    trainer = LinkTrainer(settings, graph)
+    trainer = Trainer(settings, graph.data)
     state, seconds = trainer.init(seed), []
-    for now, progress in trainer.run(state, seed, settings.epochs):
+    for now, found in trainer.run(state, settings.epochs):
         state = now
-        seconds += [] if progress is None else [progress.seconds]
-    ranks = trainer.ranks(state, "test", progress=False)
+        seconds += [] if found is None else [found.seconds]
+    ranks = trainer.task.ranks(trainer, state, "test", progress=False)
     return _result(ranks, len(graph.train), seconds)
 
 
-def plain(graph: LinkGraph, settings: LinkSettings, seed: int) -> dict[str, float]:
+def plain(graph: LinkGraph, settings: Settings, seed: int) -> dict[str, float]:
     """The same with `jnp` alone."""
     edges, nodes, kinds = len(graph.edge_type), graph.num_nodes, 2 * graph.num_relations
     senders, receivers, types = map(jnp.asarray, (graph.senders, graph.receivers, graph.edge_type))
-    triples, places = jnp.asarray(graph.train), jnp.asarray(graph.train_edge)
-    inputs = _Inputs(pool_of(graph), jnp.asarray(graph.node_type))
-    size = min(settings.batch_size, len(triples))
-    steps = -(-len(triples) // size)
+    task = LinkTask(settings.replace(full_batch=True), graph, Options())  # its batches, and its negatives
     params = _init(jax.random.key(seed), nodes, kinds, graph.num_relations, settings)
     optimizer = optax.adam(settings.lr)
     state = optimizer.init(params)
@@ -67,15 +66,13 @@ def plain(graph: LinkGraph, settings: LinkSettings, seed: int) -> dict[str, floa
         return h
 
     @jax.jit
-    def step(params: Any, state: Any, rows: Any, key: Any) -> Any:
-        mask = rows >= 0
-        head, relation, tail = triples[jnp.maximum(rows, 0)].T
-        flipped = jnp.arange(size) % 2 == 1
-        kept, true = jnp.where(flipped, tail, head), jnp.where(flipped, head, tail)
+    def step(params: Any, state: Any, seeds: Any, key: Any) -> Any:
+        kept, true, relation = seeds["kept"], seeds["true"], seeds["relation"]
+        mask = kept >= 0
         draw_key, dropout_key = jax.random.split(key)
-        wrong, where, there = draw(draw_key, inputs, jnp.where(mask, true, -1), settings)
-        candidates = jnp.concatenate([true, wrong])
-        gone = jnp.where(mask, places[jnp.maximum(rows, 0)], edges)
+        where, there = task.negatives.places(draw_key, true, seeds["kind"], seeds["wrong"])
+        candidates = jnp.concatenate([true, seeds["wrong"]])
+        gone = jnp.where(mask, seeds["edge"], edges)
         on = jnp.ones(edges).at[jnp.concatenate([gone, gone + edges // 2])].set(0, mode="drop")
 
         def loss_of(params: Any) -> Any:
@@ -92,26 +89,21 @@ def plain(graph: LinkGraph, settings: LinkSettings, seed: int) -> dict[str, floa
 
     seconds, key = [], jax.random.key(seed + 1)
     for epoch in range(settings.epochs):
-        order = np.full(steps * size, -1, np.int32)
-        order[: len(triples)] = np.random.default_rng([seed, epoch]).permutation(len(triples))
         begin = time.perf_counter()
-        for number, rows in enumerate(np.split(order, steps)):
-            params, state = step(params, state, rows, jax.random.fold_in(key, epoch * steps + number))
+        order = task.order(seed, epoch)
+        for number in range(task.steps_per_epoch):
+            seeds = {name: some[number] for name, some in order.items()}
+            params, state = step(params, state, seeds, jax.random.fold_in(key, epoch * task.steps_per_epoch + number))
         jax.block_until_ready(params)
         seconds.append(time.perf_counter() - begin)
     h = jax.jit(encode)(params, jnp.ones(edges))
     known = np.concatenate([graph.train, *graph.splits.values()])
     test = graph.splits["test"]
     ranks = link_ranks("distmult", h, params["relations"], h, test, known=known, progress=False)
-    return _result(ranks, len(triples), seconds)
+    return _result(ranks, len(graph.train), seconds)
 
 
-class _Inputs:
-    def __init__(self, pool: Any, node_type: Any) -> None:
-        self.pool, self.node_type = pool, node_type
-
-
-def _init(key: Any, nodes: int, kinds: int, relations: int, settings: LinkSettings) -> dict[str, Any]:
+def _init(key: Any, nodes: int, kinds: int, relations: int, settings: Settings) -> dict[str, Any]:
     """Glorot uniform matrices, as the layers of dejax have them; embeddings and relations as in the command."""
     keys = iter(jax.random.split(key, 2 + 3 * settings.layers))
     d, bases = settings.hidden, settings.bases or 1
@@ -150,8 +142,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, save: Save) -> None:
     graph = LinkGraph.of(synthetic_triples(args.scale))
     settings = resolve(
-        "synthetic-triples", epochs=args.epochs, hidden=args.hidden, batch_size=args.batch_size, lr=args.lr,
-        eval_every=args.epochs, eval_edges=1,
+        "synthetic-triples", task="links", epochs=args.epochs, hidden=args.hidden, batch_size=args.batch_size,
+        lr=args.lr, eval_every=args.epochs, eval_edges=1,
     )  # fmt: skip
     ways = {
         "plain JAX, whole graph": lambda seed: plain(graph, settings, seed),

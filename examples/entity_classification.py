@@ -7,7 +7,7 @@
 
 It ends with a table: accuracies (mean and spread over seeds, the most frequent class, a model without edges), time and
 memory. It writes results, a plot of the curves and checkpoints. The model is in `dejax/training/models.py`, the step in
-`dejax/training/fit.py`. README.md in this folder explains settings and files.
+`dejax/training/trainer.py`. README.md in this folder explains settings and files.
 """
 
 import sys

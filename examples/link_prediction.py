@@ -5,13 +5,13 @@
     python examples/link_prediction.py --dataset synthetic-triples            # planted structure, FB15k-237's size
     python examples/link_prediction.py --resume                               # finish an interrupted run
 
-The step is `LinkTrainer.step` in dejax/training/links/trainer.py: it draws negatives, samples the neighbourhoods of all
-ends without the edges to predict, reads features or embeddings, runs the layers, scores and updates.
+This is `dejax-train --links`. `dejax/training/links.py` has the task: it draws negatives, samples the neighbourhoods of
+all ends without the edges to predict, and scores. `dejax/training/trainer.py` has the step.
 """
 
 import sys
 
-from dejax.training.links.cli import main
+from dejax.training import cli
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.main(["--links", *sys.argv[1:]]))

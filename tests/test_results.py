@@ -185,7 +185,7 @@ def test_rows_of_a_report() -> None:
 def test_models_of_the_training_command() -> None:
     graph = rgnn.RelGraph.from_edges([0, 1], [2, 2], [0, 1], num_nodes=3)
     x = np.ones((3, 4), np.float32)
-    for name in training.MODELS:
+    for name in set(training.MODELS) - {"sage"}:  # of mini-batches alone
         settings = training.Settings(dataset="mine", model=name, hidden=8)
         model = training.EntityClassifier(settings, graph, 4, 2, options=rgnn.Options(), rngs=nnx.Rngs(0))
         assert model(graph, x).shape == (3, 2)
@@ -197,4 +197,4 @@ def test_a_trainer_has_a_state(tmp_path) -> None:
     data = datasets.load_rdf("aifb", write_aifb(tmp_path / "aifb"), cache=tmp_path / "cache")
     trainer = training.Trainer(training.resolve("aifb", epochs=1), data)
     state = trainer.init(seed=0)
-    assert isinstance(state, training.TrainState) and int(state.epoch) == 0
+    assert isinstance(state, training.TrainState) and int(state.step) == 0

@@ -1,14 +1,18 @@
-"""Entity classification from the command line: `dejax-train`, `python -m dejax.training` or `examples/`.
+"""Training on relational graphs: the command `dejax-train`, which is `python -m dejax.training`, too.
 
-* `Settings`: data set, model and hyperparameters. Defaults were published, or chosen on validation nodes (`resolve`).
-* `EntityClassifier`, `NodeMLP`: the models, as Flax nnx modules.
-* `Trainer`: full-batch training of one model on one data set, one jitted step, one seed after another.
-* `Checkpoints`: the state and the curves of a run in its folder, by Orbax.
+* `Settings`: task, data set, model and hyperparameters. Defaults were published, or chosen on validation nodes
+  (`resolve`).
+* `Trainer`: one trainer for all tasks: nodes of a whole graph, nodes on mini-batches, links. A step is one compiled
+  function of (state, data); several steps are one program, on mini-batches with reads and samples that overlap with
+  layers (`dejax.minibatch.pipelined_steps`).
+* `EntityClassifier`, `NodeMLP`: the models of whole graphs, as Flax nnx modules.
+* `Checkpoints`: the states and curves of a run in its folder, by Orbax.
 """
 
 from dejax.training.checkpoint import Checkpoints
-from dejax.training.fit import Trainer, TrainState
 from dejax.training.models import EntityClassifier, NodeMLP
 from dejax.training.settings import MODELS, Settings, resolve
+from dejax.training.state import TrainState
+from dejax.training.trainer import Trainer
 
 __all__ = ["MODELS", "Checkpoints", "EntityClassifier", "NodeMLP", "Settings", "TrainState", "Trainer", "resolve"]

@@ -130,8 +130,9 @@ class Checkpoints:
             abstract = {name: _abstract(leaf) for name, leaf in _by_path(like).items()}
             items = args.Composite(state=args.StandardRestore(abstract), history=args.JsonRestore())
             found = manager.restore(number, args=items)
-        leaves = [_placed(found["state"][name], leaf) for name, leaf in _by_path(like).items()]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves), found["history"]
+        paths, structure = jax.tree_util.tree_flatten_with_path(like)
+        leaves = [_placed(found["state"][_name(path)], leaf) if leaf.size else leaf for path, leaf in paths]
+        return jax.tree.unflatten(structure, leaves), found["history"]
 
     def _manager(self, seed: int) -> Any:
         ocp = _orbax()
@@ -145,10 +146,13 @@ def _orbax() -> Any:
     return orbax.checkpoint
 
 
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
 def _by_path(state: Any) -> dict[str, Any]:
-    """The leaves of a state, each under its path."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    """The leaves of a state, each under its path, without empty ones, which Orbax refuses."""
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state) if leaf.size}
 
 
 def _abstract(leaf: Any) -> Any:

@@ -7,26 +7,25 @@ import os
 import resource
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from dejax._origin import versions, without_paths
-from dejax.datasets import EntityDataset
-from dejax.training.fit import Trainer
-from dejax.training.history import History
+from dejax.training.state import History
+from dejax.training.trainer import Trainer
 
-FORMAT = 1
+FORMAT = 2
 """The version of the JSON. It increases when a field changes its meaning."""
 
 MODEL_NAMES = {"rgcn": "R-GCN", "rgat": "RGAT", "hgt": "HGT", "sage": "GraphSAGE", "mlp": "MLP"}
 _PATH_OPTIONS = ("--data", "--out")
+_SPLITS = {"test": "test", "valid": "validation", "train": "training nodes"}
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Mean and sample standard deviation (0 for one value) of accuracies, and the accuracies themselves."""
+    """Mean and sample standard deviation (0 for one value) of the results of some seeds, and the results themselves."""
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return {"mean": statistics.fmean(values), "std": deviation, "runs": list(values)}
 
@@ -34,8 +33,12 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 def summarise(
     trainer: Trainer,
     histories: Sequence[History],
+    finals: Sequence[Mapping[str, float]],
     *,
-    baseline: Sequence[History] = (),
+    lost: Sequence[int],
+    skipped: Sequence[int],
+    inference: str | None = None,
+    baseline: Sequence[float] = (),
     total_seconds: float,
     argv: Sequence[str],
 ) -> dict[str, Any]:
@@ -44,41 +47,47 @@ def summarise(
     Args:
         trainer: the trainer of the run.
         histories: one for each seed.
-        baseline: histories of the model without edges.
+        finals: the results of each seed, of `Trainer.final`.
+        lost: nodes and edges of each seed that did not fit in samples.
+        skipped: steps of each seed whose gradients were not finite.
+        inference: how accuracies at the end were computed: "layers" or "sampled"; None: from the whole graph.
+        baseline: test accuracies of the model without edges.
         total_seconds: time of the whole job, with reading the data and compiling.
         argv: the arguments after the program's name.
 
     Returns:
-        Plain data without paths of this machine. Accuracies are shares of 1.
+        Plain data without paths of this machine. Accuracies and ranks are shares of 1: by split in "accuracy", or by
+        measure in "test" for links.
     """
-    data, graph = trainer.data, trainer.batch.graph
-    splits = [name for name, values in histories[0].accuracy.items() if values]
-    steps = [1e3 * s / n for h in histories for s, n in zip(h.seconds, h.steps, strict=True)]
+    settings, task = trainer.settings, trainer.task
+    steps = [s / n for h in histories for s, n in zip(h.seconds, h.steps, strict=True)]
+    step_s = statistics.median(steps) if steps else None
+    epoch_s = None if step_s is None else step_s * task.steps_per_epoch
+    results = {name: spread([final[name] for final in finals]) for name in finals[0]}
+    majority = task.majority()
     return {
         "format": FORMAT,
-        "dataset": data.name,
-        "model": trainer.settings.model,
-        "settings": trainer.settings.as_dict(),
-        "graph": {
-            "nodes": graph.num_nodes,
-            "edges": graph.num_edges,
-            "edge_types": graph.num_edge_types,
-            "node_types": graph.num_node_types,
-            "features": 0 if trainer.batch.features is None else int(trainer.batch.features.shape[1]),
-            "split_sizes": {name: int(nodes.shape[0]) for name, nodes in trainer.batch.nodes.items()},
-        },
+        "dataset": settings.dataset,
+        "task": settings.task,
+        "model": settings.model,
+        "settings": settings.as_dict(),
+        "graph": task.counts(),
         "parameters": trainer.num_params,
-        "accuracy": {name: spread([h.accuracy[name][-1] for h in histories]) for name in splits},
-        "baselines": {
-            "majority": majority_accuracy(trainer, data),
-            "no_edges": spread([h.accuracy["test"][-1] for h in baseline]) if baseline and "test" in splits else None,
-        },
+        "embedding_values": trainer.num_embedding_values,
+        "inference": inference,
+        "accuracy" if task.classes else "test": results,
+        "baselines": {"majority": majority, "no_edges": spread(baseline) if baseline else None},
+        "lost_nodes": list(lost),
+        "skipped_steps": list(skipped),
         "time": {
-            "epoch_ms": statistics.median(steps) if steps else None,
+            "step_ms": None if step_s is None else 1e3 * step_s,
+            "epoch_ms": None if epoch_s is None else 1e3 * epoch_s,
+            "seeds_per_s": task.seeds_per_epoch / epoch_s if epoch_s else None,
+            "steps_per_call": trainer.steps_per_call,
             "compile_s": trainer.compile_seconds,
             "total_s": total_seconds,
         },
-        **origin("python examples/entity_classification.py", argv, trainer.options.backend),
+        **origin("dejax-train", argv, task.options.backend),
     }
 
 
@@ -97,14 +106,6 @@ def origin(program: str, argv: Sequence[str], backend: str) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "command": " ".join([program, *without_folders(argv)]),
     }
-
-
-def majority_accuracy(trainer: Trainer, data: EntityDataset) -> float:
-    """Test accuracy of the most frequent class of the training nodes."""
-    if not len(data.test_nodes):
-        return float("nan")
-    counts = np.bincount(np.asarray(trainer.batch.labels["train"]), minlength=data.num_classes)
-    return float(np.mean(data.test_labels == counts.argmax()))
 
 
 def machine_kind() -> str:
@@ -132,44 +133,88 @@ def table(results: dict[str, Any], artifacts: dict[str, str]) -> str:
         results: the result of `summarise`.
         artifacts: name -> path of each written file.
     """
-    settings, baselines, seconds = results["settings"], results["baselines"], results["time"]
-    graph, memory = results["graph"], results["memory"]
-    name = MODEL_NAMES[results["model"]]
-    runs = len(results["accuracy"]["train"]["runs"])
-    rows = [(f"{name}, test", *accuracies(results["accuracy"].get("test")))]
-    if "valid" in results["accuracy"]:
-        rows.append((f"{name}, validation", *accuracies(results["accuracy"]["valid"])))
-    rows.append((f"{name}, training nodes", *accuracies(results["accuracy"]["train"])))
+    settings, graph, name = results["settings"], results["graph"], MODEL_NAMES[results["model"]]
+    runs = len(results["lost_nodes"])
+    rows, header = _accuracy_rows(results, name) if "accuracy" in results else _rank_rows(results)
+    return "\n".join(
+        [
+            f"{results['dataset']}: {graph['nodes']:,} nodes of {graph['node_types']} types, "
+            f"{graph['edges']:,} edges of {graph['edge_types']} relations",
+            f"{name}: {settings['layers']} layers, {settings['hidden']} wide, {results['parameters']:,} parameters"
+            + (f", {results['embedding_values']:,} values of embeddings" if results["embedding_values"] else "")
+            + f"; {_seen(settings)}; {settings['epochs']} epochs, {runs} seed{'s' * (runs != 1)}",
+            *_how(results),
+            "",
+            *aligned(header, rows if runs > 1 else [row[:2] for row in rows]),
+            "",
+            *aligned(None, _facts(results, artifacts)),
+        ]
+    )
+
+
+def _seen(settings: dict[str, Any]) -> str:
+    """What a step sees."""
+    if settings["task"] == "nodes" or settings["full_batch"]:
+        return "a step sees the whole graph"
+    return f"fan-outs {', '.join(map(str, settings['fan_outs']))}"
+
+
+def _how(results: dict[str, Any]) -> list[str]:
+    settings = results["settings"]
+    if settings["task"] == "links":
+        return [
+            f"{settings['decoder']}, {settings['negatives']} negatives ({settings['negative_kind']}); filtered ranks, "
+            "heads and tails together, among all nodes of the right type"
+        ]
+    return {
+        "layers": ["accuracies: layer by layer, from all neighbours"],
+        "sampled": ["accuracies: each node on one sampled neighbourhood"],
+    }.get(results["inference"], [])
+
+
+_Row = tuple[str, ...]
+
+
+def _accuracy_rows(results: dict[str, Any], name: str) -> tuple[list[_Row], _Row]:
+    baselines = results["baselines"]
+    found = {split: results["accuracy"].get(split) for split in _SPLITS}
+    rows: list[_Row] = [(f"{name}, {_SPLITS[split]}", *accuracies(values)) for split, values in found.items() if values]
     if baselines["no_edges"]:
         rows.append(("no edges (MLP), test", *accuracies(baselines["no_edges"])))
     rows.append(("majority class, test", f"{100 * baselines['majority']:.1f}", "", ""))
-    lines = [
-        f"{results['dataset']}: {graph['nodes']:,} nodes, {graph['edges']:,} edges of {graph['edge_types']} types, "
-        "reverse relations included",
-        f"{name}: {settings['layers']} layers, {settings['hidden']} wide, {results['parameters']:,} parameters, "
-        f"{settings['epochs']} epochs, {runs} seed{'s' * (runs != 1)}",
-        "",
-        *aligned(("accuracy, %", "mean", "± std", "min .. max"), rows if runs > 1 else [row[:2] for row in rows]),
-        "",
-        *aligned(
-            None,
-            [
-                ("time per epoch", f"{seconds['epoch_ms']:.1f} ms" if seconds["epoch_ms"] is not None else "no step"),
-                ("compilation", f"{seconds['compile_s']:.1f} s"),
-                ("whole job", f"{seconds['total_s']:.1f} s"),
-                ("peak memory", f"{memory['bytes'] / 2**20:,.0f} MiB of the {memory['of']}"),
-                ("machine", f"{results['machine']['kind']}, backend {results['machine']['backend']}"),
-                *artifacts.items(),
-            ],
-        ),
+    return rows, ("accuracy, %", "mean", "± std", "min .. max")
+
+
+def _rank_rows(results: dict[str, Any]) -> tuple[list[_Row], _Row]:
+    rows: list[_Row] = [
+        (f"{name}, test", f"{values['mean']:.4f}", f"± {values['std']:.4f}", f"{min(values['runs']):.4f}")
+        for name, values in results["test"].items()
     ]
-    return "\n".join(lines)
+    return rows, ("", "mean", "± std", "lowest")
 
 
-def accuracies(values: dict[str, Any] | None) -> tuple[str, str, str]:
+def _facts(results: dict[str, Any], artifacts: dict[str, str]) -> list[_Row]:
+    seconds, memory, machine = results["time"], results["memory"], results["machine"]
+    step, what = "no step", "training edges" if results["task"] == "links" else "seeds"
+    if seconds["step_ms"] is not None:
+        step = f"{seconds['step_ms']:.1f} ms, {seconds['seeds_per_s']:,.0f} {what} a second"
+    facts = [("time per step", step)]
+    if results["task"] != "nodes":
+        facts.append(("steps of a call", str(seconds["steps_per_call"])))
+    facts += [("compilation", f"{seconds['compile_s']:.1f} s"), ("whole job", f"{seconds['total_s']:.1f} s")]
+    for name, counts in (("nodes that did not fit", "lost_nodes"), ("steps not finite, skipped", "skipped_steps")):
+        if any(results[counts]) or (counts == "lost_nodes" and results["task"] != "nodes"):
+            facts.append((name, ", ".join(map(str, results[counts]))))
+    return [
+        *facts,
+        ("peak memory", f"{memory['bytes'] / 2**20:,.0f} MiB of the {memory['of']}"),
+        ("machine", f"{machine['kind']}, backend {machine['backend']}"),
+        *artifacts.items(),
+    ]
+
+
+def accuracies(values: dict[str, Any]) -> tuple[str, str, str]:
     """The cells of a row: mean, deviation, and the range over seeds, of a result of `spread`."""
-    if not values:
-        return "-", "", ""
     runs = values["runs"]
     return (
         f"{100 * values['mean']:.1f}",

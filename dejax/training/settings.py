@@ -1,4 +1,4 @@
-"""The settings of a run. Defaults were published, or chosen on validation nodes."""
+"""The settings of a run. Defaults were published, chosen on validation nodes, or are starting points."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-MODELS = ("rgcn", "rgat", "hgt")
-"""The relational models. `"mlp"`, the baseline without edges, is accepted, too."""
+MODELS = ("rgcn", "rgat", "hgt", "sage")
+"""The relational models. `"mlp"`, the baseline without edges, is accepted for the task "nodes", too."""
+TASKS = ("nodes", "samples", "links")
+DECODERS = ("distmult", "complex", "rotate", "dot")
+NEGATIVES = ("uniform", "degree", "in_batch")
+LOSSES = ("softmax", "binary")
+PLACES = ("host", "device", "split")
+PRECISIONS = ("f32", "tf32", "bf16")
+FEATURE_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8")
+ENTITY = ("stdlib", "aifb", "mutag", "bgs", "am")
+"""Graphs of one list of nodes and many relations. Their fan-outs are over all relations, unless nodes keep types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,24 +24,51 @@ class Settings:
     """Everything that decides the results of a run, except the data's files and the machine.
 
     Attributes:
-        dataset: a name of `dejax.datasets.NAMES`.
+        dataset: a name that `dejax.training.data.load` knows, or the name of a saved HeteroDataset.
+        task: "nodes": nodes are classified, and a step sees the whole graph. "samples": nodes are classified on
+            mini-batches. "links": edges are predicted on mini-batches.
         model: one of `MODELS`, or "mlp".
         hidden: width of the hidden layers, all heads together.
-        layers: relational layers (for "mlp": dense layers).
-        heads: attention heads of RGAT and HGT; must divide `hidden`.
-        bases: basis matrices of R-GCN's weights; None for one matrix per relation.
-        epochs: number of steps; each step sees the whole graph.
+        layers: relational layers (for "mlp": dense layers); on mini-batches as many as fan-outs.
+        heads: attention heads of rgat and hgt; must divide `hidden`.
+        bases: basis matrices of rgcn; None for one matrix per relation.
+        dropout: rgcn: the share of dropped edges, and half of that for self loops (the paper's 0.4 and 0.2). rgat: the
+            share of dropped attention coefficients. hgt: the share of a layer's result. sage: the share of a layer's
+            input. Task "links": the share of the encoder's result.
+        epochs: passes over the training data. For the task "nodes" an epoch is one step.
         seeds: number of runs, with seeds 0 .. seeds - 1.
-        lr: Adam's learning rate.
-        l2: weight of the sum of squares of the first layer's matrices in the loss.
-        dropout: R-GCN: the share of dropped edges, and half of that for self loops (the paper's 0.4 and 0.2). RGAT: the
-            share of dropped attention coefficients. HGT: the share of a layer's result.
-        featureless: ignore the data set's features.
-        holdout: share of the training nodes held out for validation, so that settings can be chosen without the test
-            nodes.
-        fold: number of the share that is held out, for cross-validation.
-        precision: precision of products of float32 matrices: "f32", "tf32", "bf16"; None as in `dejax.rgnn.Options`.
-        eval_every: epochs between two points of the accuracy curves, and between two updates of the progress bar.
+        lr: Adam's learning rate, also for embeddings.
+        precision: precision of products of float32 matrices: one of `PRECISIONS`; None as in `dejax.rgnn.Options`.
+        eval_every: epochs between two points of the curves.
+        pipeline: steps of one program, whose reads and samples overlap with layers: task "samples" and "links". None:
+            16 on a GPU, 1 elsewhere. The results do not depend on it.
+        l2: nodes: weight of the sum of squares of the first layer's matrices in the loss.
+        featureless: nodes: ignore the data set's features.
+        holdout: nodes: share of the training nodes held out for validation, so that settings can be chosen without the
+            test nodes.
+        fold: nodes: number of the share that is held out, for cross-validation.
+        fan_outs: samples, links: for each layer the neighbours of a node that are drawn, the seeds' first; -1 for all.
+            From each relation (samples), or over all relations together (links, or `joint`).
+        batch_size: samples, links: seeds, or training edges, of a step.
+        full_batch: samples, links: a step sees the whole graph: nothing is sampled.
+        joint: samples: fan-outs are over all relations together; for graphs with one node type and many relations.
+        typed_nodes: samples: whether nodes of stdlib and RDF graphs keep their types.
+        reverse: samples: whether the reverse of each relation is added.
+        parts: samples: a step samples its seeds in this many parts, each with a key of its own: a multiple of the
+            devices. The results depend on it, and not on the devices.
+        weight_decay: samples: Adam's decoupled weight decay, for parameters.
+        place: samples: where features lie: "host", "device" or "split" (the rows that are used most on the device).
+        device_bytes: samples: with "split", the bytes of features on the device.
+        feature_dtype: samples: format of the feature tables; None for that of the data.
+        offload: samples: whether the layers' residuals lie in host memory between forward and backward.
+        sigmas: samples: standard deviations above the mean sample for which arrays have room.
+        decoder: links: one of `DECODERS`.
+        negatives: links: wrong ends of each edge; every other edge gets wrong senders in place of wrong receivers.
+        negative_kind: links: how they are drawn, from the nodes of the right type. "uniform"; "degree", in proportion
+            to the training edges of a node; "in_batch", the ends of the batch's other edges.
+        loss: links: "softmax", each edge against its negatives, or "binary".
+        margin: links: what rotate's distance is subtracted from.
+        eval_edges: links: validation edges of an evaluation; 0: all.
 
     Raises:
         ValueError: a value out of range.
@@ -44,40 +80,83 @@ class Settings:
     """
 
     dataset: str
+    task: str = "nodes"
     model: str = "rgcn"
     hidden: int = 16
     layers: int = 2
     heads: int = 1
     bases: int | None = None
+    dropout: float = 0.0
     epochs: int = 50
     seeds: int = 10
     lr: float = 0.01
+    precision: str | None = None
+    eval_every: int = 5
+    pipeline: int | None = None
     l2: float = 0.0
-    dropout: float = 0.0
     featureless: bool = False
     holdout: float = 0.0
     fold: int = 0
-    precision: str | None = None
-    eval_every: int = 5
+    fan_outs: tuple[int, ...] = ()
+    batch_size: int = 1024
+    full_batch: bool = False
+    joint: bool = False
+    typed_nodes: bool = False
+    reverse: bool = True
+    parts: int = 1
+    weight_decay: float = 0.0
+    place: str = "host"
+    device_bytes: int = 1 << 30
+    feature_dtype: str | None = None
+    offload: bool = False
+    sigmas: float = 5.0
+    decoder: str = "distmult"
+    negatives: int = 128
+    negative_kind: str = "uniform"
+    loss: str = "softmax"
+    margin: float = 6.0
+    eval_edges: int = 1000
 
     def __post_init__(self) -> None:
-        if self.model not in (*MODELS, "mlp"):
-            raise ValueError(f"model must be one of {', '.join(MODELS)} or mlp, got {self.model!r}")
-        for name in ("hidden", "layers", "heads", "seeds", "eval_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.bases is not None and self.bases < 1:
-            raise ValueError(f"bases must be at least 1, or 0 on the command line for none, got {self.bases}")
-        for name in ("epochs", "fold"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        object.__setattr__(self, "fan_outs", tuple(self.fan_outs))
+        if self.task != "nodes":
+            object.__setattr__(self, "layers", len(self.fan_outs))
+        self._check_choices()
+        self._check_ranges()
+        if self.model in ("rgat", "hgt") and self.hidden % self.heads:
+            raise ValueError(f"heads must divide hidden, got heads={self.heads}, hidden={self.hidden}")
+        if self.task == "links" and self.decoder in ("complex", "rotate") and self.hidden % 2:
+            raise ValueError(f"hidden must be even for {self.decoder}, got {self.hidden}")
+
+    def _check_choices(self) -> None:
+        models = {"nodes": ("rgcn", "rgat", "hgt", "mlp"), "samples": MODELS, "links": ("rgcn", "rgat", "sage")}
+        choices: dict[str, tuple[Any, ...]] = {
+            "task": TASKS,
+            "model": models.get(self.task, ()),
+            "precision": (None, *PRECISIONS),
+            "place": PLACES,
+            "feature_dtype": (None, *FEATURE_DTYPES),
+            "decoder": DECODERS,
+            "negative_kind": NEGATIVES,
+            "loss": LOSSES,
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {getattr(self, name)!r}")
+
+    def _check_ranges(self) -> None:
+        if self.task != "nodes" and (not self.fan_outs or any(k < -1 or k == 0 for k in self.fan_outs)):
+            raise ValueError(f"fan_outs must be numbers from 1, or -1 for all, one for each layer, got {self.fan_outs}")
+        for least, names in _LEAST.items():
+            for name in names:
+                if getattr(self, name) is not None and getattr(self, name) < least:
+                    hint = ", or 0 on the command line for none" if name == "bases" else ""
+                    raise ValueError(f"{name} must be at least {least}{hint}, got {getattr(self, name)}")
         for name in ("dropout", "holdout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be a share in [0, 1), got {getattr(self, name)}")
-        if self.lr <= 0 or self.l2 < 0:
-            raise ValueError(f"lr must be positive and l2 not negative, got lr={self.lr}, l2={self.l2}")
-        if self.model in ("rgat", "hgt") and self.hidden % self.heads:
-            raise ValueError(f"heads must divide hidden, got heads={self.heads}, hidden={self.hidden}")
+        if self.lr <= 0:
+            raise ValueError(f"lr must be positive, got {self.lr}")
 
     def replace(self, **changes: Any) -> Settings:
         """A copy with some values changed."""
@@ -85,7 +164,30 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "fan_outs": list(self.fan_outs)}
+
+
+_LEAST: dict[int, tuple[str, ...]] = {
+    1: ("hidden", "layers", "heads", "bases", "seeds", "eval_every", "pipeline", "batch_size", "parts", "negatives"),
+    0: ("epochs", "fold", "l2", "weight_decay", "device_bytes", "sigmas", "eval_edges"),
+}
+_OF_TASK = {
+    "nodes": ("l2", "featureless", "holdout", "fold", "layers"),
+    "samples": (
+        *("fan_outs", "batch_size", "full_batch", "pipeline", "joint", "typed_nodes", "reverse", "parts"),
+        *("weight_decay", "place", "device_bytes", "feature_dtype", "offload", "sigmas"),
+    ),
+    "links": (
+        *("fan_outs", "batch_size", "full_batch", "pipeline", "decoder", "negatives", "negative_kind", "loss"),
+        *("margin", "eval_edges"),
+    ),
+}
+
+
+def tasks_of(name: str) -> tuple[str, ...]:
+    """The tasks that read a setting."""
+    found = tuple(task for task, names in _OF_TASK.items() if name in names)
+    return found or TASKS
 
 
 # Schlichtkrull et al. (arXiv 1703.06103), section 5.1 and the table of its appendix: Adam with 0.01, 50 epochs, 16
@@ -103,14 +205,22 @@ _CHOSEN: dict[tuple[str, str], dict[str, Any]] = {
     ("stdlib", "rgcn"): {"hidden": 64, "bases": 8, "dropout": 0.4, "epochs": 60, "seeds": 5},
 }
 _ATTENTION: dict[str, Any] = {"hidden": 32, "heads": 4}
+# Starting points. They were not tuned on validation nodes; examples/README.md has the accuracies that were measured.
+_SAMPLES: dict[str, Any] = {"fan_outs": (10, 10), "hidden": 64, "heads": 4, "epochs": 10, "seeds": 1, "eval_every": 1}
+_OF_SAMPLES: dict[str, dict[str, Any]] = {
+    "stdlib": {"batch_size": 1024, "bases": 8, "dropout": 0.4, "epochs": 40},
+    "aifb": {"batch_size": 64, "hidden": 16, "epochs": 20, "seeds": 10},
+}
+_LINKS = {**_SAMPLES, "fan_outs": (20, 10), "bases": 8, "dropout": 0.2, "lr": 0.005, "eval_every": 2}
 
 
-def resolve(dataset: str, model: str = "rgcn", **given: Any) -> Settings:
-    """The settings of a run: the given values; the others were published, or chosen on validation nodes.
+def resolve(dataset: str, model: str = "rgcn", *, task: str = "nodes", **given: Any) -> Settings:
+    """The settings of a run: the given values; the others by task, data set and model.
 
     Args:
-        dataset: a name of `dejax.datasets.NAMES`.
+        dataset: the name of the data set.
         model: one of `MODELS`, or "mlp".
+        task: one of `TASKS`.
         given: fields of `Settings`; None stands for a value that is not given.
 
     Raises:
@@ -119,10 +229,29 @@ def resolve(dataset: str, model: str = "rgcn", **given: Any) -> Settings:
 
     >>> resolve("mutag").bases, resolve("mutag", bases=4).bases
     (30, 4)
+    >>> resolve("stdlib", task="samples", fan_outs=(5, -1)).fan_outs
+    (5, -1)
     """
-    preset = dict(_ATTENTION) if model in ("rgat", "hgt") else dict(_RGCN.get(dataset, {})) if model == "rgcn" else {}
-    preset.update(_CHOSEN.get((dataset, model), {}))
+    preset = {"nodes": _nodes, "samples": _samples, "links": lambda *_: dict(_LINKS)}.get(task, _nodes)(
+        dataset, model, given
+    )
     preset.update({name: value for name, value in given.items() if value is not None})
     if preset.get("bases") == 0:
         preset["bases"] = None
-    return Settings(dataset=dataset, model=model, **preset)
+    return Settings(dataset=dataset, model=model, task=task, **preset)
+
+
+def _nodes(dataset: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
+    preset = dict(_ATTENTION) if model in ("rgat", "hgt") else dict(_RGCN.get(dataset, {})) if model == "rgcn" else {}
+    return {**preset, **_CHOSEN.get((dataset, model), {})}
+
+
+def _samples(dataset: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
+    typed = bool(given.get("typed_nodes") or model == "hgt")
+    joint = dataset in ENTITY and not typed
+    preset = {**_SAMPLES, "typed_nodes": typed, "joint": joint, **_OF_SAMPLES.get(dataset, {})}
+    if joint:
+        preset["fan_outs"] = (20, 20)
+    if model != "rgcn":
+        preset.pop("bases", None)
+    return preset

@@ -47,7 +47,7 @@ PUBLIC = {
     "dejax.offload.nnx": "Offload of modules of Flax nnx.",
     "dejax.offload.linen": "Offload of modules of Flax linen.",
     "dejax.datasets": "Data sets.",
-    "dejax.training": "A trainer for entity classification.",
+    "dejax.training": "A trainer of nodes and links, and its command.",
     "dejax.reporting": "A report of any jitted step.",
     "dejax.info": "What this machine and this installation have.",
 }

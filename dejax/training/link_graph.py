@@ -1,55 +1,17 @@
-"""The data of link prediction: a `HeteroDataset` whose nodes are numbered over all types."""
+"""The graph of link prediction: a `HeteroDataset` whose nodes are numbered over all types."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from dejax import datasets
 from dejax.datasets import HeteroDataset
 from dejax.datasets._hetero import LINK_TASK, NODE_TASK
 from dejax.minibatch import HeteroTopology
+from dejax.training.data import NODE
 
-SYNTHETIC = "synthetic-triples"
-TRIPLES = ("wn18rr", "fb15k-237", "wn18", "fb15k", "yago3-10")
-NAMES = ("stdlib", *TRIPLES, SYNTHETIC)
-NODE = "node"
 EDGE = (NODE, "edge", NODE)
-_META = "dataset.json"
-
-
-def load(name: str | None, folder: str | None = None) -> HeteroDataset:
-    """A data set with relations to predict.
-
-    | name | what | files |
-    | --- | --- | --- |
-    | stdlib | the standard library's code graph; `calls` edges are predicted | none |
-    | wn18rr, fb15k-237, ... | triples | `folder` or $DEJAX_DATA |
-    | synthetic-triples, synthetic-triples-0.01 | planted structure, the size of FB15k-237 times a number | none |
-    | none | a folder of `HeteroDataset.save`, or with train.txt, valid.txt and test.txt | `folder` |
-
-    Raises:
-        ValueError: an unknown name.
-        FileNotFoundError: the folder lacks a file.
-    """
-    if name is None and folder is not None:
-        if (Path(folder) / _META).is_file():
-            return HeteroDataset.open(folder, check=True)
-        return datasets.load_triples(Path(folder).resolve().name, folder)
-    key = (name or "stdlib").lower()
-    if key == "stdlib":
-        return datasets.load_stdlib_links(folder)
-    if key in TRIPLES:
-        return datasets.load_triples(key, folder)
-    if key == SYNTHETIC or key.startswith(f"{SYNTHETIC}-"):
-        scale = key.removeprefix(SYNTHETIC).removeprefix("-") or "1"
-        try:
-            return datasets.synthetic_triples(float(scale))
-        except ValueError:
-            raise ValueError(f"--dataset must be {SYNTHETIC}-<scale> with a positive number, got {name!r}") from None
-    raise ValueError(f"--dataset must be one of {', '.join(NAMES)}, got {name!r}; for other triples give --data alone")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,10 +112,6 @@ class LinkGraph:
             features=_features(data, first),
             node_type=np.repeat(np.arange(len(kinds), dtype=np.int32), np.diff(first)),
         )
-
-    def kinds_of(self, nodes: np.ndarray) -> np.ndarray:
-        """The types of nodes."""
-        return self.node_type[nodes]
 
 
 def _features(data: HeteroDataset, first: np.ndarray) -> np.ndarray | None:

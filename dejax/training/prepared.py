@@ -1,94 +1,25 @@
-"""The data of a run on mini-batches: any `HeteroDataset`, its topology, feature store and training nodes."""
+"""The data of a run on mini-batches: the topology, the feature store and the training nodes of any `HeteroDataset`."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from dejax import datasets
-from dejax.datasets import EntityDataset, HeteroDataset
+from dejax.datasets import HeteroDataset
 from dejax.datasets._hetero import ALWAYS, LINK_TASK, NODE_TASK
 from dejax.minibatch import FeatureStore, HeteroTopology, hot_rows
-from dejax.training.sampled.settings import SampledSettings
+from dejax.training.data import SPLITS, with_reverse
+from dejax.training.settings import Settings
 
-SPLITS = ("train", "valid", "test")
-IGB = tuple(f"igb-{size}" for size in ("tiny", "small", "medium", "large", "full"))
-SYNTHETIC = "synthetic-igb"
-RDF = ("aifb", "mutag", "bgs", "am")
-NAMES = ("stdlib", *RDF, "ogbn-mag", *IGB, SYNTHETIC)
-"""The names that `load` knows. Any folder of `HeteroDataset.save` may be given in place of a name."""
-_META = "dataset.json"
-Relation = tuple[str, str, str]
-NODE = "node"
+_Relation = tuple[str, str, str]
+_Ids = dict[str, np.ndarray]
 _SELF = "self"  # the name of self loops
 _TASKS = (*NODE_TASK, *LINK_TASK)
 _READ = ("node_times", "edge_times", "edge_weights")
 
 
-def load(name: str | None, folder: str | None = None, *, typed_nodes: bool = False) -> HeteroDataset:
-    """A data set with nodes to classify.
-
-    | name | what | files |
-    | --- | --- | --- |
-    | stdlib | code graph of the running Python's standard library | none |
-    | aifb, mutag, bgs, am | RDF graphs of the R-GCN paper | `folder`, $DEJAX_DATA, or one download |
-    | ogbn-mag | papers, authors, institutions, fields | `folder` or $DEJAX_DATA |
-    | igb-tiny, ... igb-full | the folders of IGB heterogeneous | `folder` |
-    | synthetic-igb | a random graph of IGB's shape, with random labels: for the time of a step | none |
-    | none | a folder that `HeteroDataset.save` wrote | `folder` |
-
-    Args:
-        name: one of `NAMES`; None for a folder of `HeteroDataset.save`, or for stdlib if no folder is given.
-        folder: the folder of its files.
-        typed_nodes: stdlib and RDF graphs: whether nodes keep their types. Then a relation that joins several types
-            becomes one for each pair of types, so that there are more of them, and compilation takes longer.
-
-    Raises:
-        ValueError: an unknown name.
-        FileNotFoundError: the folder lacks a file.
-    """
-    if name is None and folder is not None and (Path(folder) / _META).is_file():
-        return HeteroDataset.open(folder, check=True)
-    key = (name or "stdlib").lower()
-    if key == "stdlib" or key in RDF:
-        entity = datasets.load(key, folder)
-        return HeteroDataset.from_entity(entity) if typed_nodes else one_type(entity)
-    if key == "ogbn-mag":
-        return datasets.load_mag_hetero(folder)
-    if key in IGB:
-        return datasets.load_igb(folder, size=key.removeprefix("igb-"))
-    if key == SYNTHETIC:
-        return datasets.synthetic_igb(1e-4, feature_width=64, feature_dtype="float32")
-    raise ValueError(
-        f"--dataset must be one of {', '.join(NAMES)}, got {name!r}; for a saved HeteroDataset give --data"
-    )
-
-
-def one_type(data: EntityDataset) -> HeteroDataset:
-    """The same graph with one node type, "node", and the relations as they are."""
-    order = np.argsort(data.edge_type, kind="stable")
-    bounds = np.searchsorted(data.edge_type[order], np.arange(data.num_edge_types + 1))
-    edges = {
-        (NODE, name, NODE): (data.senders[order[start:stop]], data.receivers[order[start:stop]])
-        for name, start, stop in zip(data.edge_type_names, bounds[:-1], bounds[1:], strict=True)
-    }
-    return HeteroDataset(
-        name=data.name,
-        num_nodes={NODE: data.num_nodes},
-        edges=edges,
-        features={} if data.features is None else {NODE: data.features},
-        labels={NODE: data.labels},
-        num_classes={NODE: data.num_classes},
-        splits={split: {NODE: getattr(data, f"{split}_nodes")} for split in SPLITS},
-        description=data.description,
-        check=False,
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """What a run reads.
 
@@ -97,24 +28,22 @@ class Prepared:
         topology: its edges, as they are sampled: by relation, or all in one relation; with their times and weights.
         edge_type: int32[edges], the relation of each edge where all are in one relation; else None.
         edge_types: the relations, self loops included.
-        features: tables of the types that have features, and embeddings of the others.
+        features: tables of the types that have features.
         targets: the types whose nodes are classified.
         num_classes: number of classes.
         splits: split -> type -> int32 ids.
         times: int[nodes] by target type, the times of nodes as seeds; None for data whose edges have no times.
-        widths: the width of the features of each type that has some.
     """
 
     data: HeteroDataset
     topology: HeteroTopology
     edge_type: np.ndarray | None
-    edge_types: tuple[tuple[str, str, str], ...]
+    edge_types: tuple[_Relation, ...]
     features: FeatureStore
     targets: tuple[str, ...]
     num_classes: int
-    splits: dict[str, dict[str, np.ndarray]]
-    times: dict[str, np.ndarray] | None
-    widths: dict[str, int]
+    splits: dict[str, _Ids]
+    times: _Ids | None
 
     def by_relation(self) -> HeteroTopology:
         """The edges by relation, in host memory, with self loops."""
@@ -128,7 +57,7 @@ class Prepared:
         return HeteroTopology.from_edges(edges, self.data.num_nodes, on_host=True, keep_edge_ids=False)
 
 
-def prepare(data: HeteroDataset, settings: SampledSettings) -> Prepared:
+def prepare(data: HeteroDataset, settings: Settings) -> Prepared:
     """Makes the topology and the feature store.
 
     Raises:
@@ -158,7 +87,7 @@ def prepare(data: HeteroDataset, settings: SampledSettings) -> Prepared:
     times = _seed_times(data, targets) if data.edge_times else None
     edges = dict(data.edges)
     # RGAT has no root weight: a node sees its own value through a loop.
-    loops = [(kind, _SELF, kind) for kind in data.num_nodes] if settings.layer == "rgat" else []
+    loops = [(kind, _SELF, kind) for kind in data.num_nodes] if settings.model == "rgat" else []
     edge_type = None
     edge_types = (*edges, *loops)
     if settings.joint and not settings.full_batch:  # loops are added to the blocks
@@ -172,8 +101,7 @@ def prepare(data: HeteroDataset, settings: SampledSettings) -> Prepared:
         sampled, on_host=settings.place != "device", keep_edge_ids=edge_type is not None
     )
     features = _features(data, settings, topology, splits["train"])
-    widths = {kind: data.features[kind].shape[1] for kind in features.types}
-    return Prepared(data, topology, edge_type, edge_types, features, targets, classes.pop(), splits, times, widths)
+    return Prepared(data, topology, edge_type, edge_types, features, targets, classes.pop(), splits, times)
 
 
 def only_sampled(data: HeteroDataset) -> bool:
@@ -181,7 +109,7 @@ def only_sampled(data: HeteroDataset) -> bool:
     return bool(data.edge_times or data.edge_weights)
 
 
-def _seed_times(data: HeteroDataset, targets: tuple[str, ...]) -> dict[str, np.ndarray]:
+def _seed_times(data: HeteroDataset, targets: tuple[str, ...]) -> _Ids:
     """The times of the nodes of the target types."""
     found = {}
     for kind in targets:
@@ -211,7 +139,7 @@ def _in_one_relation(data: HeteroDataset) -> tuple[HeteroDataset, np.ndarray]:
     sizes = {relation: len(pair[0]) for relation, pair in data.edges.items()}
     relation = (kind, "edge", kind)
 
-    def joined(of_edges: dict[Relation, np.ndarray], otherwise: int) -> dict[Relation, np.ndarray]:
+    def joined(of_edges: dict[_Relation, np.ndarray], otherwise: int) -> dict[_Relation, np.ndarray]:
         """The values of all edges; those of relations without values get a common one."""
         parts = [of_edges.get(some, np.full(size, otherwise)) for some, size in sizes.items()]
         return {relation: np.concatenate(parts)} if of_edges else {}
@@ -228,32 +156,7 @@ def _in_one_relation(data: HeteroDataset) -> tuple[HeteroDataset, np.ndarray]:
     return joint, np.repeat(np.arange(len(sizes), dtype=np.int32), list(sizes.values()))
 
 
-def with_reverse(data: HeteroDataset) -> HeteroDataset:
-    """With reverse relations, unless it has them; `cites` of IGB becomes symmetric with self loops, as in MLPerf."""
-    if all(_reversed(relation) & data.edges.keys() for relation in data.edges):
-        return data
-    symmetric = ["cites"] if data.name.startswith(("igb", SYNTHETIC)) else []
-    return data.with_reverse(symmetric=symmetric)
-
-
-def _reversed(relation: Relation) -> set[Relation]:
-    """What the reverse of a relation may be called."""
-    source, name, destination = relation
-    return {(destination, f"rev_{name}", source), (destination, name.removeprefix("rev_"), source)} - {relation}
-
-
-def embeddings_of(prepared: Prepared, settings: SampledSettings, seed: int) -> FeatureStore:
-    """New embeddings in host memory, for the types without features."""
-    store = FeatureStore()
-    for number, (kind, count) in enumerate(prepared.data.num_nodes.items()):
-        if kind not in prepared.features:
-            store = store.embedding(kind, count, settings.hidden, seed=(seed << 8) + number)
-    return store
-
-
-def _features(
-    data: HeteroDataset, settings: SampledSettings, topology: HeteroTopology, train: dict[str, np.ndarray]
-) -> FeatureStore:
+def _features(data: HeteroDataset, settings: Settings, topology: HeteroTopology, train: _Ids) -> FeatureStore:
     arrays = {kind: array for kind, array in data.features.items() if data.num_nodes[kind]}
     dtype = settings.feature_dtype
     scale = "row" if dtype in ("int8", "float8_e4m3fn") else None

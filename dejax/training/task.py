@@ -1,0 +1,167 @@
+"""What a trainer asks of a task: the model, what a step reads, its loss, and how a state is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax._pytrees import pytree
+from dejax.minibatch import FeatureStore, HeteroTopology, SampledBlocks, SampleOptions
+from dejax.rgnn import Options
+from dejax.training.settings import Settings
+from dejax.training.state import TrainState
+
+CAPACITY_BATCHES = 20
+SAMPLE_OPTIONS = SampleOptions(max_degree=512)  # with a fan-out of -1 a sample has room for so many edges of a node
+
+
+@pytree
+@dataclass(frozen=True, slots=True)
+class World:
+    """What steps read and do not change. It is an argument of the compiled functions, so no array is a constant.
+
+    Attributes:
+        topology: the edges, as they are sampled; None where steps see the whole graph alone.
+        features: tables of the node types that have features.
+        data: a pytree of arrays of the task: labels, a whole graph.
+    """
+
+    topology: HeteroTopology | None
+    features: FeatureStore
+    data: Any
+
+
+@pytree
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a model runs on in one step.
+
+    Attributes:
+        graphs: one for each layer, or one for all; as the task's model takes them.
+        ids: int32[nodes] by node type, the nodes whose rows the model reads; -1 for padding.
+        positions: int32[seeds] by node type, where the model's result has the seeds.
+        lost: int32 scalar, sampled nodes and edges that did not fit.
+    """
+
+    graphs: Any
+    ids: dict[str, Array]
+    positions: dict[str, Array]
+    lost: Array
+
+
+class Runner(Protocol):
+    """What a task uses of its `Trainer`."""
+
+    def merged(self, params: Any) -> Any:
+        """The model with these parameters."""
+
+    def drawn(self, world: World, seeds: Any, key: Array) -> tuple[SampledBlocks | None, Any, Array]:
+        """A step's sample, its features, and a key for dropout."""
+
+    def on_one_device(self, state: TrainState) -> TrainState:
+        """The state without a mesh."""
+
+
+class Task:
+    """A task. A subclass sets the attributes and defines the methods.
+
+    Attributes:
+        settings: the settings of the run.
+        options: options of the compiler.
+        world: what steps read.
+        embedded: the number of nodes of each type that has trainable embeddings, of width `settings.hidden`.
+        sampled: whether a step samples; otherwise it sees the whole graph.
+        steps_per_epoch: steps of a pass over the training data.
+        seeds_per_epoch: training nodes, or training edges.
+        classes: whether its measures are accuracies; otherwise the filtered ranks of links.
+    """
+
+    settings: Settings
+    options: Options
+    world: World
+    embedded: dict[str, int]
+    sampled: bool
+    steps_per_epoch: int
+    seeds_per_epoch: int
+    classes = True
+
+    def model(self, key: Array) -> Any:
+        """A new model, an nnx.Module."""
+        raise NotImplementedError
+
+    def order(self, seed: int, epoch: int) -> Any:
+        """The seeds of an epoch's steps: a pytree of integers [steps_per_epoch, ...], -1 for padding."""
+        raise NotImplementedError
+
+    def sample(self, key: Array, topology: HeteroTopology, seeds: Any) -> SampledBlocks:
+        """The sampled neighbourhood of a step's seeds."""
+        raise NotImplementedError
+
+    def view(self, topology: HeteroTopology | None, data: Any, seeds: Any, sample: SampledBlocks | None) -> View:
+        """What the model runs on; without a sample, the whole graph."""
+        raise NotImplementedError
+
+    def loss(
+        self, model: Any, view: View, x: dict[str, Array], seeds: Any, data: Any, key: Array
+    ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
+        """The mean loss of a step's seeds, their number, and counts to add up over an epoch.
+
+        Args:
+            model: of `model`, with the parameters of the step.
+            view: of `view`.
+            x: float32[nodes, width] by node type, the rows of `view.ids`.
+            seeds: of the step.
+            data: `world.data`.
+            key: of dropout.
+        """
+        raise NotImplementedError
+
+    def measures(self, trainer: Runner, state: TrainState, *, last: bool) -> dict[str, float]:
+        """Points of the curves after an epoch, by split. `last`: no epoch follows."""
+        raise NotImplementedError
+
+    def final(self, trainer: Runner, state: TrainState, *, inference: str | None = None) -> dict[str, float]:
+        """The results of a finished run, by split or by measure."""
+        raise NotImplementedError
+
+    def counts(self) -> dict[str, Any]:
+        """The sizes of the graph, for the report."""
+        raise NotImplementedError
+
+    def majority(self) -> float | None:
+        """Test accuracy of the most frequent class of the training nodes; None without classes."""
+        return None
+
+
+def spread_over_steps(ids: np.ndarray, steps: int, batch: int) -> np.ndarray:
+    """Ids in their order as int32[steps, batch]. Padding by -1 is spread, so that steps have about as many."""
+    room = np.full(steps * batch, -1, np.int32)
+    room[: len(ids)] = ids
+    return room.reshape(batch, steps).T
+
+
+def most_frequent(train: np.ndarray, test: np.ndarray, classes: int) -> float:
+    """The share of test labels that are the most frequent training label; nan without test nodes."""
+    if not len(test):
+        return float("nan")
+    return float(np.mean(test == np.bincount(train, minlength=classes).argmax()))
+
+
+def cross_entropy(logits: Array, classes: Array, there: Array) -> tuple[Array, tuple[Array, dict[str, Array]]]:
+    """The mean cross-entropy of some seeds, as `Task.loss` returns it, with the number of right ones as "correct".
+
+    Args:
+        logits: float[seeds, classes].
+        classes: int32[seeds].
+        there: bool[seeds]; False for padding.
+    """
+    picked = jnp.take_along_axis(logits, jnp.where(there, classes, 0)[:, None], axis=-1)[:, 0]
+    each = jax.nn.logsumexp(logits, axis=-1) - picked
+    count = there.sum(dtype=jnp.int32)
+    correct = jnp.sum((logits.argmax(-1) == classes) & there, dtype=jnp.int32)
+    return jnp.where(there, each, 0).sum() / jnp.maximum(count, 1), (count, {"correct": correct})

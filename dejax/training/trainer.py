@@ -1,0 +1,374 @@
+"""Training of one model on one data set: a step is a sample, its rows, the layers, and Adam's updates.
+
+A task says what a step sees and what its loss is. The trainer has everything else: the state, the compiled programs of
+one or more steps, the epochs, and the state as plain arrays for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax._optional import optional
+from dejax.datasets import EntityDataset, HeteroDataset
+from dejax.distributed import Part, data_parallel, local, make_mesh, share
+from dejax.host_gather import RowGradient, adam, shardings
+from dejax.minibatch import FeatureStore, MiniBatch, SampledBlocks, pipelined_steps, sampled_step, step_keys
+from dejax.rgnn import Options
+from dejax.training.links import LinkTask
+from dejax.training.nodes import WholeGraphTask
+from dejax.training.samples import SampledTask
+from dejax.training.settings import Settings
+from dejax.training.state import Epochs, TrainState
+from dejax.training.task import Task, World
+
+with optional("optax", of="dejax.training"):
+    import optax
+with optional("flax", of="dejax.training"):
+    from flax import nnx
+
+_PIPELINE = 16  # steps of one program on a GPU
+
+
+class Trainer:
+    """Training of one model on one data set.
+
+    Args:
+        settings: task, model and hyperparameters.
+        data: the data set: an `EntityDataset` for the task "nodes", otherwise a `HeteroDataset`.
+        backend: backend of the compiler: "auto", "pallas" or "xla".
+        devices: task "samples": how many devices divide the seeds of a step; None for one device without a mesh.
+        print_table: takes the table of capacities of samples as text; None for no table.
+
+    Raises:
+        ValueError: the data set has nothing to train on, or a setting does not fit it.
+
+    Attributes:
+        task: what is trained.
+        num_params: number of parameters of the model, without embeddings.
+        compile_seconds: time spent in compilation of steps so far; 0 with several devices.
+
+    >>> from dejax.datasets import load
+    >>> from dejax.training import Trainer, resolve
+    >>> trainer = Trainer(resolve("stdlib"), load("stdlib"))  # doctest: +SKIP
+    >>> for state, report in trainer.run(trainer.init(seed=0), 20):  # doctest: +SKIP
+    ...     print(report)
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        data: EntityDataset | HeteroDataset,
+        *,
+        backend: str = "auto",
+        devices: int | None = None,
+        print_table: Callable[[str], None] | None = None,
+    ) -> None:
+        self.settings = settings
+        options = Options(backend=backend, precision=settings.precision)
+        self.mesh = self._mesh(devices)
+        self.task: Task
+        if isinstance(data, EntityDataset):
+            self.task = WholeGraphTask(settings, data, options)
+        else:
+            make = LinkTask if settings.task == "links" else SampledTask
+            self.task = make(settings, data, options, print_table)
+        self.world = self.task.world if self.mesh is None else share(self.task.world, self.mesh)
+        abstract = nnx.eval_shape(lambda: self.task.model(jax.random.key(0)))
+        self._graphdef, params, self._rest = nnx.split(abstract, nnx.Param, ...)
+        self.num_params = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+        self.num_embedding_values = settings.hidden * sum(self.task.embedded.values())
+        self._optimizer = optax.adamw(settings.lr, weight_decay=settings.weight_decay)
+        self._of_rows = adam(settings.lr)
+        self.compile_seconds = 0.0
+        self._programs: dict[int, Any] = {}
+
+    def _mesh(self, devices: int | None) -> Any:
+        settings = self.settings
+        if devices is None and settings.parts == 1:
+            return None
+        if settings.task != "samples" or settings.full_batch:
+            raise ValueError(
+                "--mesh must stand with --sampled and without --full-batch, whose steps see the whole graph"
+            )
+        if settings.parts % (devices or 1):
+            raise ValueError(f"--parts must be a multiple of --mesh, {devices}, got {settings.parts}")
+        return make_mesh(devices or 1)
+
+    # -------------------------------------------------------------------------------------------- state
+
+    def init(self, seed: int) -> TrainState:
+        """The state before the first step of the run with this seed."""
+        key, own = jax.random.split(jax.random.key(seed))
+        params = jax.jit(lambda key: nnx.state(self.task.model(key), nnx.Param))(key)
+        embeddings = FeatureStore()
+        for number, (kind, count) in enumerate(self.task.embedded.items()):
+            embeddings = embeddings.embedding(kind, count, self.settings.hidden, seed=(seed << 8) + number)
+        sums = {"loss": jnp.float32, "weight": jnp.float32, **({"correct": jnp.int32} if self.task.classes else {})}
+        state = TrainState(
+            params=params,
+            opt_state=jax.jit(self._optimizer.init)(params),
+            embeddings=embeddings,
+            moments=embeddings.init(self._of_rows),
+            step=jnp.zeros((), jnp.int32),
+            seed=jnp.uint32(seed),
+            key=jax.random.key_data(own),
+            sums={name: jnp.zeros((), dtype) for name, dtype in sums.items()},  # arrays of their own, to be donated
+            lost=jnp.zeros((), jnp.int32),
+            skipped=jnp.zeros((), jnp.int32),
+        )
+        return state if self.mesh is None else share(state, self.mesh, writable=True)
+
+    def exported(self, state: TrainState) -> dict[str, Any]:
+        """A state as plain arrays, for a checkpoint: tables become numpy arrays that view their memory.
+
+        Nothing in it depends on the number of devices.
+        """
+        state = self.on_one_device(state)
+        tables = {kind: state.embeddings[kind].table.numpy() for kind in state.embeddings.types}
+        moments = {
+            kind: {"step": of_type.step, "first": of_type.first.numpy(), "second": of_type.second.numpy()}
+            for kind, of_type in state.moments.items()
+        }
+        plain = {name: getattr(state, name) for name in _PLAIN}
+        return {**plain, "tables": tables, "moments": moments}
+
+    def imported(self, plain: dict[str, Any]) -> TrainState:
+        """The state of `exported`."""
+        state = self.on_one_device(self.init(int(plain["seed"])))
+        moments = {}
+        for kind, of_type in state.moments.items():
+            own = plain["moments"][kind]
+            _overwrite(state.embeddings[kind].table, plain["tables"][kind])
+            _overwrite(of_type.first, own["first"])
+            _overwrite(of_type.second, own["second"])
+            moments[kind] = of_type._replace(step=jnp.asarray(own["step"]))
+        arrays = {name: jax.tree.map(jnp.asarray, plain[name]) for name in _PLAIN}
+        found = TrainState(**arrays, embeddings=state.embeddings, moments=moments)
+        return found if self.mesh is None else share(found, self.mesh, writable=True)
+
+    def on_one_device(self, state: TrainState) -> TrainState:
+        """The state without a mesh."""
+        found: TrainState = state if self.mesh is None else local(state)
+        return found
+
+    def merged(self, params: Any) -> Any:
+        """The model with these parameters."""
+        # The streams of keys inside the modules are never read: each call gets its own keys.
+        rest = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._rest)
+        return nnx.merge(self._graphdef, params, rest)
+
+    # -------------------------------------------------------------------------------------------- a step
+
+    def gradients(
+        self, state: TrainState, world: World, sample: SampledBlocks | None, x: Any, seeds: Any, key: Array
+    ) -> Part:
+        """The loss of some seeds, and the gradients of parameters and of embeddings' rows.
+
+        Args:
+            state: parameters and embeddings.
+            world: its features are read already.
+            sample: the seeds' neighbourhood; None: the whole graph.
+            x: float32[nodes, width] by node type, the features.
+            seeds: of the step.
+            key: of dropout.
+        """
+        view = self.task.view(world.topology, world.data, seeds, sample)
+        own = state.embeddings.gather({kind: view.ids[kind] for kind in state.embeddings.types}, dtype=jnp.float32)
+
+        def loss_of(params: Any, own: dict[str, Array]) -> Any:
+            return self.task.loss(self.merged(params), view, {**x, **own}, seeds, world.data, key)
+
+        (loss, (weight, counts)), (gradient, of_rows) = jax.value_and_grad(loss_of, (0, 1), has_aux=True)(
+            state.params, own
+        )
+        rows = {kind: RowGradient(view.ids[kind], values) for kind, values in of_rows.items()}
+        return Part(loss, gradient, weight, rows, {**counts, "lost": view.lost})
+
+    def updated(self, state: TrainState, mean: Part) -> TrainState:
+        """The state after Adam's updates by the mean over a step's seeds; without them where that is not finite."""
+        finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves((mean.loss, mean.gradients))]).all()
+
+        def kept(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old)
+
+        updates, opt_state = self._optimizer.update(mean.gradients, state.opt_state, state.params)
+        embeddings, moments = state.embeddings, state.moments
+        if mean.rows:
+            ids = {kind: jnp.where(finite, rows.ids, -1) for kind, rows in mean.rows.items()}  # -1 writes no row
+            values = {kind: rows.values for kind, rows in mean.rows.items()}
+            embeddings, moments = embeddings.update(self._of_rows, ids, values, moments)
+            moments = {kind: m._replace(step=kept(m.step, state.moments[kind].step)) for kind, m in moments.items()}
+        counts = {name: count for name, count in mean.counts.items() if name != "lost"}
+        weight = jnp.asarray(mean.weight, jnp.float32)
+        of_step = {"loss": jnp.where(finite, mean.loss * weight, 0.0), "weight": weight, **counts}
+        first = state.step % self.task.steps_per_epoch == 0
+        return TrainState(
+            params=kept(optax.apply_updates(state.params, updates), state.params),
+            opt_state=kept(opt_state, state.opt_state),
+            embeddings=embeddings,
+            moments=moments,
+            step=state.step + 1,
+            seed=state.seed,
+            key=state.key,
+            sums={name: jnp.where(first, 0, value) + of_step[name] for name, value in state.sums.items()},
+            lost=state.lost + mean.counts["lost"],
+            skipped=state.skipped + (~finite).astype(jnp.int32),
+        )
+
+    def drawn(self, world: World, seeds: Any, key: Array) -> tuple[SampledBlocks | None, Any, Array]:
+        """A step's sample, its features, and a key for dropout; the whole graph's features without sampling."""
+        if self.task.sampled:
+            own, key = jax.random.split(key)
+            assert world.topology is not None
+            sample = self.task.sample(own, world.topology, seeds)
+            ids = {kind: sample.node_ids[kind] for kind in world.features.types if kind in sample.node_ids}
+        else:
+            sample, ids = None, self.task.view(world.topology, world.data, seeds, None).ids
+        x = world.features.gather({kind: ids[kind] for kind in world.features.types if kind in ids}, dtype=jnp.float32)
+        return sample, x, key
+
+    def _update(self, state: TrainState, batch: MiniBatch, topology: Any, data: Any) -> tuple[TrainState, Array]:
+        """The step of `pipelined_steps`, which has sampled and read the features."""
+        world = World(topology, FeatureStore(), data)
+        part = self.gradients(state, world, batch.sample, dict(batch.x), batch.seeds, batch.key)
+        return self.updated(state, part), part.loss
+
+    def _whole_steps(self, state: TrainState, world: World, keys: Array, seeds: Any) -> tuple[TrainState, Array]:
+        """Steps on the whole graph, one after the other in one program."""
+
+        def step(state: TrainState, given: tuple[Array, Any]) -> tuple[TrainState, Array]:
+            _, x, key = self.drawn(world, given[1], given[0])
+            part = self.gradients(state, world, None, x, given[1], key)
+            return self.updated(state, part), part.loss
+
+        return jax.lax.scan(step, state, (keys, seeds))
+
+    # -------------------------------------------------------------------------------------------- programs
+
+    def _steps(self, state: TrainState, keys: Array, seeds: Any) -> tuple[TrainState, Array]:
+        """As many steps as there are keys: the state, and the loss of each."""
+        count, world = keys.shape[0], self.world
+        if self.mesh is not None:
+            return self._on_mesh(state, keys, seeds)
+        arguments: tuple[Any, ...] = (state, world, keys, seeds)
+        if self.task.sampled:
+            keys, seeds = (keys, seeds) if count > 1 else (keys[0], jax.tree.map(lambda x: x[0], seeds))
+            arguments = (state, world.topology, world.features, keys, seeds, world.topology, world.data)
+        if count not in self._programs:
+            begin = time.perf_counter()
+            if self.task.sampled:
+                make = pipelined_steps if count > 1 else sampled_step
+                traced = make(self._update, self.task.sample, dtype=jnp.float32).trace(*arguments)
+            else:
+                places = (shardings(state), None)
+                traced = jax.jit(self._whole_steps, donate_argnums=0, out_shardings=places).trace(*arguments)
+            self._programs[count] = traced.lower().compile()
+            self.compile_seconds += time.perf_counter() - begin
+        state, losses = self._programs[count](*arguments)
+        return state, losses if losses.ndim else losses[None]
+
+    def _on_mesh(self, state: TrainState, keys: Array, seeds: Any) -> tuple[TrainState, Array]:
+        count = keys.shape[0]
+        if count not in self._programs:
+
+            def gradients(state: TrainState, key: Array, seeds: Any, world: World) -> Part:
+                sample, x, key = self.drawn(world, seeds, key)
+                return self.gradients(state, world, sample, x, seeds, key)
+
+            self._programs[count] = data_parallel(
+                gradients, self.updated, self.mesh, parts=self.settings.parts, steps=count
+            )
+        keys, seeds = (keys, seeds) if count > 1 else (keys[0], jax.tree.map(lambda x: x[0], seeds))
+        state, report = self._programs[count](state, keys, seeds, self.world)
+        return state, jnp.reshape(report.loss, (count,))
+
+    @property
+    def steps_per_call(self) -> int:
+        """Steps of one program: of the whole graph all until the next report, else `settings.pipeline` or fewer."""
+        per_epoch = self.task.steps_per_epoch
+        if per_epoch == 1 and not self.task.sampled:
+            return self.settings.eval_every
+        most = min(self.settings.pipeline or (_PIPELINE if jax.default_backend() == "gpu" else 1), per_epoch)
+        # Calls of one length fill an epoch but for a few steps, which are called one by one.
+        return min(range(most, most // 2, -1), key=lambda count: per_epoch % count)
+
+    # -------------------------------------------------------------------------------------------- a run
+
+    def run(self, state: TrainState, epochs: int) -> Iterator[tuple[TrainState, Epochs | None]]:
+        """Trains until `epochs` passes are done.
+
+        Args:
+            state: the state to begin with; its arrays are donated.
+            epochs: passes in all, including those of the state.
+
+        Yields:
+            The state after each call of a program, and a report where a report is due, else None: where an epoch is one
+            step every `settings.eval_every` epochs, otherwise after each epoch.
+        """
+        per_epoch = self.task.steps_per_epoch
+        period = per_epoch if per_epoch > 1 else self.settings.eval_every
+        losses: list[Array] = []
+        seconds, done = 0.0, int(state.step)
+        while done < epochs * per_epoch:
+            # Calls end at reports, and reports at multiples of the period, even if a resumed run begins between them.
+            end = min((done // period + 1) * period, epochs * per_epoch)
+            count = self.steps_per_call if end - done >= self.steps_per_call else end - done if per_epoch == 1 else 1
+            keys, seeds = step_keys(state.key, done, count), self._seeds(int(state.seed), done, count)
+            compiled, begin = self.compile_seconds, time.perf_counter()
+            state, found = self._steps(state, keys, seeds)
+            losses.append(found)
+            done += count
+            if done == end:
+                jax.block_until_ready(state.step)
+            seconds += time.perf_counter() - begin - (self.compile_seconds - compiled)
+            if done < end:
+                yield state, None
+                continue
+            epoch = done // per_epoch
+            measures = self.task.measures(self, state, last=epoch == epochs)
+            of_steps = [float(value) for some in losses for value in np.asarray(some)]
+            loss = of_steps if per_epoch == 1 else [float(state.sums["loss"]) / max(1.0, float(state.sums["weight"]))]
+            yield state, Epochs(epoch, loss, measures, seconds)
+            losses, seconds = [], 0.0
+
+    def train(self, state: TrainState, epochs: int) -> TrainState:
+        """The state after `run` has trained until `epochs` passes are done; the arrays of `state` are donated."""
+        for now, _ in self.run(state, epochs):
+            state = now
+        return state
+
+    def _seeds(self, seed: int, first: int, count: int) -> Any:
+        """The seeds of some steps of one epoch, or of epochs of one step."""
+        per_epoch = self.task.steps_per_epoch
+        if per_epoch == 1:
+            orders = [self.task.order(seed, first + n) for n in range(count)]
+            return jax.tree.map(lambda *some: jnp.asarray(np.concatenate(some)), *orders)
+        epoch, at = divmod(first, per_epoch)
+        if getattr(self, "_order", (None,))[0] != (seed, epoch):
+            self._order = ((seed, epoch), self.task.order(seed, epoch))
+        return jax.tree.map(lambda some: jnp.asarray(some[at : at + count]), self._order[1])
+
+    def final(self, state: TrainState, *, inference: str | None = None) -> dict[str, float]:
+        """The results of a state: accuracies by split, or ranks of test edges.
+
+        Args:
+            state: the state.
+            inference: task "samples": "layers", from all neighbours, layer by layer; or "sampled". None: layers, unless
+                edges have times or weights.
+        """
+        return self.task.final(self, self.on_one_device(state), inference=inference)
+
+
+_PLAIN = ("params", "opt_state", "step", "seed", "key", "sums", "lost", "skipped")
+
+
+def _overwrite(table: Any, rows: Any) -> None:
+    if len(table):
+        table.write(0, np.asarray(rows))

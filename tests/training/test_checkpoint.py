@@ -1,0 +1,60 @@
+"""The folder of a run: its settings, checkpoints by Orbax, and what a resume refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax.training import Checkpoints
+from dejax.training.checkpoint import find_run, read_settings
+
+STATE = {"w": jnp.arange(3.0), "steps": (jnp.int32(4), None), "table": np.arange(6.0).reshape(3, 2)}
+
+
+@pytest.fixture
+def run(tmp_path):
+    found = Checkpoints(tmp_path / "run", free=("epochs",))
+    found.begin({"epochs": 2, "fan_outs": (3, 2), "lr": 0.1}, resume=False)
+    return found
+
+
+def test_a_state_comes_back_of_the_same_kinds_and_replaces_the_one_before(run):
+    run.save(1, 3, jax.tree.map(lambda x: x + 1, STATE), [0.5])
+    run.save(1, 7, STATE, {"loss": [0.5, 0.25]})
+    state, history = run.restore(1, STATE)
+    jax.tree.map(np.testing.assert_array_equal, state, STATE)
+    assert isinstance(state["w"], jax.Array) and isinstance(state["table"], np.ndarray)
+    assert history == {"loss": [0.5, 0.25]} and run.latest(1) == 7 and run.seeds() == [1]
+    assert [path.name for path in (run.folder / "checkpoints" / "seed1").iterdir()] == ["7"]
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of seed 0 in .*; seeds there: \[1\]"):
+        run.restore(0, STATE)
+
+
+def test_a_resume_may_change_the_length_alone(run):
+    assert read_settings(run.folder) == {"epochs": 2, "fan_outs": [3, 2], "lr": 0.1}
+    run.save(0, 1, STATE, [])
+    run.begin({"epochs": 9, "fan_outs": (3, 2), "lr": 0.1}, resume=True)
+    with pytest.raises(ValueError, match=r"got lr=0.5 \(it has 0.1\); give the same ones"):
+        run.begin({"epochs": 9, "fan_outs": (3, 2), "lr": 0.5}, resume=True)
+    assert run.latest(0) == 1  # the earlier run is still there
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        Checkpoints(run.folder / "other").begin({}, resume=True)
+
+
+def test_a_run_without_resume_removes_its_own_earlier_checkpoints_alone(run, tmp_path):
+    run.save(0, 1, STATE, [])
+    run.begin({"epochs": 2}, resume=False)
+    assert run.seeds() == []
+    (tmp_path / "theirs" / "checkpoints" / "4").mkdir(parents=True)
+    with pytest.raises(ValueError, match="--out must be a new folder or that of a run"):
+        Checkpoints(tmp_path / "theirs").begin({}, resume=False)
+    assert (tmp_path / "theirs" / "checkpoints" / "4").exists()
+
+
+def test_find_run(run):
+    run.save(0, 20, STATE, [])
+    assert find_run(run.folder) == (run.folder, None)
+    assert find_run(run.folder / "checkpoints" / "seed0") == (run.folder, 0)
+    assert find_run(run.folder / "checkpoints" / "seed0" / "20") == (run.folder, 0)
+    with pytest.raises(FileNotFoundError, match="is not in the folder of a run"):
+        find_run(run.folder.parent / "else")

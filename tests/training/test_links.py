@@ -1,0 +1,100 @@
+"""The task "links": negatives, and that a step does not see the edges that it predicts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dejax.training import Trainer, resolve
+from dejax.training.link_graph import LinkGraph
+from dejax.training.links import Negatives
+from tests.training.graphs import links
+
+
+def test_nodes_of_all_types_are_in_one_list():
+    graph = LinkGraph.of(links())
+    data, edges = graph.data, len(graph.edge_type) // 2
+    assert graph.num_nodes == 28 and graph.num_relations == 3
+    # Of equal edges of a relation to predict, one is kept.
+    distinct = {tuple(row) for row in data.triples().tolist()}
+    assert len(distinct) < 100 and len(graph.train) == len(distinct) == edges - 30
+    assert set(graph.train[:, 1]) == {0, 2}
+    for place, (head, relation, tail) in zip(graph.train_edge, graph.train, strict=True):
+        found = graph.senders[place], graph.edge_type[place], graph.receivers[place]
+        assert found == (head, relation, tail)
+        back = place + edges
+        assert (graph.senders[back], graph.edge_type[back], graph.receivers[back]) == (tail, relation + 3, head)
+    assert graph.features.shape == (28, 6) and not graph.features[:8].any()
+
+
+@pytest.mark.parametrize("kind", ["uniform", "degree", "in_batch"])
+def test_negatives_have_the_type_of_the_true_end(kind):
+    graph = LinkGraph.of(links())
+    negatives = Negatives(graph, resolve("small", task="links", negative_kind=kind, negatives=40))
+    true = np.append(np.resize(graph.train[:, 2], 99), -1)
+    wrong = negatives.draw(np.random.default_rng(0), 1, 100)[0]
+    of_true = graph.node_type[np.maximum(true, 0)]
+    places, there = negatives.places(jax.random.key(0), *map(jnp.asarray, (true, of_true, wrong)))
+    nodes = np.concatenate([true, wrong])[np.asarray(places)]
+    there = np.asarray(there)
+    assert there[:99].mean() > 0.3 and not there[99].any()
+    own = np.broadcast_to(true[:, None], nodes.shape)
+    assert (graph.node_type[nodes[there]] == graph.node_type[own[there]]).all() and (nodes != own)[there].all()
+    if kind == "degree":
+        seen = set(graph.train[:, [0, 2]].reshape(-1).tolist())
+        assert set(nodes[there].tolist()) <= seen
+
+
+@pytest.mark.parametrize("full", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_the_edges_to_predict_are_not_in_the_graph(full):
+    """The first layer's graph has no edge between the ends of a batch's triple of its relation, nor the reverse."""
+    graph = LinkGraph.of(links())
+    settings = resolve("small", task="links", full_batch=full, fan_outs=(-1,), batch_size=16, negatives=2)
+    task = Trainer(settings, links()).task
+    task.capacities = None
+    seeds = {name: jnp.asarray(some[0]) for name, some in task.order(0, 0).items()}
+
+    def view(world, seeds):
+        sample = None if full else task.sample(jax.random.key(0), world.topology, seeds)
+        return task.view(world.topology, world.data, seeds, sample)
+
+    found = view(task.world, seeds)
+    (built, _), ids, positions = found.graphs[0], np.asarray(found.ids["node"]), np.asarray(found.positions["node"])
+    mask = np.asarray(built.edge_mask)
+    senders, receivers, kinds = (np.asarray(x)[mask] for x in (built.senders, built.receivers, built.edge_type))
+    edges = set(zip(ids[senders].tolist(), kinds.tolist(), ids[receivers].tolist(), strict=True))
+    ends = np.stack([seeds["kept"], seeds["true"]], axis=1)
+    pairs = {(a, b) for x, y in ends.tolist() for a, b in ((x, y), (y, x))}
+    asked = set(np.asarray(seeds["edge"]).tolist())
+    predicted = [row for place, row in zip(graph.train_edge, graph.train, strict=True) if int(place) in asked]
+    assert len(predicted) == int((seeds["kept"] >= 0).sum()) >= 14
+    for h, r, t in np.stack(predicted).tolist():
+        assert (h, r, t) not in edges and (t, r + 3, h) not in edges
+    own = np.concatenate([seeds["kept"], seeds["true"], seeds["wrong"]])
+    assert int(found.lost) == 0 and (ids[positions] == own)[own >= 0].all()
+    # All other edges into the seeds are there.
+    wanted = set(zip(graph.senders.tolist(), graph.edge_type.tolist(), graph.receivers.tolist(), strict=True))
+    rest = {(s, r, t) for s, r, t in wanted if t in set(own.tolist()) and (s, t) not in pairs}
+    assert rest <= edges
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder", ["dot", "complex", "rotate"])
+def test_decoders_and_features(decoder):
+    settings = resolve(
+        "small", "sage", task="links", decoder=decoder, hidden=8, fan_outs=(3,), batch_size=50, epochs=2, negatives=8,
+        negative_kind="in_batch", loss="binary",
+    )  # fmt: skip
+    trainer = Trainer(settings, links())
+    state = trainer.init(0)
+    losses = []
+    for now, found in trainer.run(state, 2):
+        state = now
+        losses += [] if found is None else found.loss
+    ranks = trainer.task.ranks(trainer, state, "test")
+    assert len(losses) == 2 and np.isfinite(losses).all() and ranks.tail.size == ranks.head.size == 14
+
+
+def test_a_graph_without_edges_to_predict():
+    with pytest.raises(ValueError, match="has no edges to predict"):
+        LinkGraph.of(links(target_relations=(), valid_edges={}, test_edges={}))
