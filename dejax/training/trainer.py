@@ -105,13 +105,19 @@ class Trainer:
 
     def init(self, seed: int) -> TrainState:
         """The state before the first step of the run with this seed."""
+        return self._placed(self._begin(seed))
+
+    def _placed(self, state: TrainState) -> TrainState:
+        return state if self.mesh is None else share(state, self.mesh, writable=True)
+
+    def _begin(self, seed: int) -> TrainState:
         key, own = jax.random.split(jax.random.key(seed))
         params = jax.jit(lambda key: nnx.state(self.task.model(key), nnx.Param))(key)
         embeddings = FeatureStore()
         for number, (kind, count) in enumerate(self.task.embedded.items()):
             embeddings = embeddings.embedding(kind, count, self.settings.hidden, seed=(seed << 8) + number)
         sums = {"loss": jnp.float32, "weight": jnp.float32, **({"correct": jnp.int32} if self.task.classes else {})}
-        state = TrainState(
+        return TrainState(
             params=params,
             opt_state=jax.jit(self._optimizer.init)(params),
             embeddings=embeddings,
@@ -123,7 +129,6 @@ class Trainer:
             lost=jnp.zeros((), jnp.int32),
             skipped=jnp.zeros((), jnp.int32),
         )
-        return state if self.mesh is None else share(state, self.mesh, writable=True)
 
     def exported(self, state: TrainState) -> dict[str, Any]:
         """A state as plain arrays, for a checkpoint: tables become numpy arrays that view their memory.
@@ -141,7 +146,7 @@ class Trainer:
 
     def imported(self, plain: dict[str, Any]) -> TrainState:
         """The state of `exported`."""
-        state = self.on_one_device(self.init(int(plain["seed"])))
+        state = self._begin(int(plain["seed"]))
         moments = {}
         for kind, of_type in state.moments.items():
             own = plain["moments"][kind]
@@ -150,8 +155,7 @@ class Trainer:
             _overwrite(of_type.second, own["second"])
             moments[kind] = of_type._replace(step=jnp.asarray(own["step"]))
         arrays = {name: jax.tree.map(jnp.asarray, plain[name]) for name in _PLAIN}
-        found = TrainState(**arrays, embeddings=state.embeddings, moments=moments)
-        return found if self.mesh is None else share(found, self.mesh, writable=True)
+        return self._placed(TrainState(**arrays, embeddings=state.embeddings, moments=moments))
 
     def on_one_device(self, state: TrainState) -> TrainState:
         """The state without a mesh."""
