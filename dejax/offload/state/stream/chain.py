@@ -8,7 +8,7 @@ the bodies of several `shard_map`s.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 
 from dejax import _compat, _native
+from dejax._ffi import ffi_call
 from dejax.offload.state.store import is_on_disk
 
 REGISTER, BEGIN, FINISH, LOOP, OPEN, COMMIT = range(6)  # native/state/pieces.h
@@ -89,17 +90,16 @@ class Chain:
         """
         near = [self.arrays[k] for k in self._near]
         if changes and near:
-            call = self._ffi(BEGIN, list(map(jax.typeof, near)), {k: k for k in range(len(near))}, self._near)
-            # XLA for a GPU refuses a call that overwrites one operand twice. It would make one value of two equal ones,
-            # such as the zeros of both of Adam's moments in a program that also makes its first state. It merges no
-            # results of a barrier.
-            near = list(call(*jax.lax.optimization_barrier(near)))
+            # Not fixed: XLA for a GPU refuses a call that overwrites one operand twice. It would make one value of two
+            # equal ones, such as the zeros of both of Adam's moments in a program that also makes its first state. It
+            # merges no results of a barrier.
+            near = self._call(BEGIN, near, self._near, through=len(near))
             for k, array in zip(self._near, near, strict=True):
                 self.arrays[k] = array
         ticket = jnp.zeros((2,), jnp.uint32)
         if self._marks is None:
             ticket = _compat.on_one_device(ticket, self._use.several)
-        ticket = self._ffi(REGISTER, [jax.typeof(ticket)], {0: 0}, self._near)(ticket, *near)[0]
+        (ticket,) = self._call(REGISTER, [ticket, *near], self._near, fixed=range(1, 1 + len(near)))
         if not self._on_disk:
             return ticket
         sizes = {"pull_bytes": np.array([self.arrays[k].nbytes for k in self._on_disk], np.int64)}
@@ -108,7 +108,7 @@ class Chain:
             sizes["marks"] = np.array(self._marks, np.int64)
             own = jnp.full((len(self._on_disk), 1), jnp.asarray(place, jnp.uint32))
             tickets = jnp.concatenate((tickets, own), axis=1)
-        return self._ffi(OPEN, [jax.typeof(ticket)], {0: 0}, self._on_disk, sizes)(ticket, tickets)[0]
+        return self._call(OPEN, [ticket, tickets], self._on_disk, attributes=sizes)[0]
 
     def loop(
         self,
@@ -144,30 +144,27 @@ class Chain:
             attributes[f"{name}_offset"] = np.array(offsets, np.int64)
             attributes[f"{name}_stride"] = np.array(strides, np.int64)
         attributes["pull_bytes"] = np.array(pull_bytes, np.int64)
-        call = self._ffi(LOOP, [jax.typeof(ticket), *results], {0: 0}, (), attributes)
-        # XLA folds slices into calls that take or return them; it does not look through barriers.
-        ticket, *taken = call(*jax.lax.optimization_barrier([ticket, *values, *after]))
-        return ticket, list(jax.lax.optimization_barrier(taken))
+        ticket, *taken = self._call(LOOP, [ticket, *values, *after], results=results, attributes=attributes)
+        return ticket, taken
 
     def finish(self, ticket: Array, after: Sequence[Array] = ()) -> list[Any]:
         """Waits for all copies; returns the arrays, in the memory that they came in."""
         if self._changed:
             ticket = self._commit(ticket)
         near = [self.arrays[k] for k in self._near]
-        through = {k: k for k in range(len(near))}
-        waited = jax.lax.optimization_barrier([ticket, *after])
-        if not near:
-            self._finish_disk(self._ffi(FINISH, [jax.typeof(ticket)], {0: 0}, ())(*waited)[0])
-            return self.arrays
-        near = list(self._ffi(FINISH, list(map(jax.typeof, near)), through, self._near)(*near, *waited))
-        for k, array in zip(self._near, near, strict=True):
-            self.arrays[k] = array
+        if near:
+            count = len(near)
+            operands = [*near, ticket, *after]
+            near = self._call(FINISH, operands, self._near, through=count, fixed=range(count))
+            for k, array in zip(self._near, near, strict=True):
+                self.arrays[k] = array
+        else:
+            (ticket,) = self._call(FINISH, [ticket, *after])
         self._finish_disk(ticket)
         return self.arrays
 
     def _commit(self, ticket: Array) -> Array:
-        committed: Array = self._ffi(COMMIT, [jax.typeof(ticket)], {0: 0}, sorted(self._changed))(ticket)[0]
-        return committed
+        return self._call(COMMIT, [ticket], sorted(self._changed))[0]
 
     def _finish_disk(self, ticket: Array) -> None:
         """The next tickets of changed arrays, after the chain's last call: a step that fails gives none."""
@@ -177,19 +174,30 @@ class Chain:
 
     def finish_reading(self, ticket: Array, after: Sequence[Array] = ()) -> None:
         """Ends a program that only reads: the call has side effects, so it runs although nothing uses its result."""
-        self._ffi(FINISH, [jax.typeof(ticket)], {0: 0}, ())(ticket, *after)
+        self._call(FINISH, [ticket, *after])
 
-    def _ffi(
+    def _call(
         self,
         mode: int,
-        results: Sequence[Any],
-        aliases: dict[int, int],
-        numbers: Sequence[int],
+        operands: Sequence[Array],
+        numbers: Sequence[int] = (),
+        *,
+        through: int = 1,
+        fixed: Collection[int] = (),
+        results: Sequence[Any] = (),
         attributes: dict[str, Any] | None = None,
-    ) -> Any:
-        ffi = jax.ffi.ffi_call(
-            "dejax_offload_pieces", tuple(results), has_side_effect=True, input_output_aliases=aliases
-        )
+    ) -> list[Array]:
+        """A call of the chain.
+
+        Args:
+            mode: see native/state/pieces.h.
+            operands: of the call.
+            numbers: of the arrays that it names.
+            through: so many first operands are results, too, in their memory.
+            fixed: positions of operands that no barrier may stand before.
+            results: shapes and dtypes of the further ones.
+            attributes: in place of those that say nothing.
+        """
         names = [f"{name}_{what}" for name in ("take", "pull", "push") for what in ("array", "offset", "stride")]
         given = {
             "site": np.int64(self._site),
@@ -204,9 +212,14 @@ class Chain:
             **dict.fromkeys(names, _EMPTY),
             **(attributes or {}),
         }
-
-        def call(*operands: Array) -> Any:
-            with jax.named_scope(self._use.scope):
-                return ffi(*operands, **given)
-
-        return call
+        with jax.named_scope(self._use.scope):
+            return ffi_call(
+                "dejax_offload_pieces",
+                [*map(jax.typeof, operands[:through]), *results],
+                operands,
+                fixed=fixed,
+                fixed_results=range(through),
+                aliases={k: k for k in range(through)},
+                has_side_effect=True,
+                **given,
+            )
