@@ -83,8 +83,8 @@ class ShardSpec:
 def numpy_rows(array: Array, spec: ShardSpec) -> np.ndarray:
     """A copy of the rows of unsigned integers [padded rows, words].
 
-    Shard by shard: `np.asarray` of the whole leaves views of the shards with jax, and then XLA refuses to donate memory on
-    the host.
+    Shard by shard: `np.asarray` of the whole leaves views of the shards with jax, and then XLA refuses to donate memory
+    on the host.
     """
     words = np.empty(array.shape, array.dtype)
     for shard in array.addressable_shards:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from dejax.distributed._placing import check_axis, on_mesh
 from dejax.distributed._shards import ShardSpec, make_shards, numpy_rows
 from dejax.host_gather import DeviceTable, HostTable, Optimizer, OptimizerState, RowGradient, gather, scatter_add
 from dejax.host_gather._ids import checked_ids, in_range
+from dejax.host_gather._operands import Table
 from dejax.minibatch._embeddings import EmbeddingRows
 
 _SPARE_DEVIATIONS = 5  # of a capacity above the mean, as in dejax.minibatch.find_capacities
@@ -28,7 +29,7 @@ _SPARE_DEVIATIONS = 5  # of a capacity above the mean, as in dejax.minibatch.fin
 
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class ShardedTable:
+class ShardedTable(Table):
     """A table [rows, *row] whose rows are divided over the devices of a mesh, in equal blocks of ascending rows.
 
     Inside of `jax.shard_map` (so in the functions of `data_parallel`) each device asks for rows by their ids among all
@@ -46,6 +47,8 @@ class ShardedTable:
         hot_scale: float32[hot], their scales, or None.
         spec: its static part.
     """
+
+    _is_divided: ClassVar[bool] = True
 
     words: Array
     row_scale: Array | None
@@ -321,6 +324,31 @@ class ShardedTable:
             jnp.where(there, ids // spec.block, spec.devices).astype(jnp.int32), spec.devices, capacity, spec.axis
         )
         return path.send(ids % spec.block, fill=-1), path.send(rows), path.lost
+
+    # -------------------------------------------------------------------------------------------- for feature stores
+
+    @property
+    def _scales(self) -> tuple[Array | None, Array | None]:
+        return self.row_scale, self.column_scale
+
+    def _read(
+        self, ids: Any, *, capacity: int | None = None, out_dtype: Any = None, mode: str = "fill", **options: Any
+    ) -> tuple[Array, Array]:
+        if mode != "fill":
+            raise ValueError(f"`mode` must be 'fill' for a table that is divided over devices, got {mode!r}")
+        if unknown := options.keys() - {"order", "num_sms", "scale"}:  # which say how one device reads
+            raise TypeError(f"a gather has no option {min(unknown)!r}")
+        return self.gather(ids, capacity=capacity, dtype=out_dtype)
+
+    def _begin(self, ids: Any, before: Any, **options: Any) -> tuple[Array, Any]:
+        """The rows at once: XLA overlaps the collectives."""
+        return self._read(ids, **options)[0], before
+
+    def _new_state(self, optimizer: Any) -> OptimizerState:
+        return self.init(optimizer)
+
+    def _after(self, optimizer: Any, gradient: Any, state: Any, capacity: int | None) -> tuple[Any, Any, Array]:
+        return self.update(optimizer, gradient, state, capacity=capacity)
 
     # -------------------------------------------------------------------------------------------- inside
 

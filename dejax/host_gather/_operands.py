@@ -40,8 +40,72 @@ class TableOperands:
         return cls(spec, leaf, slots=jnp.zeros((0,), jnp.int32), cache=jnp.zeros((0,), spec.leaf.dtype))
 
 
-class ReadableTable(abc.ABC):
-    """A table [rows, *row] that `gather` and the functions above it can read, wherever its rows lie."""
+class Table(abc.ABC):
+    """A table [rows, *row] of any placement, also one that is divided over the devices of a mesh."""
+
+    __slots__ = ()
+    _is_divided: ClassVar[bool] = False
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> int:
+        """Of the rows, without copies."""
+
+    @property
+    @abc.abstractmethod
+    def placement(self) -> str:
+        """Where the rows lie, in words."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def numpy(self) -> np.ndarray:
+        """The rows in host memory, outside of jitted functions."""
+
+    @property
+    def read_only(self) -> bool:
+        """Whether steps may not write the table."""
+        return False
+
+    @property
+    def _scales(self) -> tuple[Array | None, Array | None]:
+        """The scales of rows and of columns that the table itself multiplies its rows by."""
+        return None, None
+
+    @abc.abstractmethod
+    def _read(self, ids: Any, *, capacity: int | None, **options: Any) -> tuple[Array, Array | int]:
+        """Rows by ids, and how many ids of this device did not fit: `options` are those of `gather`.
+
+        Args:
+            ids: int[...].
+            capacity: of a divided table, the most rows that a device asks of another one; None: all.
+            options: of `gather`.
+        """
+
+    @abc.abstractmethod
+    def _begin(self, ids: Any, before: Any, **options: Any) -> tuple[Any, Any]:
+        """As `gather_start`: what will have the rows, or the rows themselves where reading ahead gains nothing."""
+
+    @abc.abstractmethod
+    def _new_state(self, optimizer: Any) -> Any:
+        """The optimizer's state of the table."""
+
+    @abc.abstractmethod
+    def _after(self, optimizer: Any, gradient: Any, state: Any, capacity: int | None) -> tuple[Any, Any, Array | int]:
+        """The table and the state after a step, and how many rows of this device did not fit."""
+
+
+class ReadableTable(Table):
+    """A table of one device that `gather` and the functions above it can read, wherever its rows lie."""
 
     __slots__ = ()
     _differentiable: ClassVar[bool] = False  # whether `value_and_grad` gives its gradient
@@ -62,15 +126,6 @@ class ReadableTable(abc.ABC):
             ValueError: the table was sliced or reshaped.
             TypeError: a function that jax compiles closes over the table.
         """
-
-    @property
-    @abc.abstractmethod
-    def placement(self) -> str:
-        """Where the rows lie, in words."""
-
-    @abc.abstractmethod
-    def numpy(self) -> np.ndarray:
-        """The rows in host memory, outside of jitted functions."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from dejax import _compat
 from dejax._pytrees import of_this_process
 from dejax.host_gather import _sharing, _storage
 from dejax.host_gather._leaf import GoneLeaf, TableLeaf, flattened_by_user
@@ -31,6 +32,7 @@ from dejax.host_gather._memory import View, copy_rows, delete, memory_of, numpy_
 from dejax.host_gather._operands import ReadableTable, TableOperands
 from dejax.host_gather._spec import TableSpec, table_spec
 from dejax.host_gather.gather import gather
+from dejax.host_gather.pipeline import gather_start
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -56,6 +58,32 @@ class IndexedTable(ReadableTable):
         """Rows by integer ids of any shape: `gather(table, ids)`."""
         check_index(ids)
         return gather(self, ids)
+
+    def _read(self, ids: Any, *, capacity: int | None = None, **options: Any) -> tuple[Array, int]:
+        self._check_whole(capacity)
+        return gather(self, ids, **options), 0
+
+    def _begin(self, ids: Any, before: Any, **options: Any) -> tuple[Any, Any]:
+        started = gather_start(self, ids, before=before, **options)
+        return (started, None) if before is None else started
+
+    def _new_state(self, optimizer: Any) -> Any:
+        return optimizer.init(self)
+
+    def _after(self, optimizer: Any, gradient: Any, state: Any, capacity: int | None) -> tuple[Any, Any, int]:
+        self._check_whole(capacity)
+        if _compat.manual_axes() and not self._spec.shared:
+            raise ValueError(
+                "FeatureStore.update: inside of jax.shard_map a table must be shared for writing, got one of a single "
+                "device; use dejax.distributed.share(store, mesh, writable=True) before init"
+            )
+        return *optimizer.update(gradient, state, self), 0
+
+    def _check_whole(self, capacity: int | None) -> None:
+        if capacity is not None:
+            raise ValueError(
+                f"`capacity` must be of a table that is divided over devices, got one on: {self.placement}"
+            )
 
     def close(self) -> None:
         """As `HostTable.close`. Rows on the device stay until nothing refers to them."""

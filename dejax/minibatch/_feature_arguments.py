@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from dejax.minibatch._node_features import RESULTS, DividedTable, Table
+from dejax.host_gather._operands import Table
+from dejax.minibatch._node_features import RESULTS
 
 
 def by_type(what: str, option: str, value: Any, names: Iterable[str], default: Any) -> dict[str, Any]:
@@ -30,12 +31,12 @@ def checked_scale(what: str, argument: str, value: Any, shapes: list[tuple[int, 
     return scale
 
 
-def check_trainable(what: str, table: Table | DividedTable, row_scale: Any, column_scale: Any) -> None:
+def check_trainable(what: str, table: Table, row_scale: Any, column_scale: Any) -> None:
     if row_scale is not None or column_scale is not None:
         raise ValueError(f"{what}: a table to train must have no `row_scale` or `column_scale`")
     if table.dtype.name not in RESULTS:
         raise TypeError(f"{what}: a table to train must have rows of {', '.join(RESULTS)}, got {table.dtype}")
-    if isinstance(table, Table) and table.read_only:
+    if table.read_only:
         raise ValueError(
             f"{what}: a table to train must be one to write, got a read-only {type(table).__name__}; make it with "
             "writable=True, or copy its rows with HostTable.from_numpy(table.numpy())"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,53 +12,18 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from dejax import _compat
 from dejax._pytrees import pytree
 from dejax.datasets._parallel import for_blocks
 from dejax.host_gather import (
-    CachedTable,
     DeviceTable,
     HostTable,
     Optimizer,
     OptimizerState,
     RowGradient,
     SplitTable,
-    gather,
 )
+from dejax.host_gather._operands import Table
 from dejax.minibatch._formats import Encoder, block_rows, table_dtype
-
-Table = HostTable | CachedTable | SplitTable | DeviceTable
-
-
-@runtime_checkable
-class DividedTable(Protocol):
-    """A table whose rows are divided over the devices of a mesh, and exchanged as they are read.
-
-    `dejax.distributed.ShardedTable` is one. Its scales are its own.
-    """
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> np.dtype: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def placement(self) -> str: ...
-    @property
-    def row_scale(self) -> Array | None: ...
-    @property
-    def column_scale(self) -> Array | None: ...
-
-    def __len__(self) -> int: ...
-    def gather(self, ids: ArrayLike, *, capacity: int | None = None, dtype: Any = None) -> tuple[Array, Array]: ...
-    def exchange_bytes(self, ids: int, capacity: int | None = None) -> Mapping[str, int]: ...
-    def init(self, optimizer: Optimizer) -> OptimizerState: ...
-    def update(
-        self, optimizer: Optimizer, gradient: RowGradient, state: OptimizerState, *, capacity: int | None = None
-    ) -> tuple[Any, OptimizerState, Array]: ...
-    def numpy(self) -> np.ndarray: ...
-
 
 RESULTS = ("float32", "bfloat16", "float16")
 """Names of the dtypes to which rows can be converted."""
@@ -84,7 +49,7 @@ class NodeFeatures:
     ((3, 2), False)
     """
 
-    table: Table | DividedTable
+    table: Table
     row_scale: Array | None = None
     column_scale: Array | None = None
     trainable: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -128,35 +93,22 @@ class NodeFeatures:
         """The dtype of gathered rows that is used where none is asked for: that of the table, if it is one to compute
         with and the rows have no scale; else float32.
         """
-        dtype = self.table.dtype
-        scales = (self.row_scale, self.column_scale)
-        if isinstance(self.table, DividedTable):
-            scales = (self.table.row_scale, self.table.column_scale)
+        dtype, scales = self.table.dtype, (self.row_scale, self.column_scale, *self.table._scales)
         scaled = any(scale is not None for scale in scales)
         kept = dtype.name in RESULTS or (dtype.kind in "iu" and not scaled)
         return dtype if kept else np.dtype(np.float32)
 
     def gather(self, ids: ArrayLike, *, dtype: Any = None, **options: Any) -> Array:
         """Rows by ids, rows of zeros where an id is out of range: [*ids.shape, *row]. See `FeatureStore.gather`."""
-        if isinstance(self.table, DividedTable):
-            return self.exchange(ids, dtype=dtype, **options)[0]
-        result, reading = self.reading(dtype)
-        return self.scaled(gather(self.table, ids, **reading, **options), result)
+        return self.exchange(ids, dtype=dtype, **options)[0]
 
     def exchange(
-        self, ids: ArrayLike, *, dtype: Any = None, capacity: int | None = None, mode: str = "fill", **options: Any
-    ) -> tuple[Array, Array]:
-        """The rows of a table that is divided over devices, and how many of this device did not fit."""
-        table = self.table
-        if not isinstance(table, DividedTable):
-            raise ValueError(
-                f"`capacity` must be of a table that is divided over devices, got one on: {self.placement}"
-            )
-        if mode != "fill":
-            raise ValueError(f"`mode` must be 'fill' for a table that is divided over devices, got {mode!r}")
-        if unknown := options.keys() - {"order", "num_sms"}:  # which say how one device reads
-            raise TypeError(f"a gather has no option {min(unknown)!r}")
-        return table.gather(ids, capacity=capacity, dtype=dtype)
+        self, ids: ArrayLike, *, dtype: Any = None, capacity: int | None = None, **options: Any
+    ) -> tuple[Array, Array | int]:
+        """The rows, and how many of this device did not fit into the exchange of a table that is divided."""
+        result, reading = self.reading(dtype)
+        rows, lost = self.table._read(ids, capacity=capacity, **reading, **options)
+        return self.scaled(rows, result), lost
 
     def reading(self, dtype: Any) -> tuple[np.dtype, dict[str, Any]]:
         """The dtype of the result, and the options of the gather that reads the rows, before `scaled`."""
@@ -174,27 +126,13 @@ class NodeFeatures:
 
     def init(self, optimizer: Optimizer) -> OptimizerState:
         """The optimizer's state of the table."""
-        return self.table.init(optimizer) if isinstance(self.table, DividedTable) else optimizer.init(self.table)
+        return self.table._new_state(optimizer)
 
     def update(
         self, optimizer: Optimizer, gradient: RowGradient, state: OptimizerState, capacity: int | None = None
-    ) -> tuple[NodeFeatures, OptimizerState, Array]:
+    ) -> tuple[NodeFeatures, OptimizerState, Array | int]:
         """The features and the state after a step, and how many rows of this device did not fit."""
-        table: Any = self.table
-        if isinstance(table, DividedTable):
-            new, after, lost = table.update(optimizer, gradient, state, capacity=capacity)
-        else:
-            if capacity is not None:
-                raise ValueError(
-                    f"`capacity` must be of a table that is divided over devices, got one on: {self.placement}"
-                )
-            if _compat.manual_axes() and not table._spec.shared:
-                raise ValueError(
-                    "FeatureStore.update: inside of jax.shard_map a table must be shared for writing, got one of a "
-                    "single device; use dejax.distributed.share(store, mesh, writable=True) before init"
-                )
-            new, after = optimizer.update(gradient, state, table)
-            lost = jnp.zeros((), jnp.int32)
+        new, after, lost = self.table._after(optimizer, gradient, state, capacity)
         return dataclasses.replace(self, table=new), after, lost
 
     @property

@@ -20,12 +20,12 @@ from dejax.host_gather import (
     OptimizerState,
     PendingRows,
     RowGradient,
-    gather_start,
 )
+from dejax.host_gather._operands import Table
 from dejax.minibatch._embeddings import EmbeddingRows
 from dejax.minibatch._feature_arguments import by_type, check_trainable, checked_scale, naming
 from dejax.minibatch._formats import table_dtype
-from dejax.minibatch._node_features import DividedTable, NodeFeatures, Table, features_of, table_builder
+from dejax.minibatch._node_features import NodeFeatures, features_of, table_builder
 from dejax.minibatch._pending import PendingFeatures
 
 
@@ -97,7 +97,7 @@ class FeatureStore:
     def with_table(
         self,
         name: str,
-        table: Table | DividedTable,
+        table: Table,
         *,
         row_scale: ArrayLike | None = None,
         column_scale: ArrayLike | None = None,
@@ -122,12 +122,12 @@ class FeatureStore:
                 read-only table to train.
         """
         what = f"FeatureStore.with_table({name!r})"
-        if not isinstance(table, Table | DividedTable):
+        if not isinstance(table, Table):
             raise TypeError(
                 f"{what}: `table` must be a HostTable, CachedTable, SplitTable, DeviceTable or ShardedTable, got "
                 f"{type(table).__name__}; use FeatureStore.from_arrays for arrays"
             )
-        if isinstance(table, DividedTable) and (row_scale is not None or column_scale is not None):
+        if table._is_divided and (row_scale is not None or column_scale is not None):
             raise ValueError(
                 f"{what}: `row_scale` and `column_scale` must be None for a table that is divided over devices; make "
                 "it with scales, by ShardedTable.from_numpy(scale=...)"
@@ -271,11 +271,8 @@ class FeatureStore:
         for name, of_type in ids.items():
             node = self.types[name]
             with naming(name):
-                if name in capacity:
-                    rows[name], more = node.exchange(of_type, dtype=dtype, capacity=capacity[name], **options)
-                    lost += more
-                else:
-                    rows[name] = node.gather(of_type, dtype=dtype, **options)
+                rows[name], more = node.exchange(of_type, dtype=dtype, capacity=capacity.get(name), **options)
+            lost += more
         return rows, lost
 
     def gather_start(
@@ -304,12 +301,7 @@ class FeatureStore:
             node = self.types[name]
             with naming(name):
                 result, reading = node.reading(dtype)
-                if isinstance(node.table, DividedTable):
-                    pending[name], scales[name] = node.gather(of_type, dtype=dtype, **options), None
-                    dtypes.append((name, result))
-                    continue
-                started = gather_start(node.table, of_type, before=before, **reading, **options)
-            pending[name], before = (started, None) if before is None else started
+                pending[name], before = node.table._begin(of_type, before, **reading, **options)
             scales[name] = node.column_scale
             dtypes.append((name, result))
         found = PendingFeatures(pending, scales, tuple(dtypes))
