@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -17,11 +16,10 @@ from dejax.host_gather import HostTable
 from dejax.host_gather._ids import distinct_ids
 from dejax.host_gather._spec import TableSpec, platform_of
 from dejax.host_gather._types import word_bits, words_per_row
-from dejax.minibatch._formats import Encoder, block_rows, table_dtype
+from dejax.minibatch._formats import Encoder, block_rows, result_dtype, table_dtype, times_scales
 
 MULTIPLE = 64
 """Rows are padded to a multiple of it, so that checkpoints have one shape on 1, 2, 4, ... 64 devices."""
-_RESULTS = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,16 +66,8 @@ class ShardSpec:
             words = words.reshape(words.shape[0], -1, 2)
         rows = jax.lax.bitcast_convert_type(words, self.dtype).reshape(words.shape[0], *self.row)
         scaled = row_scale is not None or column_scale is not None
-        kept = self.dtype.name in _RESULTS or (self.dtype.kind in "iuf" and self.dtype.itemsize > 1 and not scaled)
-        kept = kept or (self.dtype.kind in "iu" and not scaled)
-        result = np.dtype(dtype) if dtype is not None else self.dtype if kept else np.dtype(np.float32)
-        if scaled:
-            rows = rows.astype(jnp.float32)
-            if row_scale is not None:
-                rows = rows * row_scale.reshape(-1, *[1] * len(self.row))
-            if column_scale is not None:
-                rows = rows * column_scale
-        return rows.astype(result)
+        kept = self.dtype if self.dtype == np.float64 and not scaled else result_dtype(self.dtype, scaled)
+        return times_scales(rows, kept if dtype is None else np.dtype(dtype), row_scale, column_scale)
 
 
 def numpy_rows(array: Array, spec: ShardSpec) -> np.ndarray:

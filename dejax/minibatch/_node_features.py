@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
@@ -23,10 +22,7 @@ from dejax.host_gather import (
     SplitTable,
 )
 from dejax.host_gather._operands import Table
-from dejax.minibatch._formats import Encoder, block_rows, table_dtype
-
-RESULTS = ("float32", "bfloat16", "float16")
-"""Names of the dtypes to which rows can be converted."""
+from dejax.minibatch._formats import Encoder, block_rows, result_dtype, table_dtype, times_scales
 
 
 @pytree
@@ -93,10 +89,8 @@ class NodeFeatures:
         """The dtype of gathered rows that is used where none is asked for: that of the table, if it is one to compute
         with and the rows have no scale; else float32.
         """
-        dtype, scales = self.table.dtype, (self.row_scale, self.column_scale, *self.table._scales)
-        scaled = any(scale is not None for scale in scales)
-        kept = dtype.name in RESULTS or (dtype.kind in "iu" and not scaled)
-        return dtype if kept else np.dtype(np.float32)
+        scales = (self.row_scale, self.column_scale, *self.table._scales)
+        return result_dtype(self.table.dtype, any(scale is not None for scale in scales))
 
     def gather(self, ids: ArrayLike, *, dtype: Any = None, **options: Any) -> Array:
         """Rows by ids, rows of zeros where an id is out of range: [*ids.shape, *row]. See `FeatureStore.gather`."""
@@ -120,9 +114,7 @@ class NodeFeatures:
 
     def scaled(self, rows: Array, result: np.dtype) -> Array:
         """Rows as `reading` reads them, times the scale of columns."""
-        if self.column_scale is None:
-            return rows
-        return (rows.astype(jnp.float32) * self.column_scale).astype(result)
+        return times_scales(rows, result, None, self.column_scale)
 
     def init(self, optimizer: Optimizer) -> OptimizerState:
         """The optimizer's state of the table."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, cast
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from dejax._pytrees import pytree
 from dejax.host_gather import PendingRows, gather_done
 from dejax.host_gather.pipeline import gather_done_joined
+from dejax.minibatch._formats import times_scales
 from dejax.minibatch._joined import JoinedFeatures, places
 from dejax.minibatch._layout import Layout
 from dejax.minibatch.blocks import join_nodes
@@ -49,7 +49,7 @@ class PendingFeatures:
             if after is not None:
                 rows, after = rows
             scale = self.column_scales[name]
-            done[name] = rows if scale is None else (rows.astype(jnp.float32) * scale).astype(dtype)
+            done[name] = times_scales(rows, dtype, None, scale)
         return done if after is None else (done, after)
 
     def gather_done_joined(self, layout: Layout, *, after: Any = None) -> Any:
