@@ -69,19 +69,27 @@ def checked_leaf(leaf: Any, spec: TableSpec, what: str) -> Any:
     """The leaf array of a table, checked for a native call. Raises as `ReadableTable._operands`."""
     if is_concrete(leaf):
         check_alive(leaf, spec, what)
-    expected = spec.leaf
-    if not hasattr(leaf, "shape") or (tuple(leaf.shape), leaf.dtype) != (expected.shape, expected.dtype):
-        raise ValueError(
-            f"{what}: the table was sliced or reshaped on its way (its array has shape {getattr(leaf, 'shape', None)} "
-            f"instead of {expected.shape}). Do not give it as `xs` of a scan or as a mapped argument; use it as a "
-            "constant inside"
-        )
+    check_array(what, leaf, spec.leaf)
     if closed_over(leaf):
         raise TypeError(
             f"{what}: a function that jax compiles closes over the table, which would make it a constant of the "
             "program. Pass it as an argument: jax.jit(lambda table, ids: table[ids])(table, ids)"
         )
     return leaf
+
+
+def check_array(what: str, array: Any, expected: jax.ShapeDtypeStruct) -> None:
+    """Checks that an array of a table came as it was made.
+
+    Raises:
+        ValueError: it has another shape or dtype.
+    """
+    if not hasattr(array, "shape") or (tuple(array.shape), array.dtype) != (expected.shape, expected.dtype):
+        raise ValueError(
+            f"{what}: the table was sliced or reshaped on its way (its array has shape {getattr(array, 'shape', None)} "
+            f"instead of {expected.shape}). Do not give it as `xs` of a scan or as a mapped argument; use it as a "
+            "constant inside"
+        )
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from dejax._pytrees import of_this_process, pytree
 from dejax.host_gather._ids import distinct_ids, in_range
 from dejax.host_gather._leaf import TableLeaf, flattened_by_user
+from dejax.host_gather._lifetime import check_array
 from dejax.host_gather._operands import TableOperands
 from dejax.host_gather._spec import TableSpec, device_or_default, table_spec
 from dejax.host_gather.table import NATIVE_CALLS, HostTable, IndexedTable
@@ -126,7 +127,7 @@ class DeviceTable(IndexedTable):
         return DeviceTable(fill(), spec)
 
     def _operands(self, what: str) -> TableOperands:
-        _check_shape(what, "DeviceTable", self.words, self.spec.leaf)
+        check_array(what, self.words, self.spec.leaf)
         return TableOperands.of_leaf(self.spec, self.words)
 
 
@@ -241,7 +242,7 @@ class SplitTable(IndexedTable):
     def _operands(self, what: str) -> TableOperands:
         spec, leaf = self._spec, self.table._checked_leaf(what)
         rows = self.slots.shape[0] - self.table._spec.rows
-        _check_shape(what, "SplitTable", self.hot, jax.ShapeDtypeStruct((rows, *spec.leaf.shape[1:]), spec.leaf.dtype))
+        check_array(what, self.hot, jax.ShapeDtypeStruct((rows, *spec.leaf.shape[1:]), spec.leaf.dtype))
         return TableOperands(spec, leaf, self.hot, self.slots)
 
     def _device_part(self) -> DeviceTable:
@@ -303,12 +304,3 @@ def _bits(array: Array, spec: TableSpec) -> Array:
         return jax.device_put(_as_words(np.asarray(array), spec), next(iter(array.devices())))
     bits: Array = jax.lax.bitcast_convert_type(array, spec.leaf.dtype)
     return bits.reshape(spec.leaf.shape)
-
-
-def _check_shape(what: str, name: str, words: Any, expected: jax.ShapeDtypeStruct) -> None:
-    if not hasattr(words, "shape") or (tuple(words.shape), words.dtype) != (expected.shape, expected.dtype):
-        raise ValueError(
-            f"{what}: the {name} was sliced or reshaped on its way (its array has shape "
-            f"{getattr(words, 'shape', None)} instead of {expected.shape}). Do not give it as `xs` of a scan or as a "
-            "mapped argument; use it as a constant inside"
-        )
