@@ -15,6 +15,7 @@ from flax import nnx, serialization
 
 from dejax.rgnn import RelGraph, linen
 from dejax.rgnn import nnx as rnnx
+from tests.cases import slow_but
 from tests.rgnn.flax_layers import features, gated, typed_graph
 
 pytestmark = pytest.mark.usefixtures("programs_by_numpy")
@@ -58,7 +59,7 @@ def inputs(with_x: bool) -> tuple[Any, ...]:
     return (GRAPH, features(GRAPH, 4)) if with_x else (GRAPH,)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", slow_but(["rgcn_featureless", "hgt"], PAIRS))
 def test_equal_parameters_give_equal_results(name: str) -> None:
     make_linen, make_nnx, with_x = PAIRS[name]
     layer, other = make_linen(), make_nnx(nnx.Rngs(0))
@@ -169,6 +170,7 @@ def test_a_jitted_optax_step_learns() -> None:
     assert all(jax.tree.leaves(changed)), changed
 
 
+@pytest.mark.slow
 def test_state_dict_round_trip() -> None:
     model = Model()
     variables = jax.jit(model.init)(jax.random.key(0), GRAPH)

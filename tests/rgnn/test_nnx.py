@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from flax import nnx
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.layers import dropout, library
 from dejax.rgnn.nnx import HGTConv, ProgramModule, RGATConv, RGCNConv
+from tests.cases import slow_but
 from tests.rgnn.flax_layers import features, gated, typed_graph, without_edges
 
 pytestmark = pytest.mark.usefixtures("programs_by_numpy")
@@ -109,6 +111,7 @@ def test_featureless(num_bases: int | None) -> None:
         layer(GRAPH, features(GRAPH, 4))
 
 
+@pytest.mark.slow
 def test_initialisers() -> None:
     """Glorot's limit follows from the fans of one relation's matrix, not of the stacked parameter."""
     rngs = nnx.Rngs(0)
@@ -148,7 +151,7 @@ def test_dtypes() -> None:
     same(in_bfloat16(GRAPH, x), full(GRAPH, x), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("name", ["rgcn_full", "rgcn_blocks", "rgat", "hgt_skip"])
+@pytest.mark.parametrize("name", slow_but(["rgat"], ["rgcn_full", "rgcn_blocks", "rgat", "hgt_skip"]))
 def test_bfloat16_in_bfloat16_out(name: str) -> None:
     layer: Any = layers()[name]
     spec = dataclasses.replace(layer.spec, dtype=jnp.bfloat16)
@@ -187,8 +190,10 @@ def test_options_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         RGATConv(4, 2, R, rngs=nnx.Rngs(0), backend="xla", options=Options())
 
 
-@pytest.mark.parametrize("form", RGCN_FORMS)
-@pytest.mark.parametrize("normalization", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("form", "normalization"),
+    slow_but([("full", "mean"), ("blocks", "sum")], itertools.product(RGCN_FORMS, ("mean", "sum"))),
+)
 def test_edge_dropout_equals_a_graph_without_the_dropped_edges(form: str, normalization: Any) -> None:
     """Edges are dropped before normalisation."""
     rate = 0.4

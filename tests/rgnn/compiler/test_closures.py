@@ -207,6 +207,7 @@ def test_modules_are_pickled(options: Options | None) -> None:
         np.testing.assert_array_equal(other(GRAPH, jnp.asarray(X)), want)
 
 
+@pytest.mark.slow
 def test_linen_modules_are_pickled() -> None:
     from dejax.rgnn import linen
 
@@ -216,6 +217,7 @@ def test_linen_modules_are_pickled() -> None:
     np.testing.assert_array_equal(other.apply(held, GRAPH, jnp.asarray(X)), layer.apply(params, GRAPH, jnp.asarray(X)))
 
 
+@pytest.mark.slow
 def test_modules_of_programs_are_pickled() -> None:
     from flax import nnx
 

@@ -12,6 +12,7 @@ import pytest
 
 from dejax import rgnn
 from dejax.rgnn import Options
+from tests.cases import slow_but
 from tests.rgnn.references import GRAPHS, graph_of
 
 GRAPH, EDGES = graph_of("typical"), GRAPHS["typical"]
@@ -59,7 +60,7 @@ def wanted(x: np.ndarray) -> list[np.ndarray]:
 
 @pytest.mark.parametrize(
     "dtype",
-    ["uint8", "int32", *(pytest.param(d, marks=pytest.mark.slow) for d in WHOLE if d not in ("uint8", "int32"))],
+    slow_but(["uint8"], WHOLE),
 )
 def test_reductions_of_integers(dtype: str) -> None:
     """uint8's 255, 255, 255 had the mean 84.33, and sums to the graph wrapped."""

@@ -108,6 +108,7 @@ def test_value_and_grad_agree_with_grad_and_with_the_value() -> None:
     close(grads, jax.grad(loss("xla"), argnums=(0, 1))(x, params))
 
 
+@pytest.mark.slow
 def test_gradients_by_finite_differences() -> None:
     x, params = arrays()
     with jax.enable_x64(True):
@@ -119,12 +120,12 @@ def test_gradients_by_finite_differences() -> None:
 
 def test_vmap_and_jacobians() -> None:
     """Cotangents are mapped as well: `jacrev` is vmap over the backward pass."""
-    x, params = arrays()
-    jacobian = jax.jacrev(layer("xla"))(x, params)
-    y = layer("xla")(x, params)
+    x, params = arrays("light")
+    jacobian = jax.jacrev(layer("light"))(x, params)
+    y = layer("light")(x, params)
     assert jacobian.shape == (*y.shape, *x.shape)
     weights = jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
-    close(jnp.tensordot(weights, jacobian, 2), jax.grad(lambda x: jnp.sum(layer("xla")(x, params) * weights))(x))
+    close(jnp.tensordot(weights, jacobian, 2), jax.grad(lambda x: jnp.sum(layer("light")(x, params) * weights))(x))
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def padded_lists() -> st.SearchStrategy[EdgeList]:
     return st.builds(pad, st.booleans().flatmap(lambda masks: lists(masks=masks)), st.integers(0, 99))
 
 
+@pytest.mark.slow
 @SETTINGS
 @hypothesis.given(padded_lists(), st.booleans(), st.booleans())
 def test_every_table_agrees_with_the_reference(edges: EdgeList, add_reverse: bool, add_self_loops: bool) -> None:
@@ -57,6 +58,7 @@ def test_bounded_graphs_of_equal_shapes_have_equal_structures(edges: EdgeList, o
     assert "of 14" in graphs[0].summary() or edges.edge_mask is None or edges.edge_mask.all()
 
 
+@pytest.mark.slow
 def test_bounded_graphs_of_relations_and_of_two_sides() -> None:
     relations = {("a", "to", "b"): ([0, 1, 1], [0, 0, 1]), ("b", "of", "a"): ([1], [1])}
     others = {("a", "to", "b"): ([1, 1, 1], [1, 1, 1]), ("b", "of", "a"): ([0], [1])}
@@ -290,6 +292,7 @@ def test_smallest_graphs(num_edges: int, num_nodes: int) -> None:
     np.testing.assert_array_equal(graph.by_edge_type.counts(), [valid, num_nodes])
 
 
+@pytest.mark.slow
 def test_works_outside_jit_and_under_strict_promotion() -> None:
     arguments: dict[str, Any] = {"num_nodes": 4, "num_edge_types": 2, "num_valid_edges": 2}
     ids = np.array([0, 1, 3]), np.array([1, 1, 1]), np.array([1, 0, 0])

@@ -84,6 +84,7 @@ def test_padded_graphs(batch: jraph.GraphsTuple, extra: int, extra_graphs: int) 
     assert_same_tuple(to_graphs_tuple(graph, like=padded), padded)
 
 
+@pytest.mark.slow
 @SETTINGS
 @hypothesis.given(batches, batches)
 def test_batches_padded_to_one_size_have_one_structure(batch: jraph.GraphsTuple, other: jraph.GraphsTuple) -> None:

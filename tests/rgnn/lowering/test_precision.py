@@ -153,6 +153,7 @@ def test_scales_of_attention(where: str, factors: tuple[float, ...]) -> None:
         assert_near_hardware("rgat", "tf32", where, factor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", slow_but([30.0], [5.0, 10.0, 30.0]))
 def test_rows_of_a_difference_keep_their_accuracy(offset: float) -> None:
     """PNA's standard deviation: row-scaled float16 would lose all of its digits at an offset of 30."""

@@ -58,7 +58,7 @@ def predicted(program: Any, g: RelGraph, shapes: list[tuple[int, ...]]) -> tuple
     return times[1], times[2]
 
 
-@pytest.mark.parametrize("name", IDIOMS)
+@pytest.mark.parametrize("name", slow_but(KERNELS, IDIOMS))
 def test_an_idiom_is_predicted_to_cost_what_the_form_by_hand_does(name: str) -> None:
     case, g = IDIOMS[name], graph(50_000, 1_500_000, 20)
     with no_kernels_made():
