@@ -13,8 +13,8 @@ construction. An RGCN layer prints as
 
 Rows move between spaces along one of the maps in `VIAS`: by `gather` (each fine row reads its coarse row) and `reduce`
 (each coarse row is the sum or maximum of its fine rows). The two are each other's transposes, so the generated backward
-pass stays inside the IR. So are `lookup`, which reads a row of a table by an integer, and `place`, which adds rows at
-places that integers give.
+pass stays inside the IR. The same holds for `lookup`, which reads a row of a table by an integer, and `place`,
+which adds rows at places that integers give.
 """
 
 from __future__ import annotations

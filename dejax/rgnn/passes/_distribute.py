@@ -4,7 +4,7 @@
 
 RGAT's gradient of a source pair is such a sum: of gradients of nodes, and of the gradient of its score. The traversal
 that sums the gradients of nodes computes the inner products whose mean the scalar needs (`_share_inner_products.py`),
-so the scalar comes later. Together they would be written and read once more.
+so the scalar comes later, and a sum of both would be written and read once more.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _sums_apart(program: Program, counts: Counts) -> Program:
 
 
 def _terms(program: Program, users: list[list[int]], value: int, outer: bool = True) -> list[_Term]:
-    """A value as a sum of products, looking through sums that nobody else reads."""
+    """A value as a sum of products, looking through sums that nothing else reads."""
     found = factors(program, value)
     shape = program.ops[value].shape
     for f in found:

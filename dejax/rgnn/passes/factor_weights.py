@@ -3,8 +3,8 @@
     sum over pairs p of a type of s_p (x_p W)   =   (sum over pairs p of the type of s_p x_p) W
 
 Backward of attention scores needs the left side, the gradient of the vector that a product meets. The gradient of the
-weight sums products with the rows x, too. So the right side joins it (`merge_weight_gradients`), and nobody reads the
-rows of the product.
+weight sums products with the rows x, too, so one kernel computes both (`merge_weight_gradients`), and nothing reads the
+rows of the product any more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fusion, first half: grouped GEMMs and grouped weight gradients become instances of their templates.
 
 A gather that feeds a product becomes the product's access scheme: rows are read where they are. A bias by type and an
-elementwise function that alone read a product become its epilogue. So does the inner product of each row with the
-vector of its type, as in attention scores.
+elementwise function become the product's epilogue if nothing else reads the product, and so does the inner product of
+each row with the vector of its type, as in attention scores.
 """
 
 from __future__ import annotations

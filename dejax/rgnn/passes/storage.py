@@ -215,11 +215,12 @@ def _rounded_reads(kernels: Kernels, num_rows: Callable[[Space], int]) -> dict[i
 def may_round(kernels: Kernels, t: Traversal) -> bool:
     """Whether a traversal may read rows rounded.
 
-    An inner product may be compared with one of unrounded rows, as a softmax's gradient does; not so one with the
-    vector of a type by itself, which is a product as those of matrices are.
+    The gradient of a softmax compares inner products of rows with each other, so all of them must be of unrounded rows.
+    An inner product with the vector of a type is compared with none: over rows alone it may be of rounded ones, as the
+    products of rows and matrices are.
     """
-    whole = ("dot", "sum_features") if t.via is None else ("dot", "sum_features", "linear")
-    return not any(kernels.program.ops[i].name in whole for i in t.body)
+    unrounded = ("dot", "sum_features") if t.via is None else ("dot", "sum_features", "linear")
+    return not any(kernels.program.ops[i].name in unrounded for i in t.body)
 
 
 def storage(

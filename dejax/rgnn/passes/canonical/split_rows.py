@@ -4,8 +4,8 @@
     g.sum_to_dst([a, b] * c)       becomes    [g.sum_to_dst(a * c), g.sum_to_dst(b * c)], concatenated for each node
     g.src(h)[:d]                   becomes    g.src(h[:d]), sliced once for each node
 
-So are stacks, `concatenate([a[None], b[None]], axis=0)`: their weighted sum is one of the parts. A concatenation whose
-readers need the whole row is made where it is read, as before.
+Stacks, `concatenate([a[None], b[None]], axis=0)`, are treated likewise: the weighted sum of a stack is one of its
+parts. A concatenation with a reader that needs the complete row is made where it is read, as before.
 """
 
 from __future__ import annotations
