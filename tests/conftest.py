@@ -1,9 +1,8 @@
-"""Test configuration: virtual CPU devices, markers that choose cases, golden texts, profiles of hypothesis."""
+"""Test configuration: virtual CPU devices, why a test cannot run here, golden texts, profiles of hypothesis."""
 
 import gc
 import itertools
 import os
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,62 +82,7 @@ def _why_not_here(item: pytest.Item) -> str | None:
     return None
 
 
-def _pairwise(cases: list[dict[str, int]]) -> set[int]:
-    """The numbers of some of the cases, in which each two values meet that meet in any. Greedy."""
-    meetings = [set(itertools.combinations(sorted(case.items()), 2)) for case in cases]
-    missing, chosen = set().union(*meetings), set[int]()
-    while missing:
-        best = max(range(len(cases)), key=lambda i: (len(meetings[i] & missing), -i))
-        chosen.add(best)
-        missing -= meetings[best]
-    return chosen
-
-
-def _mark_cases_beyond_pairs(items: list[pytest.Item]) -> None:
-    """`pairwise`: the cases of a test that are not needed for each two values to meet get the marker `slow`."""
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("pairwise") and not item.get_closest_marker("slow"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for found in tests.values():
-        values: dict[str, list[object]] = {}
-        cases = []
-        for item in found:
-            given = item.callspec.params.items()  # type: ignore[attr-defined]
-            for name, value in given:
-                if not any(value is v for v in values.setdefault(name, [])):
-                    values[name].append(value)
-            cases.append({name: next(i for i, v in enumerate(values[name]) if v is value) for name, value in given})
-        chosen = _pairwise(cases)
-        for i, item in enumerate(found):
-            if i not in chosen:
-                item.add_marker(pytest.mark.slow)
-
-
-def _mark_cases_outside_the_sample(items: list[pytest.Item]) -> None:
-    """`sample(n, m)`: all but the first of every n cases of a test get the marker `full`, those of every m `slow`.
-
-    m is 1 by default, so that no case is slow, and a divisor of n, so that the sample is part of what is not slow.
-    """
-    seen: Counter[str] = Counter()
-    for item in items:
-        sample = item.get_closest_marker("sample")
-        if sample is None or item.get_closest_marker("slow"):
-            continue
-        test = item.nodeid.partition("[")[0]
-        every, not_slow = (*sample.args, 1)[:2]
-        assert every % not_slow == 0, f"{test}: sample({every}, {not_slow}) takes cases that are slow"
-        if seen[test] % not_slow:
-            item.add_marker(pytest.mark.slow)
-        elif seen[test] % every:
-            item.add_marker(pytest.mark.full)
-        seen[test] += 1
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest chooses by `-m`
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _mark_cases_beyond_pairs(items)
-    _mark_cases_outside_the_sample(items)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if reason := _why_not_here(item):
             item.add_marker(pytest.mark.skip(reason=reason))
