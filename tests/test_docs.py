@@ -91,11 +91,14 @@ def test_files_named_in_code_style_exist(page):
     assert not sorted(name for name in named if not (ROOT / name).exists())
 
 
-def test_the_worked_diff_of_contributing_applies():
-    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
+def test_the_worked_diffs_of_contributing_apply():
+    """One adds an operator, the other a rule of a pass."""
+    diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
     command = ["git", "apply", "--check", "-"]
-    found = subprocess.run(command, cwd=ROOT, input=diff, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
+    for diff in diffs:
+        found = subprocess.run(command, cwd=ROOT, input=diff, capture_output=True, text=True, check=False)
+        assert found.returncode == 0, found.stderr
+    assert len(diffs) == 2
 
 
 def unknown_names(text):

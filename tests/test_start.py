@@ -97,7 +97,7 @@ def test_scripts_are_short(user: str) -> None:
 @pytest.mark.slow
 def test_the_worked_operator_of_contributing_runs(tmp_path: Path) -> None:
     """The diff gives a copy of dejax a new primitive, with its gradient."""
-    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
+    diff, _ = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
     for folder in ("dejax", "docs", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
