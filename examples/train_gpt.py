@@ -753,9 +753,9 @@ def sample(trainer: TrainStep, options: argparse.Namespace) -> None:
         FileNotFoundError: there is none.
     """
     checkpoints = Checkpoints(options.out)
-    if checkpoints.latest(options.seed) is None:
+    if not (seeds := checkpoints.seeds()):
         raise FileNotFoundError(f"{options.out} must hold a checkpoint; train with --checkpoint, or name another --out")
-    state, _ = restored(checkpoints, options.seed, trainer.init(jax.random.key(0)))
+    state, _ = restored(checkpoints, seeds[0], trainer.init(jax.random.key(0)))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     params = jax.tree.map(lambda x: jax.device_put(x, here), trainer.params_of(state))
     prompt = np.frombuffer(options.sample.encode(), np.uint8).astype(np.int32)[None]

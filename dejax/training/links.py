@@ -30,7 +30,15 @@ from dejax.training.link_graph import EDGE, LinkGraph
 from dejax.training.models import LinkModel, decoder_of
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
-from dejax.training.task import CAPACITY_BATCHES, SAMPLE_OPTIONS, Runner, Task, View, World, spread_over_steps
+from dejax.training.task import (
+    CAPACITY_BATCHES,
+    SAMPLE_OPTIONS,
+    Runner,
+    StepView,
+    TrainingTask,
+    World,
+    spread_over_steps,
+)
 
 with optional("flax", of="dejax.training"):
     from flax import nnx
@@ -96,7 +104,7 @@ class Negatives:
         return count + places, there & (wrong[places] != true[:, None])
 
 
-class LinkTask(Task):
+class LinkTask(TrainingTask):
     """Prediction of edges.
 
     Args:
@@ -201,14 +209,14 @@ class LinkTask(Task):
             options=SAMPLE_OPTIONS,
         )
 
-    def view(self, topology: HeteroTopology | None, data: Any, seeds: Any, sample: SampledBlocks | None) -> View:
+    def view(self, topology: HeteroTopology | None, data: Any, seeds: Any, sample: SampledBlocks | None) -> StepView:
         """The graph of each layer and how many of its rows are kept. None has an edge to predict or its reverse."""
         relations = 2 * self.graph.num_relations
         if sample is not None:
             assert topology is not None
             blocks = make_typed_blocks(topology, sample, data["edge_type"], relations)
             graphs: list[Any] = [(block.graph, block.num_destinations) for block in blocks]
-            return View(graphs, sample.node_ids, sample.seed_positions, sample.lost.sum(dtype=jnp.int32))
+            return StepView(graphs, sample.node_ids, sample.seed_positions, sample.lost.sum(dtype=jnp.int32))
         edges, count = data["edge_type"].shape[0], self.graph.num_nodes
         # Places beyond the lists, those of padding, are dropped; half of the lists are reverses.
         gone = jnp.where((seeds["kept"] >= 0), seeds["edge"], edges)
@@ -222,10 +230,10 @@ class LinkTask(Task):
             edge_mask=kept,
         )
         ids = {NODE: jnp.arange(count, dtype=jnp.int32)}
-        return View([(graph, None)] * self.settings.layers, ids, {NODE: seeds_of(seeds)}, jnp.zeros((), jnp.int32))
+        return StepView([(graph, None)] * self.settings.layers, ids, {NODE: seeds_of(seeds)}, jnp.zeros((), jnp.int32))
 
     def loss(
-        self, model: Any, view: View, x: dict[str, Array], seeds: Any, data: Any, key: Array
+        self, model: Any, view: StepView, x: dict[str, Array], seeds: Any, data: Any, key: Array
     ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
         """The loss of each edge against its negatives."""
         place_key, dropout_key = jax.random.split(key)

@@ -17,13 +17,13 @@ from dejax.training.data import SPLITS, needs_reverse, split_nodes
 from dejax.training.models import EntityClassifier, NodeMLP
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
-from dejax.training.task import Runner, Task, View, World, cross_entropy, most_frequent
+from dejax.training.task import Runner, StepView, TrainingTask, World, cross_entropy, most_frequent
 
 with optional("flax", of="dejax.training"):
     from flax import nnx
 
 
-class WholeGraphTask(Task):
+class WholeGraphTask(TrainingTask):
     """Classification of the nodes of an `EntityDataset`, by the published models.
 
     Args:
@@ -67,12 +67,12 @@ class WholeGraphTask(Task):
         """Nothing: each step has all training nodes, which are part of the data."""
         return {}
 
-    def view(self, topology: Any, data: Any, seeds: Any, sample: Any) -> View:
+    def view(self, topology: Any, data: Any, seeds: Any, sample: Any) -> StepView:
         """The whole graph."""
-        return View(data["graph"], {}, {}, jnp.zeros((), jnp.int32))
+        return StepView(data["graph"], {}, {}, jnp.zeros((), jnp.int32))
 
     def loss(
-        self, model: Any, view: View, x: dict[str, Array], seeds: Any, data: Any, key: Array
+        self, model: Any, view: StepView, x: dict[str, Array], seeds: Any, data: Any, key: Array
     ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
         """Mean cross-entropy of the training nodes, and the penalty on the first layer."""
         dropout = bool(self.settings.dropout)

@@ -35,8 +35,8 @@ from dejax.training.task import (
     CAPACITY_BATCHES,
     SAMPLE_OPTIONS,
     Runner,
-    Task,
-    View,
+    StepView,
+    TrainingTask,
     World,
     cross_entropy,
     most_frequent,
@@ -50,7 +50,7 @@ _Relation = tuple[str, str, str]
 _Ids = dict[str, np.ndarray]
 
 
-class SampledTask(Task):
+class SampledTask(TrainingTask):
     """Classification of nodes on mini-batches.
 
     Args:
@@ -156,15 +156,15 @@ class SampledTask(Task):
             options=SAMPLE_OPTIONS,
         )
 
-    def view(self, topology: HeteroTopology | None, data: Any, seeds: Any, sample: SampledBlocks | None) -> View:
+    def view(self, topology: HeteroTopology | None, data: Any, seeds: Any, sample: SampledBlocks | None) -> StepView:
         """The blocks of the sample, or the whole graph."""
         if sample is None:
             assert topology is not None
             ids = {kind: jnp.arange(count, dtype=jnp.int32) for kind, count in topology.num_nodes.items()}
-            return View(data["graph"], ids, seeds["ids"], jnp.zeros((), jnp.int32))
+            return StepView(data["graph"], ids, seeds["ids"], jnp.zeros((), jnp.int32))
         lost = sample.lost.sum(dtype=jnp.int32) + sample.lost_edges.astype(jnp.int32)
         blocks = make_blocks(sample) if "edge_type" not in data else self._typed(topology, data, sample)
-        return View(blocks, sample.node_ids, sample.seed_positions, lost)
+        return StepView(blocks, sample.node_ids, sample.seed_positions, lost)
 
     def _typed(self, topology: Any, data: Any, sample: SampledBlocks) -> Any:
         loops = self.settings.model == "rgat"
@@ -172,7 +172,7 @@ class SampledTask(Task):
         return make_typed_blocks(topology, sample, data["edge_type"], relations, add_self_loops=loops)
 
     def loss(
-        self, model: Any, view: View, x: dict[str, Array], seeds: Any, data: Any, key: Array
+        self, model: Any, view: StepView, x: dict[str, Array], seeds: Any, data: Any, key: Array
     ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
         """Mean cross-entropy of the seeds."""
         rngs = nnx.Rngs(dropout=key)
@@ -180,7 +180,7 @@ class SampledTask(Task):
         return self._cross_entropy(outputs, view, seeds, data)
 
     def _cross_entropy(
-        self, outputs: dict[str, Array], view: View, seeds: Any, data: Any
+        self, outputs: dict[str, Array], view: StepView, seeds: Any, data: Any
     ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
         ids = seeds["ids"]
         logits = jnp.concatenate([outputs[kind][view.positions[kind]] for kind in ids])

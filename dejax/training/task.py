@@ -38,7 +38,7 @@ class World:
 
 @pytree
 @dataclass(frozen=True, slots=True)
-class View:
+class StepView:
     """What a model runs on in one step.
 
     Attributes:
@@ -67,7 +67,7 @@ class Runner(Protocol):
         """The state without a mesh."""
 
 
-class Task:
+class TrainingTask:
     """A task. A subclass sets the attributes and defines the methods.
 
     Attributes:
@@ -102,12 +102,12 @@ class Task:
         """The sampled neighbourhood of a step's seeds."""
         raise NotImplementedError
 
-    def view(self, topology: HeteroTopology | None, data: Any, seeds: Any, sample: SampledBlocks | None) -> View:
+    def view(self, topology: HeteroTopology | None, data: Any, seeds: Any, sample: SampledBlocks | None) -> StepView:
         """What the model runs on; without a sample, the whole graph."""
         raise NotImplementedError
 
     def loss(
-        self, model: Any, view: View, x: dict[str, Array], seeds: Any, data: Any, key: Array
+        self, model: Any, view: StepView, x: dict[str, Array], seeds: Any, data: Any, key: Array
     ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
         """The mean loss of a step's seeds, their number, and counts to add up over an epoch.
 
@@ -153,7 +153,7 @@ def most_frequent(train: np.ndarray, test: np.ndarray, classes: int) -> float:
 
 
 def cross_entropy(logits: Array, classes: Array, there: Array) -> tuple[Array, tuple[Array, dict[str, Array]]]:
-    """The mean cross-entropy of some seeds, as `Task.loss` returns it, with the number of right ones as "correct".
+    """Mean cross-entropy of some seeds, as `TrainingTask.loss` returns it, with the number of right ones as "correct".
 
     Args:
         logits: float[seeds, classes].

@@ -26,7 +26,7 @@ from dejax.training.nodes import WholeGraphTask
 from dejax.training.samples import SampledTask
 from dejax.training.settings import Settings
 from dejax.training.state import Epochs, TrainState
-from dejax.training.task import Task, World
+from dejax.training.task import TrainingTask, World
 
 with optional("optax", of="dejax.training"):
     import optax
@@ -73,7 +73,7 @@ class Trainer:
         self.settings = settings
         options = Options(backend=backend, precision=settings.precision)
         self.mesh = self._mesh(devices)
-        self.task: Task
+        self.task: TrainingTask
         if isinstance(data, EntityDataset):
             self.task = WholeGraphTask(settings, data, options)
         else:
