@@ -24,7 +24,7 @@ GUIDES = (
     "explain",
     "report",
     "segment",
-    "full_graph_mesh",
+    pytest.param("full_graph_mesh", marks=pytest.mark.slow),
     pytest.param("distributed", marks=pytest.mark.slow),
     "write_your_own_layer",
     pytest.param("coming_from", marks=pytest.mark.slow),

@@ -21,7 +21,7 @@ def runner():
 RUNNER = runner()
 
 
-QUICK = ("link_prediction", "your_own_layer")
+QUICK = ("link_prediction",)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.__main__ import main
 
 
+@pytest.mark.slow
 def test_quick(tmp_path: Path) -> None:
     main(["host_gather", "--quick", "--sections", "sizes,update", "--out", str(tmp_path), "--plot"])
     (written,) = tmp_path.glob("*.json")

@@ -174,6 +174,7 @@ def training_cell(tmp_path: Path, model: str, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_starts_from_the_same_loss_and_falls(tmp_path):
     from benchmarks.peers import run_jax
 

@@ -8,7 +8,7 @@ from benchmarks import segments
 from benchmarks.__main__ import main
 
 
-@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("gathered", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_case_is_checked_and_timed(gathered):
     row = segments.measure(segments.Case(200, 20, 3, "bfloat16", gathered=gathered))
     assert {"ours_ms", "plan_ms", "jax_ms", "ratio", "predicted_ms", "bound_ms"} <= row.keys()
