@@ -53,8 +53,8 @@ def test_operators_that_are_refused(name: str) -> None:
 
 
 LAYER_KINDS = {"node": "node", "edge": "edge"}
-# One of each kind: gates, softmax with edge features, scores of edges.
-QUICK = ("gated_gcn", "simple_hgn", "complex")
+# One of each kind: gates, scores of edges. Softmax with edge features is in test_full_graph_modules.py.
+QUICK = ("gated_gcn", "complex")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LAYERS])
