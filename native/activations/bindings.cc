@@ -26,7 +26,7 @@ std::shared_ptr<Store> Open(int64_t device_bytes, int64_t host_bytes, int64_t di
 
 nb::object NextJob(Store& store, double seconds) {
   bool closed = false;
-  Job job;
+  ChunkJob job;
   {
     nb::gil_scoped_release release;
     job = store.NextJob(seconds, &closed);

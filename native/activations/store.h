@@ -6,7 +6,7 @@
 // reverse order of creation, ahead of their use.
 //
 // The parts: Registry (entries and runs), Prediction (what earlier runs tell), HostMemory (slots, and whose is taken),
-// IoQueue (the disk tier's jobs), Ring (the GPU side). Store moves entries between them: open and close are in store.cc,
+// IoQueue (the disk tier), Ring (the GPU side). Store moves entries between them: open and close are in store.cc,
 // the ways between the tiers in tiers.cc, the calls of a step in steps.cc.
 //
 // One mutex guards a store with all its parts. It is not held while a thread copies, waits for the GPU, asks for memory
@@ -24,11 +24,11 @@
 #include "activations/entries/entry.h"
 #include "activations/entries/host_memory.h"
 #include "activations/entries/io_queue.h"
-#include "activations/entries/monitor.h"
 #include "activations/entries/prediction.h"
 #include "activations/entries/registry.h"
 #include "activations/open_stores.h"
 #include "blocks/interceptor.h"
+#include "blocks/monitor.h"
 
 namespace dejax::offload {
 
@@ -73,7 +73,7 @@ class Store {
   void Drain();
 
   // External engines: see IoQueue.
-  Job NextJob(double seconds, bool* closed) { return io_.Next(seconds, closed); }
+  ChunkJob NextJob(double seconds, bool* closed) { return io_.Next(seconds, closed); }
   void FinishJob(int64_t id, const std::string& error) { io_.Finish(id, error); }
 
   void Intercept(std::shared_ptr<Interceptor> interceptor);

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <iterator>
 #include <stdexcept>
+#include <utility>
 
 namespace dejax::offload {
 namespace {
@@ -42,8 +43,8 @@ uint64_t Checksum(const void* data, int64_t bytes) {
   return sum;
 }
 
-Disk::Disk(std::vector<std::string> folders, int64_t capacity, bool external)
-    : folders_(std::move(folders)), capacity_(capacity), external_(external) {
+Disk::Disk(const DiskOptions& options, bool external)
+    : folders_(options.folders), capacity_(options.disk_bytes), chunk_bytes_(options.chunk_bytes), external_(external) {
   if (external_) {
     shelves_.resize(folders_.size());
     return;
@@ -95,9 +96,35 @@ void Disk::Full(int64_t bytes) const {
                            " more are needed; raise disk_bytes, or offload less");
 }
 
-Chunk Disk::Allocate(int64_t bytes) {
+std::vector<Chunk> Disk::Allocate(int64_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return external_ ? AllocateFile(bytes) : AllocateExtent(bytes);
+  std::vector<Chunk> chunks;
+  try {
+    for (int64_t left = WholePages(bytes); left > 0; left -= chunks.back().bytes) {
+      const int64_t size = std::min(chunk_bytes_, left);
+      chunks.push_back(external_ ? AllocateFile(size) : AllocateExtent(size));
+    }
+  } catch (...) {
+    for (const Chunk& chunk : chunks) FreeChunk(chunk);
+    throw;
+  }
+  return chunks;
+}
+
+void Disk::Free(std::vector<Chunk>* chunks) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const Chunk& chunk : *chunks) FreeChunk(chunk);
+  chunks->clear();
+}
+
+void Disk::Intercept(std::shared_ptr<Interceptor> interceptor) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  interceptor_ = std::move(interceptor);
+}
+
+std::shared_ptr<Interceptor> Disk::interceptor() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return interceptor_;
 }
 
 // The smallest free extent that is large enough.
@@ -215,8 +242,7 @@ bool Disk::RemoveFreeFile() {
   return false;
 }
 
-void Disk::Free(const Chunk& chunk) {
-  std::lock_guard<std::mutex> lock(mutex_);
+void Disk::FreeChunk(const Chunk& chunk) {
   if (external_) {
     Shelf& shelf = shelves_[chunk.path];
     shelf.in_use -= chunk.bytes;

@@ -1,5 +1,5 @@
 // The disk tier's space. A tensor is cut into chunks of at most `chunk_bytes`, and each chunk gets an extent: a range of
-// one of several files (the direct engine), or its own file (an external engine, TensorStore). Freed extents are reused.
+// one of several files (the direct engine), or its own file (an external engine, TensorStore). Freed extents are used again.
 //
 // Each path has several files, because a file system may let only one thread at a time write to a file. I/O threads read
 // and write a chunk as a whole number of pages, to and from a slot of host memory (O_DIRECT where the file system has it).
@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -21,7 +22,7 @@ constexpr int64_t WholePages(int64_t bytes) { return (bytes + kPage - 1) / kPage
 // What every store with files is told.
 struct DiskOptions {
   std::vector<std::string> folders;  // empty: no files
-  int64_t disk_bytes = -1;           // cap of the files' size; -1: no cap
+  int64_t disk_bytes = -1;           // cap of the files' size, used or not; -1: no cap
   int64_t chunk_bytes = 8 << 20;
   int num_threads = 8;
   bool checksum = true;
@@ -38,12 +39,13 @@ struct Chunk {
 // 64-bit hash of memory, about as fast as one core reads it. It finds damage, not an adversary's changes.
 uint64_t Checksum(const void* data, int64_t bytes);
 
+class Interceptor;
+
 class Disk {
  public:
   // Creates `folder`/chunks* in each folder. Throws std::runtime_error that names the path.
-  // capacity: cap of the files' size, used or not; -1 is no cap.
   // external: chunks only get numbers here; an engine outside reads and writes them in files with the names of Name.
-  Disk(std::vector<std::string> folders, int64_t capacity, bool external);
+  Disk(const DiskOptions& options, bool external);
   ~Disk();
   Disk(const Disk&) = delete;
 
@@ -51,16 +53,19 @@ class Disk {
   // The files' size, used or not.
   int64_t bytes_held() const;
 
-  // Space for a chunk of `bytes`, a multiple of kPage, on the path that has least in use. Throws where the cap is reached
-  // or a file system is full.
-  Chunk Allocate(int64_t bytes);
-  void Free(const Chunk& chunk);
+  // Space for a block of `bytes`, each chunk on the path that has least in use. Throws where the cap is reached or a file
+  // system is full; nothing is taken then.
+  std::vector<Chunk> Allocate(int64_t bytes);
+  void Free(std::vector<Chunk>* chunks);
   // Gives free space at the end of files back to the file system.
   void Trim();
 
   // `data` is aligned to kPage and has chunk.bytes. Throw std::runtime_error with the file and the cause.
   void Write(const Chunk& chunk, const void* data);
   void Read(const Chunk& chunk, void* data);
+
+  void Intercept(std::shared_ptr<Interceptor> interceptor);
+  std::shared_ptr<Interceptor> interceptor() const;
 
  private:
   // Direct engine.
@@ -84,18 +89,20 @@ class Disk {
   bool Grow(File* file, int64_t bytes, int* error);
   Chunk AllocateExtent(int64_t bytes);
   Chunk AllocateFile(int64_t bytes);
+  void FreeChunk(const Chunk& chunk);
   bool RemoveFreeFile();
   void TrimFile(File* file);
   bool Fits(int64_t more) const { return capacity_ < 0 || held_ + more <= capacity_; }
   [[noreturn]] void Full(int64_t bytes) const;
 
   const std::vector<std::string> folders_;
-  const int64_t capacity_;
+  const int64_t capacity_, chunk_bytes_;
   const bool external_;
   mutable std::mutex mutex_;
   std::vector<File> files_;  // the first of each path, then the second of each, ...: neighbours lie on different drives
   std::vector<Shelf> shelves_;
   int64_t held_ = 0;
+  std::shared_ptr<Interceptor> interceptor_;
 };
 
 }  // namespace dejax::offload

@@ -359,7 +359,7 @@ class Pieces {
         Check(GetCalls().copy_device_to_host(io->buffer->data, region->memory + static_cast<DevicePointer>(at), size,
                                              out_),
               "cuMemcpyDtoHAsync");
-        io->after = last_out_ = region->free = events_->Record(out_);
+        io->after[0] = last_out_ = region->free = events_->Record(out_);
       }
       at += io->bytes;
       array->disk->Submit(io);

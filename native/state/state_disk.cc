@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <deque>
 #include <stdexcept>
 
 #include "driver/together.h"
@@ -42,10 +43,7 @@ int64_t NewNumber() {
 
 std::shared_ptr<StateDisk> StateDisk::Open(const Options& options) {
   auto disk = std::make_shared<StateDisk>(options);
-  {
-    std::lock_guard<std::mutex> lock(disk->mutex_);
-    disk->MakeLane(0);
-  }
+  disk->MakeLane(0);
   std::lock_guard<std::mutex> lock(Disks().mutex);
   Disks().all[disk->number_] = disk;
   return disk;
@@ -53,7 +51,7 @@ std::shared_ptr<StateDisk> StateDisk::Open(const Options& options) {
 
 StateDisk::StateDisk(const Options& options)
     : options_(options), number_(NewNumber()),
-      disk_(std::make_unique<Disk>(options.folders, options.disk_bytes, /*external*/ false)) {}
+      disk_(std::make_unique<Disk>(options, /*external=*/false)) {}
 
 std::shared_ptr<StateDisk> StateDisk::Find(int64_t number) {
   std::lock_guard<std::mutex> lock(Disks().mutex);
@@ -71,22 +69,20 @@ void StateDisk::Close() {
     Disks().all.erase(number_);
   }
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    closing_ = true;
-    for (const auto& [number, lane] : lanes_) lane->ready.notify_all();
-    done_.notify_all();
+    const std::lock_guard<std::mutex> making(making_);
+    const Lock lock(monitor_.mutex);
+    monitor_.closing = true;
+    for (const auto& [number, lane] : lanes_) lane->queue.BeginClose();
+    monitor_.changed.notify_all();
   }
-  for (const auto& [number, lane] : lanes_) {  // after all jobs: the GPU may still write to their memory
-    for (std::thread& thread : lane->threads) thread.join();
-    lane->threads.clear();
-  }
-  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [number, lane] : lanes_) lane->queue.Join();  // after all jobs: the GPU may still write to their memory
+  const Lock lock(monitor_.mutex);
   arrays_.clear();
   disk_.reset();
 }
 
 std::shared_ptr<StateArray> StateDisk::ArrayOf(int64_t array) const {
-  if (closing_) throw std::runtime_error("offload: the StateStore is closed");
+  if (monitor_.closing) throw std::runtime_error("offload: the StateStore is closed");
   const auto found = arrays_.find(array);
   if (found == arrays_.end()) {
     throw std::runtime_error("offload: `state` must have arrays of its StateStore, got one that was removed");
@@ -100,24 +96,16 @@ int64_t StateDisk::Create(int64_t bytes, int64_t unit_bytes, int lane) {
   array->bytes = bytes;
   array->unit_bytes = unit_bytes;
   array->units->resize(static_cast<size_t>((bytes + unit_bytes - 1) / unit_bytes));
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (closing_) throw std::runtime_error("offload: the StateStore is closed");
   MakeLane(lane);
+  const Lock lock(monitor_.mutex);
+  if (monitor_.closing) throw std::runtime_error("offload: the StateStore is closed");
   try {
     for (size_t i = 0; i < array->units->size(); ++i) {
       const int64_t size = std::min(unit_bytes, bytes - static_cast<int64_t>(i) * unit_bytes);
-      for (std::vector<Chunk>& chunks : (*array->units)[i].chunks) {
-        for (int64_t at = 0; at < WholePages(size); at += options_.chunk_bytes) {
-          chunks.push_back(disk_->Allocate(std::min(options_.chunk_bytes, WholePages(size) - at)));
-        }
-      }
+      for (std::vector<Chunk>& chunks : (*array->units)[i].chunks) chunks = disk_->Allocate(size);
     }
   } catch (...) {
-    for (const StateArray::Unit& unit : *array->units) {
-      for (const std::vector<Chunk>& chunks : unit.chunks) {
-        for (const Chunk& chunk : chunks) disk_->Free(chunk);
-      }
-    }
+    FreeUnits(array.get());
     throw;
   }
   arrays_[next_] = array;
@@ -125,7 +113,8 @@ int64_t StateDisk::Create(int64_t bytes, int64_t unit_bytes, int lane) {
 }
 
 int64_t StateDisk::Share(int64_t number, int lane) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MakeLane(lane);
+  const Lock lock(monitor_.mutex);
   const std::shared_ptr<StateArray> original = ArrayOf(number);
   auto array = std::make_shared<StateArray>();
   array->lane = lane;
@@ -133,36 +122,37 @@ int64_t StateDisk::Share(int64_t number, int lane) {
   array->unit_bytes = original->unit_bytes;
   array->units = original->units;
   array->writes = false;
-  MakeLane(lane);
   arrays_[next_] = array;
   return next_++;
 }
 
 void StateDisk::Join(const std::vector<int64_t>& arrays) {
   const auto family = std::make_shared<const std::vector<int64_t>>(arrays);
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(monitor_.mutex);
   for (int64_t number : arrays) ArrayOf(number)->family = family;
 }
 
 void StateDisk::Remove(int64_t number) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Lock lock(monitor_.mutex);
   const std::shared_ptr<StateArray> array = ArrayOf(number);
   arrays_.erase(number);
   array->removed = true;
-  done_.wait(lock, [&] { return IsIdle(); });
+  monitor_.changed.wait(lock, [&] { return IsIdle(); });
   const bool shared = std::any_of(arrays_.begin(), arrays_.end(),
                                   [&](const auto& other) { return other.second->units == array->units; });
   if (disk_ == nullptr || shared) return;
-  for (const StateArray::Unit& unit : *array->units) {
-    for (const std::vector<Chunk>& chunks : unit.chunks) {
-      for (const Chunk& chunk : chunks) disk_->Free(chunk);
-    }
-  }
+  FreeUnits(array.get());
   disk_->Trim();
 }
 
+void StateDisk::FreeUnits(StateArray* array) {
+  for (StateArray::Unit& unit : *array->units) {
+    for (std::vector<Chunk>& chunks : unit.chunks) disk_->Free(&chunks);
+  }
+}
+
 std::vector<StateIoPtr> StateDisk::Units(int64_t number, int64_t version, int64_t offset, int64_t bytes,
-                                         bool write) const {
+                                         bool write) {
   const std::shared_ptr<StateArray> array = ArrayOf(number);
   if (offset < 0 || bytes <= 0 || offset + bytes > array->bytes || offset % array->unit_bytes != 0 ||
       ((offset + bytes) % array->unit_bytes != 0 && offset + bytes != array->bytes)) {
@@ -173,40 +163,42 @@ std::vector<StateIoPtr> StateDisk::Units(int64_t number, int64_t version, int64_
   std::vector<StateIoPtr> found;
   for (int64_t at = offset; at < offset + bytes; at += array->unit_bytes) {
     auto io = std::make_shared<StateIo>();
+    io->disk = this;
     io->write = write;
     io->array = array;
     io->unit = static_cast<size_t>(at / array->unit_bytes);
     io->slot = static_cast<int>(version % 2);
     io->bytes = std::min(array->unit_bytes, array->bytes - at);
-    io->left = (*array->units)[io->unit].chunks[io->slot].size();
+    io->chunks = &(*array->units)[io->unit].chunks[io->slot];
+    io->left = io->chunks->size();
     found.push_back(io);
   }
   return found;
 }
 
 // Waits for the last write of a unit's slot. Throws where it failed.
-void StateDisk::WaitForWrite(std::unique_lock<std::mutex>& lock, StateArray* array, size_t unit, int slot) {
+void StateDisk::WaitForWrite(Lock& lock, StateArray* array, size_t unit, int slot) {
   StateIoPtr& writing = (*array->units)[unit].writing[slot];
   if (writing == nullptr) return;
   const StateIoPtr io = writing;
-  done_.wait(lock, [&] { return io->done; });
+  monitor_.changed.wait(lock, [&] { return io->done; });
   if (!io->error.empty()) throw std::runtime_error(io->error);
   if (writing == io) writing.reset();
 }
 
 void StateDisk::Check(int64_t number, int64_t version, int64_t bytes, bool newest) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Lock lock(monitor_.mutex);
   const std::shared_ptr<StateArray> array = ArrayOf(number);
   // The step before may still run on other devices. They end it, or fail.
   const auto begin = std::chrono::steady_clock::now();
-  while (array->written == array->latest + 1 && !closing_ && !WasFailedTogether(array->written_in)) {
+  while (array->written == array->latest + 1 && !monitor_.closing && !WasFailedTogether(array->written_in)) {
     if (std::chrono::steady_clock::now() - begin > std::chrono::minutes(5)) {
       throw std::runtime_error("offload: a step must end on all devices before the next one begins, but one of them has "
                                "not written its state for 5 minutes; see what it waits for");
     }
-    done_.wait_for(lock, std::chrono::milliseconds(10));
+    monitor_.changed.wait_for(lock, std::chrono::milliseconds(10));
   }
-  if (closing_) throw std::runtime_error("offload: the StateStore is closed");
+  if (monitor_.closing) throw std::runtime_error("offload: the StateStore is closed");
   if (array->bytes != bytes) {
     throw std::runtime_error("offload: `state` must have arrays of the size that they were made with, got one of " +
                              std::to_string(array->bytes) + " bytes in place of " + std::to_string(bytes));
@@ -220,7 +212,7 @@ std::vector<StateIoPtr> StateDisk::Read(int64_t number, int64_t version, int64_t
                                         Context context) {
   std::vector<StateIoPtr> found;
   {
-    std::unique_lock<std::mutex> lock(mutex_);
+    Lock lock(monitor_.mutex);
     found = Units(number, version, offset, bytes, false);
     StateArray* const array = found.front()->array.get();
     for (const StateIoPtr& io : found) WaitForWrite(lock, array, io->unit, io->slot);
@@ -230,7 +222,7 @@ std::vector<StateIoPtr> StateDisk::Read(int64_t number, int64_t version, int64_t
   for (const StateIoPtr& io : found) {
     io->buffer = BuffersOf(io).Take(io->bytes, false, options_.host_bytes, context != nullptr);
     io->context = context;
-    io->after = io->buffer->busy;
+    io->after[0] = io->buffer->busy;
     Submit(io);
   }
   return found;
@@ -240,7 +232,7 @@ std::vector<StateIoPtr> StateDisk::Write(int64_t number, int64_t version, int64_
                                          int64_t host_bytes, Context context) {
   std::vector<StateIoPtr> found;
   {
-    std::unique_lock<std::mutex> lock(mutex_);
+    Lock lock(monitor_.mutex);
     found = Units(number, version, offset, bytes, true);
     StateArray* const array = found.front()->array.get();
     if (version != array->latest + 1) Stale(version - 1, array->latest);
@@ -249,7 +241,7 @@ std::vector<StateIoPtr> StateDisk::Write(int64_t number, int64_t version, int64_
     for (const StateIoPtr& io : found) {
       StateIoPtr& writing = (*array->units)[io->unit].writing[io->slot];
       const StateIoPtr before = writing;  // of a step that failed, or of the version before the last one
-      if (before != nullptr) done_.wait(lock, [&] { return before->done; });
+      if (before != nullptr) monitor_.changed.wait(lock, [&] { return before->done; });
       writing = io;
     }
   }
@@ -258,12 +250,12 @@ std::vector<StateIoPtr> StateDisk::Write(int64_t number, int64_t version, int64_
     try {
       io->buffer = BuffersOf(io).Take(io->bytes, true, cap, context != nullptr);
     } catch (const std::exception& error) {
-      std::lock_guard<std::mutex> lock(mutex_);
+      const Lock lock(monitor_.mutex);
       for (const StateIoPtr& other : found) {  // nobody waits for what will never be written
         other->error = error.what();
         other->done = true;
       }
-      done_.notify_all();
+      monitor_.changed.notify_all();
       throw;
     }
     io->context = context;
@@ -272,7 +264,7 @@ std::vector<StateIoPtr> StateDisk::Write(int64_t number, int64_t version, int64_
 }
 
 void StateDisk::Commit(int64_t number, int64_t version, int64_t run) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(monitor_.mutex);
   const std::shared_ptr<StateArray> array = ArrayOf(number);
   if (version != array->latest + 1) Stale(version - 1, array->latest);
   if (array->family == nullptr) {
@@ -289,13 +281,13 @@ void StateDisk::Commit(int64_t number, int64_t version, int64_t run) {
     members.push_back(member->second.get());
   }
   for (StateArray* member : members) member->latest = version;
-  done_.notify_all();
+  monitor_.changed.notify_all();
 }
 
 void StateDisk::Put(int64_t number, int64_t offset, const void* data, int64_t bytes) {
   std::vector<StateIoPtr> found;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock(monitor_.mutex);
     found = Units(number, 0, offset, bytes, true);
   }
   const auto* from = static_cast<const char*>(data);
@@ -311,7 +303,7 @@ void StateDisk::Put(int64_t number, int64_t offset, const void* data, int64_t by
 void StateDisk::Get(int64_t number, int64_t version, int64_t offset, void* data, int64_t bytes) {
   int64_t unit_bytes;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock(monitor_.mutex);
     unit_bytes = ArrayOf(number)->unit_bytes;
   }
   auto* to = static_cast<char*>(data);
@@ -332,8 +324,8 @@ void StateDisk::Get(int64_t number, int64_t version, int64_t offset, void* data,
 }
 
 void StateDisk::Drain() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  done_.wait(lock, [&] { return IsIdle(); });
+  Lock lock(monitor_.mutex);
+  monitor_.changed.wait(lock, [&] { return IsIdle(); });
   for (const auto& [number, array] : arrays_) {
     for (size_t i = 0; i < array->units->size(); ++i) {
       WaitForWrite(lock, array.get(), i, static_cast<int>(array->latest % 2));
@@ -342,7 +334,7 @@ void StateDisk::Drain() {
 }
 
 StateDisk::Stats StateDisk::GetStats() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(monitor_.mutex);
   Stats stats = stats_;
   stats.disk_bytes = disk_ ? disk_->bytes_held() : 0;
   for (const auto& [number, lane] : lanes_) stats.peak_host_bytes += lane->buffers->peak_bytes();

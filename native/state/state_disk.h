@@ -12,35 +12,30 @@
 // another one's writes hold: these may wait for a collective operation, and so for the device itself.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "blocks/disk.h"
-#include "blocks/interceptor.h"
-#include "driver/cuda_calls.h"
+#include "blocks/block_queue.h"
 #include "state/state_buffers.h"
 
 namespace dejax::offload {
 
+class StateDisk;
 struct StateArray;
 
 // A unit that is read or written.
-struct StateIo {
-  bool write = false;
+struct StateIo : BlockIo {
+  void ChunkEnded(int64_t done, const std::string& error) override;
+
+  StateDisk* disk = nullptr;
   std::shared_ptr<StateArray> array;
   size_t unit = 0;
   int slot = 0;
-  int64_t bytes = 0;
   std::shared_ptr<StateBuffer> buffer;
-  Event after;  // the GPU's work that must end first
-  Context context = nullptr;
   size_t left = 0;  // chunks
   bool done = false;
   std::string error;
@@ -115,39 +110,31 @@ class StateDisk {
   void Commit(int64_t array, int64_t version, int64_t run);
 
  private:
-  struct Job {
-    StateIoPtr io;
-    size_t chunk = 0;
-  };
+  friend struct StateIo;
   struct Lane {
+    explicit Lane(StateDisk* disk);
+
     std::shared_ptr<StateBuffers> buffers = std::make_shared<StateBuffers>();
-    std::condition_variable ready;
-    std::deque<Job> reads, writes;
-    int writing = 0;
-    std::vector<std::thread> threads;
+    BlockQueue queue;
   };
 
-  Lane& MakeLane(int number);
+  void MakeLane(int number);
   StateBuffers& BuffersOf(const StateIoPtr& io) const;
+  void FreeUnits(StateArray* array);
   bool IsIdle() const;
   std::shared_ptr<StateArray> ArrayOf(int64_t array) const;
-  std::vector<StateIoPtr> Units(int64_t array, int64_t version, int64_t offset, int64_t bytes, bool write) const;
-  void WaitForWrite(std::unique_lock<std::mutex>& lock, StateArray* array, size_t unit, int slot);
-  void Work(Lane* lane);
-  std::string Do(const Job& job);
+  std::vector<StateIoPtr> Units(int64_t array, int64_t version, int64_t offset, int64_t bytes, bool write);
+  void WaitForWrite(Lock& lock, StateArray* array, size_t unit, int slot);
 
   const Options options_;
   const int64_t number_;
-  mutable std::mutex mutex_;
-  std::condition_variable done_;
+  std::mutex making_;  // a lane; held before the monitor's mutex
+  mutable Monitor monitor_;
   std::unique_ptr<Disk> disk_;
   std::map<int64_t, std::shared_ptr<StateArray>> arrays_;
   std::map<int, std::unique_ptr<Lane>> lanes_;
-  int running_ = 0;
   int64_t next_ = 2;  // jnp.ones_like(ticket) is the ticket of no array
-  bool closing_ = false;
   Stats stats_;
-  std::shared_ptr<Interceptor> interceptor_;
 };
 
 }  // namespace dejax::offload

@@ -8,9 +8,9 @@
 #include <map>
 
 #include "activations/entries/entry.h"
-#include "activations/entries/monitor.h"
 #include "activations/entries/prediction.h"
 #include "activations/entries/registry.h"
+#include "blocks/monitor.h"
 
 namespace dejax::offload {
 

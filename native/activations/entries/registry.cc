@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "activations/entries/monitor.h"
+#include "blocks/monitor.h"
 #include "driver/together.h"
 
 namespace dejax::offload {

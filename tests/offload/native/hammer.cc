@@ -89,14 +89,14 @@ void External(Store& store) {
   static std::map<std::tuple<const void*, int, int64_t, int64_t>, std::vector<char>> chunks;
   bool closed = false;
   while (true) {
-    const Job job = store.NextJob(0.05, &closed);
+    const ChunkJob job = store.NextJob(0.05, &closed);
     if (closed) return;
     if (job.id == 0) continue;
     {
       std::lock_guard<std::mutex> lock(mutex);
       auto& chunk = chunks[{&store, job.path, job.index, job.bytes}];
       if (job.write) {
-        chunk.assign(static_cast<char*>(job.data), static_cast<char*>(job.data) + job.bytes);
+        chunk.assign(job.data, job.data + job.bytes);
       } else {
         std::memcpy(job.data, chunk.data(), std::min<size_t>(chunk.size(), job.bytes));
       }

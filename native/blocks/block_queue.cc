@@ -1,0 +1,206 @@
+#include "blocks/block_queue.h"
+
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "driver/thread_name.h"
+
+namespace dejax::offload {
+namespace {
+
+constexpr Result kNotReady = 600;  // CUDA_ERROR_NOT_READY
+constexpr auto kPoll = std::chrono::microseconds(100);
+
+// cuEventSynchronize alone would keep a core busy for each waiting thread, and cores are needed to read and write.
+// (Events made for a blocking wait cost the launch thread a millisecond a call.)
+void Await(const Event& event) {
+  while (GetCalls().event_query(event.get()) == kNotReady) std::this_thread::sleep_for(kPoll);
+  Check(GetCalls().event_synchronize(event.get()), "cuEventSynchronize");
+}
+
+Chunk& ChunkOf(const ChunkJob& job) { return (*job.io->chunks)[job.chunk]; }
+
+}  // namespace
+
+void BlockQueue::StartThreads(const char* name) {
+  try {
+    for (int i = 0; i < options_.num_threads; ++i) {
+      threads_.emplace_back([this, name] {
+        NameThisThread(name);
+        Work();
+      });
+    }
+  } catch (const std::system_error& error) {
+    {
+      const Lock lock(monitor_->mutex);
+      BeginClose();
+    }
+    Join();
+    throw std::runtime_error("offload: I/O thread " + std::to_string(threads_.size() + 1) + " of " +
+                             std::to_string(options_.num_threads) + " cannot be started (" + error.what() +
+                             "); give a smaller io_threads, or raise the limits of the process");
+  }
+}
+
+void BlockQueue::Push(const BlockIoPtr& io) {
+  for (size_t i = 0; i < io->chunks->size(); ++i) (io->write ? writes_ : reads_).push_back({io, i});
+  ready_.notify_all();
+}
+
+void BlockQueue::Clear() {
+  reads_.clear();
+  writes_.clear();
+}
+
+void BlockQueue::BeginClose() {
+  closing_ = true;
+  ready_.notify_all();
+}
+
+void BlockQueue::Join() {
+  for (std::thread& thread : threads_) {
+    if (thread.joinable()) thread.join();
+  }
+  const Lock lock(monitor_->mutex);
+  external_.clear();
+}
+
+bool BlockQueue::Pop(ChunkJob* job) {
+  while (!reads_.empty() || (!writes_.empty() && writing_ < most_writes_)) {
+    auto& queue = reads_.empty() ? writes_ : reads_;
+    *job = ChunkJob();
+    job->io = std::move(queue.front().io);
+    job->chunk = queue.front().chunk;
+    queue.pop_front();
+    job->write = job->io->write;
+    job->id = next_id_++;
+    ++running_;
+    writing_ += job->write;
+    if (job->io->IsWanted()) {
+      const Chunk& chunk = ChunkOf(*job);
+      job->interceptor = disk_->interceptor();
+      job->path = chunk.path;
+      job->index = chunk.offset;
+      job->data = job->io->data + static_cast<int64_t>(job->chunk) * options_.chunk_bytes;
+      job->bytes = chunk.bytes;
+      return true;
+    }
+    End(*job, "");
+  }
+  return false;
+}
+
+void BlockQueue::End(const ChunkJob& job, const std::string& error) {
+  --running_;
+  writing_ -= job.write;
+  if (job.write && most_writes_ < options_.num_threads) ready_.notify_all();
+  job.io->ChunkEnded(job.bytes, error);
+  monitor_->changed.notify_all();
+}
+
+// What precedes the input or output itself, without the mutex.
+void BlockQueue::Begin(const ChunkJob& job) {
+  const BlockIo& io = *job.io;
+  for (const Event& event : io.after) {
+    if (!event) continue;
+    const ContextScope scope(io.context);
+    Await(event);
+  }
+  if (job.write) {
+    const int64_t own = io.bytes - (job.data - io.data);
+    if (own < job.bytes) std::memset(job.data + own, 0, static_cast<size_t>(job.bytes - own));
+    if (options_.checksum) ChunkOf(job).checksum = Checksum(job.data, job.bytes);
+  }
+  if (job.interceptor) job.interceptor->Before(job.write ? Operation::kWrite : Operation::kRead);
+}
+
+void BlockQueue::RequireSame(const ChunkJob& job) const {
+  if (!options_.checksum || Checksum(job.data, job.bytes) == ChunkOf(job).checksum) return;
+  throw std::runtime_error("offload: " + disk_->Name(ChunkOf(job)) +
+                           " is damaged: it does not hold what was written to it (its checksum differs); look after the "
+                           "drive, and restore training state from a checkpoint");
+}
+
+// Without the mutex. Returns what went wrong.
+std::string BlockQueue::Do(const ChunkJob& job) {
+  try {
+    Begin(job);
+    Chunk& chunk = ChunkOf(job);
+    if (job.write) {
+      disk_->Write(chunk, job.data);
+      if (job.interceptor) job.interceptor->Written(&chunk);
+    } else {
+      disk_->Read(chunk, job.data);
+      RequireSame(job);
+    }
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void BlockQueue::Work() {
+  Lock lock(monitor_->mutex);
+  while (true) {
+    {
+      ChunkJob job;
+      if (Pop(&job)) {
+        lock.unlock();
+        const std::string error = Do(job);
+        lock.lock();
+        End(job, error);
+        continue;
+      }
+    }
+    if (closing_ && reads_.empty() && writes_.empty()) return;
+    ready_.wait(lock);
+  }
+}
+
+ChunkJob BlockQueue::Next(double seconds, bool* closed) {
+  Lock lock(monitor_->mutex);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  ChunkJob job;
+  while (!Pop(&job)) {
+    *closed = closing_;
+    if (*closed || ready_.wait_until(lock, deadline) == std::cv_status::timeout) return ChunkJob();
+  }
+  external_[job.id] = job;
+  std::string error;
+  {
+    const Unlocked unlocked(monitor_, lock);
+    try {
+      Begin(job);
+    } catch (const std::exception& caught) {
+      error = caught.what();
+    }
+  }
+  if (error.empty()) return job;
+  lock.unlock();
+  Finish(job.id, error);
+  return ChunkJob();
+}
+
+void BlockQueue::Finish(int64_t id, const std::string& error) {
+  Lock lock(monitor_->mutex);
+  const auto found = external_.find(id);
+  if (found == external_.end()) return;
+  const ChunkJob job = std::move(found->second);
+  external_.erase(found);
+  std::string why = error;
+  if (why.empty() && job.write && job.interceptor) job.interceptor->Written(&ChunkOf(job));
+  if (why.empty() && !job.write) {
+    const Unlocked unlocked(monitor_, lock);
+    try {
+      RequireSame(job);
+    } catch (const std::exception& caught) {
+      why = caught.what();
+    }
+  }
+  End(job, why);
+}
+
+}  // namespace dejax::offload
