@@ -100,7 +100,6 @@ PROGRAMS: dict[str, tuple[Any, dict[str, Any], dict[str, tuple[int, ...]]]] = {
     "gated_mean": (gated_mean, {}, _PAIRWISE),
     "spread": (spread, {}, {"left": (TYPES, *_MATRIX)}),
 }
-FAST = ("rgat", "hgt")
 
 
 def draw(shapes: dict[str, tuple[int, ...]], graph: RelGraph, inputs: str, seed: int) -> Arrays:
