@@ -18,7 +18,7 @@ from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
-SETTINGS = hypothesis.settings(deadline=None, max_examples=12)
+SETTINGS = hypothesis.settings(deadline=None, max_examples=6)
 NODES, EDGES, EDGE_TYPES, NODE_TYPES = 6, 14, 3, 2
 
 

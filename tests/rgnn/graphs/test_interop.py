@@ -17,7 +17,7 @@ from dejax.rgnn.interop import from_graphs_tuple, to_graphs_tuple
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
 jraph = pytest.importorskip("jraph")
-SETTINGS = hypothesis.settings(deadline=None, max_examples=8)
+SETTINGS = hypothesis.settings(deadline=None, max_examples=5)
 NODES, EDGES, GRAPHS, EDGE_TYPES, NODE_TYPES = 16, 30, 5, 4, 3
 
 
