@@ -41,9 +41,7 @@ def two_hops():
     return sampled(*CASES["two hops"])
 
 
-@pytest.fixture(
-    params=[c if c in ("one hop", "few nodes fit") else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
-)
+@pytest.fixture(params=[c if c == "one hop" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def sample(request):
     return sampled(*CASES[request.param])
 
@@ -345,6 +343,7 @@ def test_seeds_without_edges_have_blocks():
     np.testing.assert_array_equal(block.split(y)["lonely"], np.ones((2, 4)))
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_fit_are_named():
     sample = sampled([2], {})
     (block,) = make_blocks(sample)

@@ -119,6 +119,7 @@ def test_skewed_weights_with_replacement():
     assert chi_square(counts, weights / weights.sum()) < bound(3)
 
 
+@pytest.mark.slow
 def test_a_long_segment_of_lognormal_weights():
     weights = np.random.default_rng(0).lognormal(0, 2, 100_000)
     draws = drawn(100_000, 10_000, 50, "by weight", weights).reshape(-1)

@@ -36,6 +36,7 @@ def sampled(topology, seeds, fan_out):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [(False, None), (True, None), (False, (11, 40))]),
     ],
 )
+@pytest.mark.slow
 def test_two_layers_with_all_edges_equal_the_full_graph(loops, edges):
     senders, receivers, kinds = graph()
     topology = HeteroTopology.from_edges({EDGE: (senders, receivers)}, {"node": NODES})

@@ -90,6 +90,7 @@ def test_linen_has_the_same_modules():
     assert out["author"].shape == (9, 6)
 
 
+@pytest.mark.slow
 def test_mistakes_are_named():
     rngs, x = nnx.Rngs(0), features()
     model = mb.HeteroGNN(WIDTHS, 4, [RGCNConv(4, 4, 4, rngs=rngs)] * 2, rngs=rngs)

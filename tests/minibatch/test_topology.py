@@ -242,7 +242,8 @@ def test_a_folder_is_incomplete_while_it_is_written_again(tmp_path):
         HeteroTopology.load(tmp_path)
 
 
-@pytest.mark.parametrize("on_host", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.slow
 def test_starts_on_the_device_give_the_same_samples(on_host):
     edges = random_edges()
     topology = HeteroTopology.from_edges(edges, COUNTS, on_host=on_host)
@@ -258,6 +259,7 @@ def test_starts_on_the_device_give_the_same_samples(on_host):
 @pytest.mark.parametrize(
     "weights", [[0.0, 2.0, 1.0, 0.0, 3.0], pytest.param([False, True, True, False, True], marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_edges_of_weight_0_are_never_drawn(weights):
     to = ("a", "to", "a")
     lists = {to: ([0, 1, 2, 3, 4], [0, 0, 0, 0, 1])}
