@@ -141,6 +141,10 @@ def run_cells(run: Any, tmp_path: Path, model: str, names: list[str]) -> dict[st
     return {c["implementation"]: run.run_cell(c, folder, Limits(target_s=0.0)) for c in cells}
 
 
+ONE_PROFILE = pytest.mark.cpu_only("jax's profiler ends a process while other tests' processes use the same GPU")
+
+
+@ONE_PROFILE
 @pytest.mark.parametrize(
     "model", [pytest.param(m, marks=[] if m == "rgcn" else pytest.mark.slow) for m in command.MODELS]
 )
@@ -154,6 +158,7 @@ def test_jax_peers_agree_with_ours(model, tmp_path):
     assert ours["training"]["needed_bytes"] > 0 and ours["graph_s"] > 0 and ours["forward"]["first_call_s"] > 0
 
 
+@ONE_PROFILE
 @pytest.mark.parametrize("model", command.MODELS)
 def test_torch_peers_agree_with_ours(model, tmp_path):
     pytest.importorskip("torch_geometric")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("case", ["slots", "bounded edges"])
 @pytest.mark.parametrize("name", blocks.PROGRAMS)
 def test_kernels_on_bipartite_blocks_equal_xla(name, case):
-    block, (program, params) = blocks.cases()[case], blocks.PROGRAMS[name]
+    block, (program, params) = blocks.CASES[case](), blocks.PROGRAMS[name]
     rows = block.num_destinations
     kernels, xla = rgnn.Options(backend="pallas"), rgnn.Options(backend="xla")
     with jax.default_matmul_precision("highest"):

@@ -165,7 +165,7 @@ def test_a_store_is_counted() -> None:
             x = layer(w, x)
         return (x**2).sum()
 
-    with ActivationStore() as store:
+    with ActivationStore(device_bytes=0) as store:
         report = dejax.report(jax.jit(jax.grad(deep)), [jnp.ones((8, 8))] * 3, jnp.ones((16, 8)), calls=2)
         assert store.stats().fetched_bytes == 5 * sum(
             e.nbytes for e in report.traffic if e.direction == "to the device"

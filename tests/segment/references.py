@@ -179,7 +179,10 @@ def gathered_reference(kind: str, x: Any, senders: Any, receivers: Any, scale: A
         if kind == "mean":
             of_messages = of_messages / np.bincount(to, minlength=RECEIVERS)[to][:, None, None]
         elif kind != "sum":
-            of_messages = np.where(messages == out[to], of_messages, 0)
+            largest = messages == out[to]  # equal ones share the cotangent
+            sharing = np.zeros(out.shape)
+            np.add.at(sharing, to, largest)
+            of_messages = np.where(largest, of_messages / np.maximum(sharing, 1)[to], 0)
         of_rows = np.zeros(x.shape)
         np.add.at(of_rows, senders[known], of_messages * by)
         if scale is None:
