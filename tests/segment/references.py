@@ -55,7 +55,7 @@ class Case:
             values = rng.integers(info.min, info.max, values.shape, self.dtype, endpoint=True)
         elif self.dtype == "bool":
             values = values > 0
-        return np.asarray(jnp.asarray(values).astype(self.dtype)), ids
+        return values.astype(jnp.dtype(self.dtype)), ids
 
 
 def reference(kind: str, data: np.ndarray, ids: np.ndarray, count: int) -> np.ndarray:
