@@ -234,7 +234,7 @@ def tables(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for process in range(2):
         environment = {**os.environ, "DEJAX_PROCESS": str(process), "DEJAX_PORT": str(port)}
         environment |= {"CUDA_VISIBLE_DEVICES": str(process), "XLA_FLAGS": ""}
-        command = [sys.executable, "-m", "benchmarks.several_gpus", "--only", "tables"]
+        command = [sys.executable, "-m", "benchmarks", "several_gpus", "--only", "tables"]
         command += [*(["--check"] if args.check else []), "--rows", str(args.rows), "--calls", str(args.calls)]
         started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     texts = [process.communicate(timeout=args.limit)[0] for process in started]
