@@ -74,6 +74,18 @@ def test_extrema_over_the_edges_of_a_graph_without_edges() -> None:
     compare(program, graph, arrays, ["edge", "node"], parts=2)
 
 
+def test_what_is_infinite_where_no_edge_reads_it_has_no_gradient() -> None:
+    """Seven of eight nodes send nothing: 1 / sqrt(0) is infinite there, and the gradient of their rows is 0."""
+
+    @rgnn.program
+    def layer(g: Any, a: Any) -> Any:
+        return g.src(g.node(a[0])) * g.src(rgnn.rsqrt(g.sum_to_src(g.edge(a[1]))))
+
+    graph = rgnn.RelGraph.from_edges([0], [0], num_nodes=8)
+    arrays = [np.ones((8, 3), np.float32), np.ones(1, np.float32)]
+    compare(layer, graph, arrays, ["node", "edge"], parts=3, tolerance=1e-6)
+
+
 def test_gradients_by_results_without_rows() -> None:
     """The compiler of jax 0.11 crashed where the gradient read a cotangent, or a stored value, without elements."""
 

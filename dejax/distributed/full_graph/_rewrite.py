@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dejax.rgnn.ir.inter import ROWWISE, VIAS, Builder, Op, Program, Space, is_float
-from dejax.rgnn.passes._rewrite import Counts, rebuild
+from dejax.rgnn.passes._rewrite import Counts, rebuild, unless_empty
 from dejax.rgnn.passes.canonical.cse import cse
 from dejax.rgnn.passes.canonical.split_products import split_products
 from dejax.rgnn.passes.canonical.split_rows import split_rows
-from dejax.rgnn.passes.compact import PARTIAL
+from dejax.rgnn.passes.compact import PARTIAL, MayBeInfinite
 from dejax.rgnn.passes.dce import dce
 
 CROSSING = ("src", "all", "ntype", "etype")
@@ -137,8 +137,10 @@ def _shared_by_ties(builder: Builder, x: int, extremum: int, total: Callable[[in
 def _on_nodes(program: Program) -> Program:
     """Row-wise work of edges that depends on one end alone moves to the nodes of that end.
 
-    What is read across devices is then a node value, and the owner computes it once.
+    What is read across devices is then a node value, and the owner computes it once. What may be infinite is 1 at nodes
+    that no edge reads: no gradient times infinity is NaN.
     """
+    infinite: dict[int, MayBeInfinite] = {}  # of the builder
     ends: dict[int, tuple[str, int]] = {}  # of an edge value: "src" or "dst" and the node value
     shared: dict[int, int] = {}  # of an edge value that is equal on all edges: the shared value
 
@@ -164,14 +166,16 @@ def _on_nodes(program: Program) -> Program:
         moved = []
         for a, now in zip(op.args, args, strict=True):
             if a in ends:
-                moved.append(ends[a][1])
+                node = ends[a][1]
+                known = infinite.setdefault(id(builder), MayBeInfinite(builder))
+                moved.append(unless_empty(builder, end, node, 1.0) if known(node) else node)
             elif program.ops[a].space == Space.EDGE:
                 moved.append(builder.lift(shared[a], Space.NODE))
             else:
                 moved.append(now)
-        node = builder.op(op.name, *moved, **dict(op.attrs))
-        ends[index] = end, node
-        return builder.op("gather", node, via=end)
+        made = builder.op(op.name, *moved, **dict(op.attrs))
+        ends[index] = end, made
+        return builder.op("gather", made, via=end)
 
     return rebuild(program, visit)
 

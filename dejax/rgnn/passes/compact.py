@@ -41,6 +41,36 @@ def compact(program: Program, counts: Counts) -> Program:
     return _Compaction(program, counts).run()
 
 
+class MayBeInfinite:
+    """Whether a value of nodes or types is made with a quotient, say by the number of edges, which may be 0.
+
+    Or whether it is an input with one element a row: a user may have made it with such a quotient.
+    """
+
+    def __init__(self, builder: Builder) -> None:
+        self.builder = builder
+        self.known: dict[int, bool] = {}
+
+    def __call__(self, x: int) -> bool:
+        if x not in self.known:
+            op = self.builder.ops[x]
+            found = op.name == "input" and op.width == 1 and is_float(op.dtype)
+            if OPERATORS[op.name].infinite is Infinite.VALUE:
+                found = not self.is_positive(op.args[op.name == "div"])
+            if op.name == "linear" or (op.name in ROWWISE and op.name != "select"):
+                found |= any(self(a) for a in op.args)
+            self.known[x] = found
+        return self.known[x]
+
+    def is_positive(self, x: int) -> bool:
+        """Whether a divisor is seen not to be 0: a constant, or more or no less than one."""
+        op = self.builder.ops[x]
+        if op.name in ("sqrt", "reshape", "broadcast", "cast"):
+            return self.is_positive(op.args[0])
+        others = [self.builder.ops[a] for a in op.args] if op.name in ("add", "max") else [op]
+        return any(o.name == "eq" or (o.name == "const" and o.attr("value") != 0) for o in others)
+
+
 class _Compaction:
     def __init__(self, program: Program, counts: Counts) -> None:
         self.program, self.counts = program, counts
@@ -49,7 +79,7 @@ class _Compaction:
         self.new: dict[int, int] = {}  # old value -> new value, at its anchor if it is an edge value
         self.anchor: dict[int, str] = {}  # of edge values
         self.lifted: dict[tuple[int, str, str], int] = {}
-        self.infinite: dict[int, bool] = {}  # new values, see `may_be_infinite`
+        self.infinite = MayBeInfinite(self.builder)
         self.reduces = self.after_reductions()
 
     def run(self) -> Program:
@@ -90,7 +120,7 @@ class _Compaction:
             args.append(self.lift(self.new[a], self.anchor[a], anchor) if edge else self.new[a])
         if anchor in ("src", "dst", "etype"):
             partial = op.name in PARTIAL
-            args = [self.where_read(a, anchor) if partial or self.may_be_infinite(a) else a for a in args]
+            args = [self.where_read(a, anchor) if partial or self.infinite(a) else a for a in args]
         attrs = dict(op.attrs)
         if op.name == "linear" and attrs["via"] == "etype" and anchor != "edge":
             attrs["via"] = "self" if anchor == "etype" else f"{anchor}.etype"
@@ -124,29 +154,6 @@ class _Compaction:
         if op.name == "const" or op.space != _SPACE[anchor]:
             return x
         return unless_empty(self.builder, anchor, x, 1.0)
-
-    def may_be_infinite(self, x: int) -> bool:
-        """Whether a value of nodes or types is made with a quotient, say by the number of edges, which may be 0.
-
-        Or whether it is an input with one element a row: a user may have made it with such a quotient.
-        """
-        if x not in self.infinite:
-            op = self.builder.ops[x]
-            found = op.name == "input" and op.width == 1 and is_float(op.dtype)
-            if OPERATORS[op.name].infinite is Infinite.VALUE:
-                found = not self.is_positive(op.args[op.name == "div"])
-            if op.name == "linear" or (op.name in ROWWISE and op.name != "select"):
-                found |= any(self.may_be_infinite(a) for a in op.args)
-            self.infinite[x] = found
-        return self.infinite[x]
-
-    def is_positive(self, x: int) -> bool:
-        """Whether a divisor is seen not to be 0: a constant, or more or no less than one."""
-        op = self.builder.ops[x]
-        if op.name in ("sqrt", "reshape", "broadcast", "cast"):
-            return self.is_positive(op.args[0])
-        others = [self.builder.ops[a] for a in op.args] if op.name in ("add", "max") else [op]
-        return any(o.name == "eq" or (o.name == "const" and o.attr("value") != 0) for o in others)
 
     def lift(self, value: int, have: str, want: str) -> int:
         """The value read from one anchor at a finer one."""
