@@ -82,17 +82,9 @@ class Draw:
     def slots(self) -> int:
         return (self.last - self.first) * self.fan_out
 
-    @property
-    def shares_bits(self) -> bool:
-        """Whether its random numbers come from the array of bits that draws share, rather than from a key."""
-        return self.kind in _UNIFORM and self.slots <= _MOST_SHARED_BITS
-
 
 _UNIFORM = ("subset", "any")  # kinds of draws that take bits
 _BY_KEY = ("by weight", "keys")  # and those that take keys
-# Uniform draws of more slots take bits of their own: writing and reading an array of bits would take longer than the
-# launch of one more kernel.
-_MOST_SHARED_BITS = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -135,9 +127,9 @@ class Hop:
         return cls(tuple(pieces), tuple(draws), *rows)
 
     @property
-    def shared_bits(self) -> int:
-        """Slots whose edges are drawn by bits that draws share."""
-        return sum(draw.slots for draw in self.draws if draw.shares_bits)
+    def uniform_slots(self) -> int:
+        """Slots whose edges are drawn by bits."""
+        return sum(draw.slots for draw in self.draws if draw.kind in _UNIFORM)
 
     def rows(self, values: Sequence[int], dtype: Any = np.int32) -> Any:
         """A value of each piece on its rows: [rows]."""
@@ -185,11 +177,11 @@ def draw_keys(
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Randomness:
-    """The random numbers of a sample. Short uniform draws of all hops share one array of bits, made by one kernel.
+    """The random numbers of a sample. Uniform draws of all hops take their bits from one array, made by one kernel.
 
     Attributes:
         key: for other draws.
-        bits: uint32[2, slots], for short uniform draws.
+        bits: uint32[2, slots], for uniform draws.
     """
 
     key: Array
@@ -197,7 +189,7 @@ class Randomness:
 
     @classmethod
     def of(cls, key: Array, hops: Sequence[Hop]) -> Randomness:
-        count = sum(hop.shared_bits for hop in hops)
+        count = sum(hop.uniform_slots for hop in hops)
         return cls(jax.random.fold_in(key, 1), jax.random.bits(jax.random.fold_in(key, 0), (2, count), jnp.uint32))
 
 
@@ -230,11 +222,10 @@ def draw_hop(
         positions: list[Array] = []
         for draw in draws:
             some = slice(draw.first - first, draw.last - first)
-            taken = draw.slots if draw.shares_bits else 0
+            taken = draw.slots if draw.kind in _UNIFORM else 0
             own = Randomness(random.key, random.bits[:, :taken])
             random = Randomness(random.key, random.bits[:, taken:])
-            by_key = draw.kind in _BY_KEY or (draw.kind in _UNIFORM and not draw.shares_bits)
-            if by_key or start.dtype != jnp.int32:
+            if draw.kind in _BY_KEY or start.dtype != jnp.int32:
                 own = Randomness(jax.random.fold_in(random.key, 0), own.bits)
                 random = Randomness(jax.random.fold_in(random.key, 1), random.bits)
             chosen, mask = _draw(own, lists, start[some], degree[some], draw)
@@ -318,12 +309,8 @@ def _draw(random: Randomness, lists: EdgeLists, start: Array, degree: Array, dra
     if kind in _UNIFORM:
         below_what = jnp.broadcast_to(degree[:, None], (len(start), fan_out))
         below_what = below_what - fan_out + i + 1 if kind == "subset" else below_what
-        if degree.dtype == jnp.int32 and draw.shares_bits:
+        if degree.dtype == jnp.int32:
             drawn = below_by_bits(random.bits.reshape(2, *below_what.shape), below_what)
-        elif degree.dtype == jnp.int32:
-            # The barrier: each number is read several times, and must not be drawn for each.
-            bits = jax.random.bits(key, (2, *below_what.shape), jnp.uint32)
-            drawn = jax.lax.optimization_barrier(below_by_bits(bits, below_what))
         else:
             drawn = below(key, below_what.shape, below_what)
         chosen, there = subset_of(drawn, degree) if kind == "subset" else (drawn, below_what > 0)
