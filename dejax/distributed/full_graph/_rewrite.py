@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dejax.rgnn.ir.inter import ROWWISE, VIAS, Builder, Op, Program, Space, is_float
-from dejax.rgnn.passes._rewrite import Counts, rebuild, unless_empty
+from dejax.rgnn.passes._rewrite import Counts, rebuild
 from dejax.rgnn.passes.canonical.cse import cse
 from dejax.rgnn.passes.canonical.split_products import split_products
 from dejax.rgnn.passes.canonical.split_rows import split_rows
-from dejax.rgnn.passes.compact import PARTIAL, MayBeInfinite
+from dejax.rgnn.passes.compact import PARTIAL, UnreadRows
 from dejax.rgnn.passes.dce import dce
 
 CROSSING = ("src", "all", "ntype", "etype")
@@ -140,7 +140,6 @@ def _on_nodes(program: Program) -> Program:
     What is read across devices is then a node value, and the owner computes it once. What may be infinite is 1 at nodes
     that no edge reads: no gradient times infinity is NaN.
     """
-    infinite: dict[int, MayBeInfinite] = {}  # of the builder
     ends: dict[int, tuple[str, int]] = {}  # of an edge value: "src" or "dst" and the node value
     shared: dict[int, int] = {}  # of an edge value that is equal on all edges: the shared value
 
@@ -163,12 +162,11 @@ def _on_nodes(program: Program) -> Program:
         if len(found) != 1 or any(a not in ends and a not in shared for a in edge_args):
             return None
         (end,) = found
-        moved = []
+        unread, moved = UnreadRows(builder), []
         for a, now in zip(op.args, args, strict=True):
             if a in ends:
                 node = ends[a][1]
-                known = infinite.setdefault(id(builder), MayBeInfinite(builder))
-                moved.append(unless_empty(builder, end, node, 1.0) if known(node) else node)
+                moved.append(unread.one(node, end) if unread.may_be_infinite(node) else node)
             elif program.ops[a].space == Space.EDGE:
                 moved.append(builder.lift(shared[a], Space.NODE))
             else:

@@ -41,24 +41,32 @@ def compact(program: Program, counts: Counts) -> Program:
     return _Compaction(program, counts).run()
 
 
-class MayBeInfinite:
-    """Whether a value of nodes or types is made with a quotient, say by the number of edges, which may be 0.
-
-    Or whether it is an input with one element a row: a user may have made it with such a quotient.
-    """
+class UnreadRows:
+    """Rows of nodes and types that no edge reads: what moves there from the edges must not meet infinities."""
 
     def __init__(self, builder: Builder) -> None:
         self.builder = builder
         self.known: dict[int, bool] = {}
 
-    def __call__(self, x: int) -> bool:
+    def one(self, x: int, anchor: str) -> int:
+        """A value of nodes or types, and 1 for those that no edge reads."""
+        op = self.builder.ops[x]
+        if op.name == "const" or op.space != _SPACE[anchor]:
+            return x
+        return unless_empty(self.builder, anchor, x, 1.0)
+
+    def may_be_infinite(self, x: int) -> bool:
+        """Whether a value of nodes or types is made with a quotient, say by the number of edges, which may be 0.
+
+        Or whether it is an input with one element a row: a user may have made it with such a quotient.
+        """
         if x not in self.known:
             op = self.builder.ops[x]
             found = op.name == "input" and op.width == 1 and is_float(op.dtype)
             if OPERATORS[op.name].infinite is Infinite.VALUE:
                 found = not self.is_positive(op.args[op.name == "div"])
             if op.name == "linear" or (op.name in ROWWISE and op.name != "select"):
-                found |= any(self(a) for a in op.args)
+                found |= any(self.may_be_infinite(a) for a in op.args)
             self.known[x] = found
         return self.known[x]
 
@@ -79,7 +87,7 @@ class _Compaction:
         self.new: dict[int, int] = {}  # old value -> new value, at its anchor if it is an edge value
         self.anchor: dict[int, str] = {}  # of edge values
         self.lifted: dict[tuple[int, str, str], int] = {}
-        self.infinite = MayBeInfinite(self.builder)
+        self.unread = UnreadRows(self.builder)
         self.reduces = self.after_reductions()
 
     def run(self) -> Program:
@@ -120,7 +128,7 @@ class _Compaction:
             args.append(self.lift(self.new[a], self.anchor[a], anchor) if edge else self.new[a])
         if anchor in ("src", "dst", "etype"):
             partial = op.name in PARTIAL
-            args = [self.where_read(a, anchor) if partial or self.infinite(a) else a for a in args]
+            args = [self.unread.one(a, anchor) if partial or self.unread.may_be_infinite(a) else a for a in args]
         attrs = dict(op.attrs)
         if op.name == "linear" and attrs["via"] == "etype" and anchor != "edge":
             attrs["via"] = "self" if anchor == "etype" else f"{anchor}.etype"
@@ -147,13 +155,6 @@ class _Compaction:
         """Whether reductions of features alone read an elementwise function of wide rows."""
         ops, users = self.program.ops, self.users[i]
         return ops[i].width >= _WIDE and bool(users) and all(ops[u].name in _REDUCES for u in users)
-
-    def where_read(self, x: int, anchor: str) -> int:
-        """A value of nodes or types, and 1 for those that no edge reads."""
-        op = self.builder.ops[x]
-        if op.name == "const" or op.space != _SPACE[anchor]:
-            return x
-        return unless_empty(self.builder, anchor, x, 1.0)
 
     def lift(self, value: int, have: str, want: str) -> int:
         """The value read from one anchor at a finer one."""
