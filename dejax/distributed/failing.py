@@ -28,6 +28,7 @@ import numpy as np
 
 import dejax
 from dejax import _compat
+from dejax.distributed._shards import numpy_copy
 from dejax.host_gather import HostTable
 
 EXIT_STATUS = 75
@@ -405,7 +406,7 @@ def _visible(leaf: Any) -> list[np.ndarray]:
     if isinstance(leaf, jax.Array):
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        return [np.asarray(leaf)] if leaf.is_fully_addressable or leaf.is_fully_replicated else []
+        return [numpy_copy(leaf)] if leaf.is_fully_addressable or leaf.is_fully_replicated else []
     return [np.asarray(leaf)]
 
 
