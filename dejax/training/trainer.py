@@ -263,7 +263,7 @@ class Trainer:
             return self._on_mesh(state, keys, seeds)
         arguments: tuple[Any, ...] = (state, world, keys, seeds)
         if self.task.sampled:
-            keys, seeds = (keys, seeds) if count > 1 else (keys[0], jax.tree.map(lambda x: x[0], seeds))
+            keys, seeds = _of_one(keys, seeds) if count == 1 else (keys, seeds)
             arguments = (state, world.topology, world.features, keys, seeds, world.topology, world.data)
         if count not in self._programs:
             begin = time.perf_counter()
@@ -289,7 +289,7 @@ class Trainer:
             self._programs[count] = data_parallel(
                 gradients, self.updated, self.mesh, parts=self.settings.parts, steps=count
             )
-        keys, seeds = (keys, seeds) if count > 1 else (keys[0], jax.tree.map(lambda x: x[0], seeds))
+        keys, seeds = _of_one(keys, seeds) if count == 1 else (keys, seeds)
         state, report = self._programs[count](state, keys, seeds, self.world)
         return state, jnp.reshape(report.loss, (count,))
 
@@ -371,6 +371,11 @@ class Trainer:
 
 
 _PLAIN = ("params", "opt_state", "step", "seed", "key", "sums", "lost", "skipped")
+
+
+def _of_one(keys: Array, seeds: Any) -> tuple[Array, Any]:
+    """The key and the seeds of a program of one step, which has no axis of steps."""
+    return keys[0], jax.tree.map(lambda x: x[0], seeds)
 
 
 def _overwrite(table: Any, rows: Any) -> None:
