@@ -21,11 +21,9 @@ from dejax.host_gather import (
     sgd,
     shardings,
 )
+from tests.host_gather.rows import HOT, IDS, ROWS
 
-RNG = np.random.default_rng(0)
-ROWS = RNG.standard_normal((50, 6)).astype(np.float32)
-HOT = [4, 0, 49, 17]
-IDS = np.array([4, 17, 4, -1, 50, 3, 0])
+RNG = np.random.default_rng(1)
 
 
 def both() -> tuple[HostTable, CachedTable]:

@@ -28,11 +28,9 @@ from dejax.host_gather import (
     shardings,
     value_and_grad,
 )
+from tests.host_gather.rows import HOT, IDS, ROWS
 
-RNG = np.random.default_rng(0)
-ROWS = RNG.standard_normal((50, 6)).astype(np.float32)
-IDS = np.array([4, 17, 4, -1, 50, 3, 0])
-HOT = [4, 0, 49, 17]
+RNG = np.random.default_rng(1)
 PLACES = {
     "host": HostTable.from_numpy,
     "cached": lambda rows: CachedTable.from_ids(HostTable.from_numpy(rows), HOT),

@@ -25,11 +25,9 @@ from dejax.host_gather import (
     shardings,
     value_and_grad,
 )
+from tests.host_gather.rows import HOT, IDS, ROWS
 
-RNG = np.random.default_rng(0)
-ROWS = RNG.standard_normal((50, 6)).astype(np.float32)
-IDS = np.array([4, 17, 4, -1, 50, 3, 0])
-HOT = [4, 0, 49, 17]
+RNG = np.random.default_rng(1)
 MADE = {
     "device": lambda rows: DeviceTable.from_numpy(rows),
     "device array": lambda rows: DeviceTable.from_array(jnp.asarray(rows)),

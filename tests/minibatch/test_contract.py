@@ -153,10 +153,10 @@ def test_nodes_that_do_not_fit_are_counted_and_their_edges_masked(sizes):
 
 
 def counts_of_draws(topology, runs, fan_out, degree, seed=0, **keywords):
-    """How often each leaf is drawn, over `runs` copies of the hub that draw independently."""
+    """How often each leaf is drawn, over `runs` copies of the center that draw independently."""
 
     def draw(key):
-        sample = sample_blocks(key, topology, ("hub", jnp.array([0])), [fan_out], **keywords)
+        sample = sample_blocks(key, topology, ("center", jnp.array([0])), [fan_out], **keywords)
         return jnp.where(sample.edges[0] >= 0, sample.edges[0], degree).reshape(-1)
 
     drawn = jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(seed), runs))
@@ -165,11 +165,11 @@ def counts_of_draws(topology, runs, fan_out, degree, seed=0, **keywords):
 
 def star(degree):
     """Papers that cite paper 0."""
-    return {("leaf", "to", "hub"): (np.arange(degree), np.zeros(degree, int))}
+    return {("leaf", "to", "center"): (np.arange(degree), np.zeros(degree, int))}
 
 
 def test_draws_without_replacement_are_uniform():
-    topology = HeteroTopology.from_edges(star(7), {"leaf": 7, "hub": 1})
+    topology = HeteroTopology.from_edges(star(7), {"leaf": 7, "center": 1})
     counts, drawn = counts_of_draws(topology, 4000, 3, 7)
     assert all(len(set(row)) == 3 for row in drawn)
     assert p_value(counts, np.ones(7)) > 1e-4
@@ -178,7 +178,7 @@ def test_draws_without_replacement_are_uniform():
 
 
 def test_draws_with_replacement_are_uniform():
-    topology = HeteroTopology.from_edges(star(7), {"leaf": 7, "hub": 1})
+    topology = HeteroTopology.from_edges(star(7), {"leaf": 7, "center": 1})
     counts, drawn = counts_of_draws(topology, 4000, 3, 7, options=SampleOptions(replace=True))
     assert any(len(set(row)) < 3 for row in drawn)
     assert p_value(counts, np.ones(7)) > 1e-4
@@ -187,7 +187,7 @@ def test_draws_with_replacement_are_uniform():
 @pytest.mark.parametrize("replace", [False, True])
 def test_draws_by_weight(replace):
     weights = np.array([0.0, 1, 2, 3, 4])
-    topology = HeteroTopology.from_edges(star(5), {"leaf": 5, "hub": 1}, weights={("leaf", "to", "hub"): weights})
+    topology = HeteroTopology.from_edges(star(5), {"leaf": 5, "center": 1}, weights={("leaf", "to", "center"): weights})
     counts, _ = counts_of_draws(topology, 6000, 1, 5, options=SampleOptions(replace=replace))
     assert counts[0] == 0 and p_value(counts[1:], weights[1:]) > 1e-4
 

@@ -216,12 +216,12 @@ def test_positions_beyond_32_bits(tmp_path):
     from dejax.host_gather import HostTable
     from dejax.minibatch.topology import EdgeLists, Relation
 
-    kind = ("leaf", "to", "hub")
+    kind = ("leaf", "to", "center")
     with jax.enable_x64(True):
         starts = HostTable.from_numpy(np.array([0, 2**32, edges]))
         lists = EdgeLists(starts, HostTable.from_npy(path))
-        topology = HeteroTopology((lists,), (Relation(kind, 0, 0, 0, edges, 2**32),), (("leaf", 7), ("hub", 2)))
-        sample = sample_blocks(KEY, topology, ("hub", jnp.array([1])), [4], options=SampleOptions())
+        topology = HeteroTopology((lists,), (Relation(kind, 0, 0, 0, edges, 2**32),), (("leaf", 7), ("center", 2)))
+        sample = sample_blocks(KEY, topology, ("center", jnp.array([1])), [4], options=SampleOptions())
         assert sorted(np.asarray(sample.node_ids["leaf"]).tolist()) == [-1, 4, 5, 6]
         assert sorted(np.asarray(sample.edges[0])[0].tolist()) == [-1, 2**32, 2**32 + 1, 2**32 + 2]
 
