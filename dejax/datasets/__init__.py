@@ -13,6 +13,7 @@ from dejax.datasets._hetero import HeteroDataset
 from dejax.datasets._load import NAMES, load
 from dejax.datasets._planted import synthetic_triples
 from dejax.datasets._synthetic import COUNTS, synthetic
+from dejax.datasets.columns import NEVER, Column
 from dejax.datasets.igb import load_igb
 from dejax.datasets.igb_shape import IGBShape, fill_rows, random_csc, random_rows_on_device, synthetic_igb
 from dejax.datasets.importers import from_dgl, from_pyg
@@ -20,16 +21,20 @@ from dejax.datasets.mag import load_mag, load_mag_hetero
 from dejax.datasets.rdf import load_rdf, read_rdf
 from dejax.datasets.stdlib import load_stdlib, load_stdlib_links
 from dejax.datasets.tables import Label, from_tables
+from dejax.datasets.tasks import Task
 from dejax.datasets.triples import load_triples
 
 __all__ = [
     "COUNTS",
     "NAMES",
+    "NEVER",
+    "Column",
     "DataUnavailableError",
     "EntityDataset",
     "HeteroDataset",
     "IGBShape",
     "Label",
+    "Task",
     "fill_rows",
     "from_dgl",
     "from_pyg",

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import shutil
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from dejax._npy import mapped_npy, to_save
 from dejax.datasets._dataset import UNLABELLED, EntityDataset
+from dejax.datasets._hetero_files import open_fields, save_fields
+from dejax.datasets.columns import Column
+from dejax.datasets.tasks import Task
 
 Relation = tuple[str, str, str]
 """(source type, name, destination type)."""
@@ -23,13 +22,14 @@ Ends = tuple[np.ndarray, np.ndarray]
 """The senders and the receivers of a relation's edges, numbered within their types."""
 
 SPLITS = ("train", "valid", "test")
-_FORMAT = 1  # of the folders of `save`
-_META = "dataset.json"
 _CHUNK = 1 << 24  # elements at once, for memory maps
 ALWAYS = -(2**31)  # the time of what was always known
 _EDGES = ("edges", "valid_edges", "test_edges")
 _BY_EDGE = ("edge_times", "edge_features", "edge_weights")
-DESCRIPTIVE = ("name", "num_nodes", "node_names", "description", "left_out")  # nothing that a model reads
+# Nothing that a model of `features` and `edges` would have to read: `features` encodes the columns that are no later
+# than their rows, `edge_times` and `node_times` say from when on rows are known.
+DESCRIPTIVE = ("name", "num_nodes", "node_names", "description", "left_out")
+_OF_TABLES = ("columns", "keys", "known_from", "tasks", "time_unit")
 NODE_TASK = ("labels", "num_classes", "splits")
 LINK_TASK = ("valid_edges", "test_edges", "target_relations")
 
@@ -61,6 +61,12 @@ class HeteroDataset:
         node_names: a name for each node, by type, where the source has names.
         description: a few sentences: content, source, what was left out.
         left_out: what a reader left out, such as edges to rows that do not exist -> how many.
+        columns: of tables: table -> name -> `Column`, for encoders inside of a model.
+        keys: of tables: the primary keys, [nodes] by type, of those that have one.
+        known_from: int or float [nodes] by type: from when on a row is known: its own time, or that of the latest row
+            that it refers to. Rows of types without an entry are always known.
+        tasks: what to predict of rows of tables, by name.
+        time_unit: of all times; "s" for seconds since 1970, "" if they are numbers of a unit of the user's.
         check: whether all ids are compared with the counts. Without it only shapes and dtypes are checked: to
             compare ids, all edges are read once.
 
@@ -86,6 +92,11 @@ class HeteroDataset:
     node_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     description: str = ""
     left_out: dict[str, int] = field(default_factory=dict)
+    columns: dict[str, dict[str, Column]] = field(default_factory=dict)
+    keys: dict[str, np.ndarray] = field(default_factory=dict)
+    known_from: dict[str, np.ndarray] = field(default_factory=dict)
+    tasks: dict[str, Task] = field(default_factory=dict)
+    time_unit: str = ""
     check: dataclasses.InitVar[bool] = True
 
     def __post_init__(self, check: bool) -> None:
@@ -97,7 +108,7 @@ class HeteroDataset:
             object.__setattr__(self, name, ends)
             for relation, pair in ends.items():
                 self._check_relation(name, relation, pair, check)
-        for name in ("features", "labels", "node_times", "node_names"):
+        for name in ("features", "labels", "node_times", "node_names", "keys", "known_from"):
             for kind, values in getattr(self, name).items():
                 self._check_type(name, kind)
                 if len(values) != self.num_nodes[kind]:
@@ -112,6 +123,17 @@ class HeteroDataset:
         for relation in (*self.target_relations, *self.valid_edges, *self.test_edges):
             if relation not in self.edges:
                 raise ValueError(f"edges must have every relation of the task, they lack {relation}")
+        for kind, columns in self.columns.items():
+            self._check_type("columns", kind)
+            for column, found in columns.items():
+                if len(found) != self.num_nodes[kind]:
+                    raise ValueError(
+                        f"columns must have a value for each of the {self.num_nodes[kind]} rows of {kind!r}, got "
+                        f"{len(found)} of {column!r}"
+                    )
+        for task in self.tasks.values():
+            for kind in filter(None, (task.entity, task.target)):
+                self._check_type(f"the task {task.name!r}", kind)
         self._check_labels(check)
 
     def _check_type(self, name: str, kind: str) -> None:
@@ -192,7 +214,7 @@ class HeteroDataset:
         """
         for found in dataclasses.fields(self):
             values = getattr(self, found.name)
-            if found.name not in (*used, *DESCRIPTIVE) and values:
+            if found.name not in (*used, *DESCRIPTIVE, *_OF_TABLES) and values:
                 raise ValueError(
                     f"{what} must get a data set without {found.name}, which it does not read, got some of "
                     f"{next(iter(values))!r} in {self.name!r}; to ignore them: "
@@ -209,8 +231,8 @@ class HeteroDataset:
         """A text table of the counts by type and by relation, and of the tasks."""
         lines = [f"{self.name}: {sum(self.num_nodes.values()):,} nodes, {sum(self.num_edges.values()):,} edges"]
         for kind, count in self.num_nodes.items():
-            table = self.features.get(kind)
-            width = "no features" if table is None else f"{' x '.join(map(str, table.shape[1:]))} {table.dtype}"
+            rows = self.features.get(kind)
+            width = "no features" if rows is None else f"{' x '.join(map(str, rows.shape[1:]))} {rows.dtype}"
             task = f", {self.num_classes[kind]} classes" if kind in self.labels else ""
             lines.append(f"{count:>15,}  {kind}: {width}{task}")
         lines += [f"{count:>15,}  {' -> '.join(relation)}" for relation, count in self.num_edges.items()]
@@ -221,9 +243,16 @@ class HeteroDataset:
             if found := getattr(self, name):
                 lines.append(f"{sum(len(ends[0]) for ends in found.values()):>15,}  {name.replace('_', ' ')}")
         lines += [f"{count:>15,}  left out: {what}" for what, count in self.left_out.items()]
+        for table, columns in self.columns.items():
+            lines += [f"  {table}.{column}: {found.summary()}" for column, found in columns.items()]
+        lines += [task.summary() for task in self.tasks.values()]
         return "\n".join(lines)
 
     # -------------------------------------------------------------------------------------------- other graphs
+
+    def with_task(self, task: Task) -> HeteroDataset:
+        """The dataset with one more task, or another one of that name."""
+        return dataclasses.replace(self, tasks={**self.tasks, task.name: task}, check=False)
 
     def with_reverse(self, *, symmetric: Sequence[str] = (), prefix: str = "rev_") -> HeteroDataset:
         """The dataset with a reverse relation for each relation, of the same arrays: nothing is copied.
@@ -318,45 +347,7 @@ class HeteroDataset:
         Raises:
             FileExistsError: the folder exists and is no saved dataset.
         """
-        folder = Path(folder)
-        if folder.exists() and not (folder / _META).is_file() and any(folder.iterdir()):
-            raise FileExistsError(f"{folder} must be new, empty or a saved HeteroDataset; give another folder")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-        try:
-            files: list[tuple[list[Any], str]] = []
-            for number, (path, array) in enumerate(self._arrays()):
-                np.save(work / f"{number}.npy", to_save(np.asarray(array)), allow_pickle=False)
-                files.append((path, f"{number}.npy"))
-            meta = {
-                "format": _FORMAT,
-                "name": self.name,
-                "num_nodes": self.num_nodes,
-                "num_classes": self.num_classes,
-                "target_relations": self.target_relations,
-                "node_names": self.node_names,
-                "description": self.description,
-                "left_out": self.left_out,
-                "files": files,
-            }
-            (work / _META).write_text(json.dumps(meta), encoding="utf-8")
-            if folder.exists():
-                shutil.rmtree(folder)
-            os.replace(work, folder)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-
-    def _arrays(self) -> list[tuple[list[Any], np.ndarray]]:
-        """([field, keys ...], array) of all arrays."""
-        found: list[tuple[list[Any], np.ndarray]] = []
-        for name in _EDGES:
-            for relation, ends in getattr(self, name).items():
-                found += [([name, relation, side], ends[side]) for side in (0, 1)]
-        for name in ("features", "labels", "node_times", *_BY_EDGE):
-            found += [([name, key], array) for key, array in getattr(self, name).items()]
-        for split, by_type in self.splits.items():
-            found += [(["splits", split, kind], nodes) for kind, nodes in by_type.items()]
-        return found
+        save_fields({f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, Path(folder))
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, check: bool = False) -> HeteroDataset:
@@ -370,36 +361,7 @@ class HeteroDataset:
             FileNotFoundError: the folder or one of its files is missing.
             ValueError: it is of another format, or a file is short.
         """
-        folder = Path(folder)
-        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-        if meta.get("format") != _FORMAT:
-            raise ValueError(f"{folder} must be a HeteroDataset of format {_FORMAT}, got {meta.get('format')!r}")
-        fields: dict[str, Any] = {name: {} for name in (*_EDGES, "features", "labels", "node_times", *_BY_EDGE)}
-        splits: dict[str, dict[str, np.ndarray]] = {}
-        for path, file in meta["files"]:
-            array = mapped_npy(folder / file)
-            name: str = path[0]
-            key: Any = tuple(path[1]) if isinstance(path[1], list) else path[1]
-            if name == "splits":
-                splits.setdefault(key, {})[path[2]] = array
-            elif name in _EDGES:
-                fields[name].setdefault(key, []).append(array)
-            else:
-                fields[name][key] = array
-        for name in _EDGES:
-            fields[name] = {relation: tuple(ends) for relation, ends in fields[name].items()}
-        return cls(
-            name=meta["name"],
-            num_nodes=meta["num_nodes"],
-            num_classes=meta["num_classes"],
-            target_relations=tuple(tuple(relation) for relation in meta["target_relations"]),
-            node_names={kind: tuple(names) for kind, names in meta["node_names"].items()},
-            description=meta["description"],
-            left_out=meta.get("left_out", {}),
-            splits=splits,
-            check=check,
-            **fields,
-        )
+        return cls(**open_fields(Path(folder)), check=check)
 
 
 def _as_ends(name: str, relation: Any, given: Any) -> Ends:

@@ -1,0 +1,100 @@
+"""`Column`: the values of one column of a table, typed, with what is missing and from when on each value is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+Kind = Literal["number", "category", "categories", "time", "text", "vector"]
+KINDS: tuple[str, ...] = get_args(Kind)
+NEVER = 2**63 - 1
+"""The time from which a value is known that is never shown."""
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """One column of a table, as an encoder inside a model reads it. Nothing is standardised.
+
+    | kind | `values` |
+    | --- | --- |
+    | "number" | float64[rows] |
+    | "category" | int32[rows], places in `categories`; -1 where missing |
+    | "categories" | int32[sum of lengths], places in `categories`; those of row i from `offsets[i]` on |
+    | "time" | int64[rows], seconds since 1970, or numbers in the unit of the dataset's times |
+    | "text" | uint32[sum of lengths], hashes of words; those of row i from `offsets[i]` on |
+    | "vector" | float[rows, width] of any precision |
+
+    Categories are in the order in which they came to be known, those of one time by name. So the code of a category
+    does not depend on anything later, and the categories that training rows have are the first ones.
+
+    Attributes:
+        kind: how the values are read.
+        values: as above; what stands where a value is missing has no meaning, except for codes.
+        missing: bool[rows].
+        offsets: int64[rows + 1] of "categories" and "text", else None.
+        categories: the names of categories.
+        known_at: int64[rows], from when on each value is known, in the unit of the dataset's times and no earlier than
+            its row; `NEVER` for values that are never shown. None: all are known with their rows.
+        unit: of numbers, for reports; of times "s" for seconds since 1970.
+        oddities: what was odd about the values as they were given, for summaries; "" for nothing.
+
+    >>> codes = np.array([0, 1, -1], np.int32)
+    >>> Column("category", codes, codes < 0, categories=("a", "b")).summary()
+    'category, 2 different, 1 of 3 missing'
+    """
+
+    kind: Kind
+    values: np.ndarray
+    missing: np.ndarray
+    offsets: np.ndarray | None = None
+    categories: tuple[str, ...] = ()
+    known_at: np.ndarray | None = None
+    unit: str = ""
+    oddities: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        rows = len(self.missing)
+        if (self.offsets is not None) != (self.kind in ("categories", "text")):
+            raise ValueError(f"offsets must be given for categories and text alone, the kind is {self.kind!r}")
+        found = {"values": len(self.values) if self.offsets is None else len(self.offsets) - 1}
+        if self.known_at is not None:
+            found["known_at"] = len(self.known_at)
+        for name, count in found.items():
+            if count != rows:
+                raise ValueError(f"{name} must be of as many rows as missing, {rows}, got {count}")
+
+    def __len__(self) -> int:
+        return len(self.missing)
+
+    def take(self, rows: np.ndarray) -> Column:
+        """The column of some rows, int[n] or bool[rows]."""
+        rows = np.flatnonzero(rows) if rows.dtype == bool else rows
+        known_at = None if self.known_at is None else self.known_at[rows]
+        if self.offsets is None:
+            values, offsets = self.values[rows], None
+        else:
+            lengths = np.diff(self.offsets)[rows]
+            offsets = np.concatenate([[0], np.cumsum(lengths)])
+            values = self.values[np.repeat(self.offsets[rows] - offsets[:-1], lengths) + np.arange(offsets[-1])]
+        return Column(
+            self.kind, values, self.missing[rows], offsets, self.categories, known_at, self.unit, self.oddities
+        )
+
+    def summary(self) -> str:
+        """Its kind, and what is missing, late or odd about it."""
+        parts: list[str] = [self.kind]
+        if self.kind in ("category", "categories"):
+            parts.append(f"{len(self.categories):,} different")
+        if self.kind == "vector":
+            parts.append(f"{self.values.shape[1]} {self.values.dtype}")
+        if self.unit and self.kind == "number":
+            parts.append(self.unit)
+        if count := int(self.missing.sum()):
+            parts.append(f"{count:,} of {len(self):,} missing")
+        if self.known_at is not None:
+            parts.append("known later than its row")
+        return ", ".join(parts + ([self.oddities] if self.oddities else []))
