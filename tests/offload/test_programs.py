@@ -208,7 +208,11 @@ def cases():
         quick = (offload if number % 4 == 1 else region, number % 8 < 4) if number % 2 else None
         for wrap in (offload, region):
             for remat in (False, True):
-                marks = () if (wrap, remat) == quick else pytest.mark.slow
+                marks = [] if (wrap, remat) == quick else [pytest.mark.slow]
+                if make is int4 and remat:
+                    marks.append(
+                        pytest.mark.cpu_only("XLA for GPUs computes int4 in jax.checkpoint wrong, without dejax too")
+                    )
                 name = f"{make.__name__}-{wrap.__name__}-{'recomputed' if remat else 'kept'}"
                 yield pytest.param(make, wrap, remat, marks=marks, id=name)
 

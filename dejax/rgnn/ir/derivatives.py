@@ -87,11 +87,13 @@ def reduce(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
         return [b.read_back(g, via, fine)]
     if op.attr("op") == "prod":
         return [b.op("mul", b.read_back(g, via, fine), b.op("product_of_others", x, via=via))]
-    # The entries that hold the maximum share the gradient equally.
+    # The entries that hold the maximum share the gradient equally. A product with the mask would spread NaN of the
+    # share to all entries, or not: XLA makes a selection of some such products.
     largest = b.op("eq", x, b.read_back(out, via, fine))
     ties = b.op("reduce", _counted(b, largest), via=via, op="sum")
     share = b.op("div", g, b.op("max", ties, constant(b, ties, 1.0)))
-    return [b.op("mul", largest, b.read_back(share, via, fine))]
+    share = b.read_back(share, via, fine)
+    return [b.op("select", largest, share, constant(b, share, 0.0))]
 
 
 def product_of_others(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
@@ -128,7 +130,8 @@ def place(b: Builder, op: Op, out: int, g: int) -> list[int | None]:
     chosen = b.op("eq", x, b.op("lookup", out, index, **attrs))
     ties = b.op("place", _counted(b, chosen), index, size=op.attr("size"), op="sum", **attrs)
     share = b.op("div", g, b.op("max", ties, constant(b, ties, 1.0)))
-    return [b.op("mul", chosen, b.op("lookup", share, index, **attrs)), None]
+    share = b.op("lookup", share, index, **attrs)
+    return [b.op("select", chosen, share, constant(b, share, 0.0)), None]
 
 
 def power(b: Builder, op: Op, out: int, g: int) -> list[int | None]:

@@ -23,6 +23,7 @@ from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 SETTINGS = hypothesis.settings(deadline=None, max_examples=20)
 
 
+@pytest.mark.cpu_only("tables for a GPU are packed into one array: see test_tables_in_one_array")
 @SETTINGS
 @hypothesis.given(edge_lists(), st.booleans(), st.booleans())
 def test_every_table_agrees_with_the_reference(edges: EdgeList, add_reverse: bool, add_self_loops: bool) -> None:
@@ -30,6 +31,7 @@ def test_every_table_agrees_with_the_reference(edges: EdgeList, add_reverse: boo
     check_tables(graph, edges.added(add_reverse, add_self_loops), exact=True)
 
 
+@pytest.mark.cpu_only("tables for a GPU are packed into one array: see test_tables_in_one_array")
 @SETTINGS
 @hypothesis.given(edge_lists(masks=True), st.booleans(), st.booleans())
 def test_every_table_of_a_masked_graph_agrees(edges: EdgeList, add_reverse: bool, add_self_loops: bool) -> None:
@@ -122,6 +124,7 @@ def test_stable_argsort(keys: tuple[int, ...], bounds: tuple[int, ...], monkeypa
         np.testing.assert_array_equal(sorting.stable_argsort(columns, bounds), expected)
 
 
+@pytest.mark.cpu_only("tables for a GPU are packed into one array: see test_tables_in_one_array")
 def test_large_graph_agrees_with_lexsort() -> None:
     """More edges than one block, many types, and a segment longer than the default chunk."""
     rng = np.random.default_rng(1)
