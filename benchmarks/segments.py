@@ -196,7 +196,7 @@ def measure(case: Case, peers: bool = True) -> dict[str, Any]:
         row["jax_ms"] = milliseconds(lambda: their(*args, None))
         row["ratio"] = row["jax_ms"] / row["ours_ms"]
         row["plan_ratio"] = row["jax_ms"] / row["plan_ms"]
-    shape = _cost.Shape(case.entries, count, case.width * max(1, case.batch), case.dtype)
+    shape = _cost.ReductionSize(case.entries, count, case.width * max(1, case.batch), case.dtype)
     row["predicted_ms"] = 1e3 * _cost.kernel_seconds(shape, case.is_sorted)
     row["bound_ms"] = 1e3 * case.nbytes / BYTES_PER_SECOND
     return row

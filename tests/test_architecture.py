@@ -1,7 +1,9 @@
-"""docs/architecture.md shows one program at every stage of the compiler: the texts are what the code gives."""
+"""docs/architecture.md shows one program at every stage of the compiler, and no two classes of dejax share a name."""
 
+import ast
 import io
 import re
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -10,8 +12,14 @@ import pytest
 
 from dejax import rgnn
 
-PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+PACKAGE = Path(__file__).parents[1] / "dejax"
+PAGE = PACKAGE.parent / "docs" / "architecture.md"
 STAGES = ("traced", "passes", "kernels", "calls")
+# Classes whose name another class has, too. The list may only become shorter.
+SHARED_NAMES = {
+    "Columns", "Counts", "Operand", "Plan", "Program", "Report", "Segments", "SplitTable", "_Canonical", "_Plan",
+    "_Sums", "_Term",
+}  # fmt: skip
 
 
 def shown(stage: str) -> str:
@@ -60,3 +68,16 @@ def test_stages_of_the_page_are_those_of_the_code(
         page = PAGE.read_text(encoding="utf-8").replace(old, f"<!-- stage: {stage} -->\n```text\n{made[stage]}\n")
         PAGE.write_text(page, encoding="utf-8")
     assert shown(stage) == made[stage] + "\n", "if the change is meant, run pytest --update-golden and read the diff"
+
+
+def test_no_two_classes_share_a_name() -> None:
+    # A layer has one name in both of its bindings to Flax.
+    files = [path for path in PACKAGE.rglob("*.py") if path.name != "linen.py"]
+    names = [
+        node.name
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+    shared = {name for name, count in Counter(names).items() if count > 1}
+    assert shared <= SHARED_NAMES, "two classes have one name: give the new one a name of its own"

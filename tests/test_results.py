@@ -113,7 +113,7 @@ def test_a_step_on_a_mesh_reports() -> None:
 
     step = distributed.data_parallel(gradients, lambda state, mean: state - mean.gradients, parts=2)
     _, report = step(jnp.zeros(()), jax.random.key(0), jnp.arange(4.0), None)
-    assert isinstance(report, distributed.Report) and float(report.loss) == 3.5
+    assert isinstance(report, distributed.StepReport) and float(report.loss) == 3.5
 
 
 def test_programs_and_arrays_on_a_mesh() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # for type checkers and the reference; the names are loaded w
     from dejax.distributed.full_graph import MeshProgram, ShardedGraph, over_mesh
     from dejax.distributed.links import link_bytes
     from dejax.distributed.optimizer_state import divided
-    from dejax.distributed.parallel_step import Part, Report, data_parallel
+    from dejax.distributed.parallel_step import Part, StepReport, data_parallel
     from dejax.distributed.tables import ShardedTable, check_lost
 
 _PLACES = {
@@ -29,7 +29,7 @@ _PLACES = {
     "EXIT_STATUS": "failing",
     "MeshProgram": "full_graph",
     "Part": "parallel_step",
-    "Report": "parallel_step",
+    "StepReport": "parallel_step",
     "data_parallel": "parallel_step",
     "divided": "optimizer_state",
     "latest_step": "checkpoint",
@@ -54,7 +54,7 @@ __all__ = [
     "EXIT_STATUS",
     "MeshProgram",
     "Part",
-    "Report",
+    "StepReport",
     "ShardedGraph",
     "ShardedTable",
     "check_agreement",

@@ -16,7 +16,7 @@ CHUNK = 1 << 22
 """Edges that are looked at together."""
 
 
-class Edges(Protocol):
+class NeighbourLists(Protocol):
     """A graph as its partitioner sees it: nodes numbered type after type."""
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dejax.distributed._neighbours import Edges, first_nodes
+from dejax.distributed._neighbours import NeighbourLists, first_nodes
 
 BLOCK = 1 << 15
 """Nodes that are placed together."""
@@ -25,7 +25,7 @@ class Parts:
         bounds: int64[types], the most nodes of each type in a part.
     """
 
-    def __init__(self, edges: Edges, parts: int, imbalance: float) -> None:
+    def __init__(self, edges: NeighbourLists, parts: int, imbalance: float) -> None:
         self.edges, self.parts = edges, parts
         counts = np.array([*edges.counts.values()], np.int64)
         self.first = np.array([*first_nodes(edges.counts).values(), counts.sum()], np.int64)
@@ -82,7 +82,7 @@ class Parts:
             rest = np.sort(rest[order[~fits]])
 
 
-def stream(edges: Edges, parts: int, imbalance: float, passes: int, seed: int) -> np.ndarray:
+def stream(edges: NeighbourLists, parts: int, imbalance: float, passes: int, seed: int) -> np.ndarray:
     """int32[nodes], the part of each node, by several passes over blocks of nodes.
 
     Args:
@@ -106,7 +106,7 @@ def stream(edges: Edges, parts: int, imbalance: float, passes: int, seed: int) -
     return state.part
 
 
-def refine(edges: Edges, part: np.ndarray, parts: int, imbalance: float, passes: int, seed: int) -> np.ndarray:
+def refine(edges: NeighbourLists, part: np.ndarray, parts: int, imbalance: float, passes: int, seed: int) -> np.ndarray:
     """A partition brought within the bounds and then improved: fewer edges lead from part to part."""
     state = Parts(edges, parts, imbalance)
     rng = np.random.default_rng(seed)
@@ -136,7 +136,7 @@ def _place_block(
     state.place(nodes, score)
 
 
-def _mean_degree(edges: Edges, num_nodes: int) -> float:
+def _mean_degree(edges: NeighbourLists, num_nodes: int) -> float:
     """Neighbours of a node on average, from a sample of blocks."""
     seen = found = 0
     for first in np.linspace(0, max(num_nodes - 1, 0), 16).astype(int):

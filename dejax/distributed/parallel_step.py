@@ -41,7 +41,7 @@ class Part:
 
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True)
-class Report:
+class StepReport:
     """What a step reports, equal on all devices.
 
     Attributes:
@@ -77,7 +77,7 @@ def data_parallel(
     parts: int | None = None,
     steps: int = 1,
     donate: bool = True,
-) -> Callable[[Any, Any, Any, Any], tuple[Any, Report]]:
+) -> Callable[[Any, Any, Any, Any], tuple[Any, StepReport]]:
     """A compiled training step over a mesh, from the two halves of a step of one device.
 
     The batch is cut into `parts`. Each device computes its parts one after the other, with keys of their own. Losses
@@ -100,8 +100,8 @@ def data_parallel(
         donate: whether the step takes over the memory of its state. Tables that `update` writes need it.
 
     Returns:
-        `step(state, key, batch, data) -> (state, Report)`. `batch` is a pytree of arrays whose first axis is the global
-        batch; with several processes each gives all of it. `state` and `data` lie on the mesh, or are replicated
+        `step(state, key, batch, data) -> (state, StepReport)`. `batch` is a pytree of arrays whose first axis is the
+        global batch; with several processes each gives all of it. `state` and `data` lie on the mesh, or are replicated
         at the first call. Arrays that are divided over the mesh (`NamedSharding`) arrive as each device's shard.
 
     Raises:
@@ -143,7 +143,7 @@ class _Step:
         self.parts, self.own, self.steps, self.donate = parts, parts // devices, steps, donate
         self._compiled: dict[Any, Any] = {}
 
-    def __call__(self, state: Any, key: Any, batch: Any, data: Any = None) -> tuple[Any, Report]:
+    def __call__(self, state: Any, key: Any, batch: Any, data: Any = None) -> tuple[Any, StepReport]:
         compiled, leaves = self._prepared(state, key, batch, data)
         state_leaves, report = compiled(*leaves)
         return jax.tree.unflatten(jax.tree.structure(state), state_leaves), report
@@ -189,7 +189,7 @@ class _Step:
         return PartitionSpec(self.axis) if self.steps == 1 else PartitionSpec(None, self.axis)
 
     def _jitted(self, trees: tuple[Any, Any, Any], states: list[Any], others: list[Any]) -> Any:
-        def one(states: list[Any], key: Any, batches: list[Any], data: Any) -> tuple[list[Any], Report]:
+        def one(states: list[Any], key: Any, batches: list[Any], data: Any) -> tuple[list[Any], StepReport]:
             state = jax.tree.unflatten(trees[0], states)
             mean = self._mean(state, key, jax.tree.unflatten(trees[2], batches), data)
             after, structure = jax.tree.flatten(self.update(state, mean))
@@ -198,9 +198,9 @@ class _Step:
                     f"data_parallel: `update` must return a state of the structure that it got, {trees[0]}, got "
                     f"{structure}"
                 )
-            return after, Report(mean.loss, mean.weight, mean.counts)
+            return after, StepReport(mean.loss, mean.weight, mean.counts)
 
-        def on_device(states: list[Any], others: list[Any], batches: list[Any]) -> tuple[list[Any], Report]:
+        def on_device(states: list[Any], others: list[Any], batches: list[Any]) -> tuple[list[Any], StepReport]:
             states, others, batches = _compat.own_empty_arrays((states, others, batches))
             key, data = jax.tree.unflatten(trees[1], others)
             if self.steps == 1:

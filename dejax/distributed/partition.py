@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dejax._optional import optional
-from dejax.distributed._neighbours import Edges, EdgesInMemory, EdgesOfTopology, edges_of, first_nodes
+from dejax.distributed._neighbours import EdgesInMemory, EdgesOfTopology, NeighbourLists, edges_of, first_nodes
 from dejax.distributed._streaming import refine, stream
 
 __all__ = ["Partition", "PartitionReport", "partition"]
@@ -265,7 +265,7 @@ def partition_of(graph: Any, assignment: Mapping[str, Any], parts: int, num_node
     return _described(edges, found.astype(np.int32), parts, "given")
 
 
-def _method(method: str, edges: Edges) -> str:
+def _method(method: str, edges: NeighbourLists) -> str:
     if method not in ("auto", "metis", "stream"):
         raise ValueError(f"`method` must be 'auto', 'metis' or 'stream', got {method!r}")
     if method == "auto":
@@ -314,7 +314,7 @@ def _metis(edges: EdgesInMemory, parts: int, seed: int) -> np.ndarray:
     return np.asarray(found[1], np.int32)
 
 
-def _described(edges: Edges, part: np.ndarray, parts: int, method: str) -> Partition:
+def _described(edges: NeighbourLists, part: np.ndarray, parts: int, method: str) -> Partition:
     first = first_nodes(edges.counts)
     assignment = {name: part[first[name] : first[name] + count] for name, count in edges.counts.items()}
     report = PartitionReport(
@@ -326,7 +326,7 @@ def _described(edges: Edges, part: np.ndarray, parts: int, method: str) -> Parti
     return Partition(assignment, report)
 
 
-def _crossing(edges: Edges, part: np.ndarray, parts: int) -> dict[str, Any]:
+def _crossing(edges: NeighbourLists, part: np.ndarray, parts: int) -> dict[str, Any]:
     """Edges by part, edges between parts, and the halo of each part."""
     read = np.zeros((part.shape[0], parts), bool)
     into = np.zeros(parts, np.int64)

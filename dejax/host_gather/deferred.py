@@ -20,7 +20,7 @@ from dejax.host_gather._recording import is_recorded
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather._tracing import current_trace, inside
 from dejax.host_gather.gather import GatherCall, GatherOptions, batched_gather, gather, prepare_gather
-from dejax.host_gather.pipeline import PendingRows, Source, start_alone
+from dejax.host_gather.pipeline import GatherSource, PendingRows, start_alone
 
 __all__ = ["OpenRead", "deferrable_gather", "deferring", "open_read"]
 
@@ -47,7 +47,7 @@ class OpenRead:
 
     def start(self, leaf: Array, cache: Array, slots: Array, ids: Array, *, before: Any) -> tuple[PendingRows, Any]:
         """As `gather_start`."""
-        return start_alone(Source(self.ahead, leaf, _no_scale(), slots, cache), ids, before)
+        return start_alone(GatherSource(self.ahead, leaf, _no_scale(), slots, cache), ids, before)
 
 
 class deferring:

@@ -217,7 +217,12 @@ def prefetched_scan(
 
 
 def _scan_ahead(
-    step: Callable[[Any, Array, Any], tuple[Any, Any]], init: Any, source: Source, padded: Array, xs: Any, depth: int
+    step: Callable[[Any, Array, Any], tuple[Any, Any]],
+    init: Any,
+    source: GatherSource,
+    padded: Array,
+    xs: Any,
+    depth: int,
 ) -> tuple[Any, Any]:
     """The loop of `prefetched_scan` on a GPU. `padded` has the ids of all steps and of `depth` steps after the last."""
     site, held = next(_sites), source.held
@@ -257,7 +262,7 @@ class _Place(enum.IntEnum):
     NEXT = 2
 
 
-def start_alone(source: Source, ids: Array, before: Any) -> tuple[PendingRows, Any]:
+def start_alone(source: GatherSource, ids: Array, before: Any) -> tuple[PendingRows, Any]:
     """Begins a gather, whose arguments were checked; `before` as in `gather_start`."""
     through, tree = jax.tree.flatten(before)
     pending, through = _start(source, next(_sites), _Place.ALONE, ids, [jnp.asarray(x) for x in through])
@@ -265,7 +270,7 @@ def start_alone(source: Source, ids: Array, before: Any) -> tuple[PendingRows, A
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class GatherSource:
     """What an overlapped gather reads, except its ids."""
 
     call: GatherCall
@@ -280,7 +285,7 @@ class Source:
         return tuple(x for x in (self.scale, self.slots, self.cache) if x.size)
 
 
-def _prepare(what: str, operands: TableOperands, ids: Any, options: GatherOptions) -> tuple[Source, Array]:
+def _prepare(what: str, operands: TableOperands, ids: Any, options: GatherOptions) -> tuple[GatherSource, Array]:
     """Checks the arguments of an overlapped gather."""
     if is_recorded(operands.spec):
         raise ValueError(
@@ -288,7 +293,7 @@ def _prepare(what: str, operands: TableOperands, ids: Any, options: GatherOption
             "ahead outside of it and pass them on"
         )
     ids, call, scale = prepare_gather(what, operands, ids, options, overlapped=True)
-    return Source(call, operands.leaf, scale, operands.slots, operands.cache), ids
+    return GatherSource(call, operands.leaf, scale, operands.slots, operands.cache), ids
 
 
 def _options(what: str, given: dict[str, Any]) -> GatherOptions:
@@ -302,7 +307,7 @@ def _options(what: str, given: dict[str, Any]) -> GatherOptions:
 
 
 def _start(
-    source: Source, site: int, place: _Place, ids: Array, through: list[Array]
+    source: GatherSource, site: int, place: _Place, ids: Array, through: list[Array]
 ) -> tuple[PendingRows, list[Array]]:
     """Begins a gather. The call returns `through` unchanged, so that compute which uses it runs after the start."""
     call, scale, slots, cache = source.call, source.scale, source.slots, source.cache

@@ -14,7 +14,7 @@ from dejax.minibatch import _folder
 from dejax.minibatch._checks import EdgeList, EdgeType, check_range, checked_edge_type, ids_of
 from dejax.minibatch._weights import alias_tables
 
-__all__ = ["EdgeType", "Part"]
+__all__ = ["EdgeType", "ListArrays"]
 
 # Edges that are sorted at once. Each takes about 40 bytes meanwhile.
 BLOCK = 1 << 23
@@ -23,7 +23,7 @@ SHARED_LIMIT = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class RelationInput:
     """One relation as it was given."""
 
     edge_type: EdgeType
@@ -39,10 +39,10 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class ListGroup:
     """Relations that share lists."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[RelationInput, ...]
     keep_edge_ids: bool
 
     @property
@@ -55,7 +55,7 @@ class Plan:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Part:
+class ListArrays:
     """The arrays of an `EdgeLists`; `places` has first group, first edge, edges and largest degree by relation."""
 
     starts: Any
@@ -77,21 +77,21 @@ def plan(
     counts: Mapping[str, int],
     given: Mapping[str, Mapping[EdgeType, np.ndarray]],
     keep_edge_ids: bool,
-) -> tuple[list[Plan], list[tuple[EdgeType, int, int]]]:
+) -> tuple[list[ListGroup], list[tuple[EdgeType, int, int]]]:
     """Which relations share lists: those with the same kinds of values, up to 2**31 edges.
 
     Returns:
         The parts; and for each relation, in the given order, its part and its place there.
     """
-    parts: list[list[Source]] = []
+    parts: list[list[RelationInput]] = []
     kinds: list[tuple[bool, bool]] = []
     places = []
     for edge_type, ends in edges.items():
         weights, times = given["weights"].get(edge_type), given["times"].get(edge_type)
-        source = Source(edge_type, ends, counts[edge_type[0]], counts[edge_type[2]], weights, times)
+        source = RelationInput(edge_type, ends, counts[edge_type[0]], counts[edge_type[2]], weights, times)
         kind = weights is not None, times is not None
         for number, part in enumerate(parts):
-            together = Plan((*part, source), keep_edge_ids)
+            together = ListGroup((*part, source), keep_edge_ids)
             if kinds[number] == kind and max(together.num_edges, together.num_groups) < SHARED_LIMIT:
                 break
         else:
@@ -100,16 +100,16 @@ def plan(
             kinds.append(kind)
         places.append((edge_type, number, len(parts[number])))
         parts[number].append(source)
-    return [Plan(tuple(part), keep_edge_ids) for part in parts], places
+    return [ListGroup(tuple(part), keep_edge_ids) for part in parts], places
 
 
-def described(places: Sequence[tuple[EdgeType, int, int]], parts: Sequence[Part]) -> Iterator[tuple[Any, ...]]:
+def described(places: Sequence[tuple[EdgeType, int, int]], parts: Sequence[ListArrays]) -> Iterator[tuple[Any, ...]]:
     """The fields of each `Relation`."""
     for edge_type, number, at in places:
         yield edge_type, number, *parts[number].places[at]
 
 
-def build(plan: Plan, folder: str | os.PathLike[str] | None, number: int) -> Part:
+def build(plan: ListGroup, folder: str | os.PathLike[str] | None, number: int) -> ListArrays:
     """The lists of a part, in memory or in the files of a folder."""
     edges = plan.num_edges
     position = np.int32 if edges < 2**31 else np.int64
@@ -121,7 +121,7 @@ def build(plan: Plan, folder: str | os.PathLike[str] | None, number: int) -> Par
             return aligned(shape, dtype)
         return np.lib.format.open_memmap(_folder.list_path(folder, number, name), "w+", np.dtype(dtype), shape)
 
-    part = Part(array("starts", (plan.num_groups,), position), array("senders", (edges,), np.int32))
+    part = ListArrays(array("starts", (plan.num_groups,), position), array("senders", (edges,), np.int32))
     if plan.keep_edge_ids:
         part.edge_ids = array("edge_ids", (edges,), position)
     if first.weights is not None:
@@ -148,7 +148,7 @@ def _times_dtype(times: Sequence[np.ndarray]) -> Any:
     return np.int64 if wide else np.int32
 
 
-def _fill(source: Source, part: Part, group: int, begin: int) -> int:
+def _fill(source: RelationInput, part: ListArrays, group: int, begin: int) -> int:
     """Writes one relation from `group` and `begin` on; returns its largest degree."""
     senders, receivers = source.ends
     counts = np.zeros(source.num_receivers, np.int64)
@@ -186,7 +186,7 @@ def _fill(source: Source, part: Part, group: int, begin: int) -> int:
     return int(counts.max(initial=0))
 
 
-def _sort_by_time(source: Source, part: Part, starts: np.ndarray, order: np.ndarray, here: slice) -> None:
+def _sort_by_time(source: RelationInput, part: ListArrays, starts: np.ndarray, order: np.ndarray, here: slice) -> None:
     """Sorts the edges of each receiver by time, blocks of receivers at a time."""
     senders, times = part.senders[here], part.times[here]
     assert source.times is not None
@@ -209,7 +209,7 @@ def _blocks(size: int) -> Iterator[slice]:
         yield slice(begin, min(begin + BLOCK, size))
 
 
-def from_csc(edge_type: EdgeType, pair: tuple[Any, Any], counts: Mapping[str, int]) -> Part:
+def from_csc(edge_type: EdgeType, pair: tuple[Any, Any], counts: Mapping[str, int]) -> ListArrays:
     """The lists of one relation that are sorted already, checked."""
     checked_edge_type(edge_type, counts)
     if len(pair) != 2:
@@ -238,4 +238,4 @@ def from_csc(edge_type: EdgeType, pair: tuple[Any, Any], counts: Mapping[str, in
         for (name, rows), dtype in zip(tables.items(), (position, np.int32), strict=True)
     ]
     longest = int((begins[1:] - begins[:-1]).max(initial=0))
-    return Part(kept[0], kept[1], places=[(0, 0, edges, longest)])
+    return ListArrays(kept[0], kept[1], places=[(0, 0, edges, longest)])

@@ -19,7 +19,7 @@ from jax import Array
 from dejax.host_gather._operands import ReadableTable
 from dejax.host_gather.deferred import deferrable_gather
 from dejax.minibatch._draws import below, below_by_bits, draw_weighted, draw_weighted_subset, subset_of
-from dejax.minibatch._layout import Layout, Piece
+from dejax.minibatch._layout import Piece, SampleLayout
 from dejax.minibatch.topology import EdgeLists, HeteroTopology, Rows
 from dejax.rgnn.graphs.sorting_traced import take as read
 from dejax.rgnn.graphs.static_tables import on_device
@@ -104,7 +104,7 @@ class Hop:
     receiver: Any
 
     @classmethod
-    def of(cls, topology: HeteroTopology, layout: Layout, hop: int, options: SampleOptions) -> Hop:
+    def of(cls, topology: HeteroTopology, layout: SampleLayout, hop: int, options: SampleOptions) -> Hop:
         pieces = layout.of_hop(hop)
         sizes = [layout.receivers(piece) for piece in pieces]
         ends = np.cumsum([0, *sizes]).tolist()

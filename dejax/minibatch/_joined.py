@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dejax._pytrees import pytree
-from dejax.minibatch._layout import Layout
+from dejax.minibatch._layout import SampleLayout
 
 
 @pytree
@@ -37,7 +37,7 @@ class JoinedFeatures(Mapping[str, Array]):
     """
 
     rows: Array
-    layout: Layout = dataclasses.field(metadata={"static": True})
+    layout: SampleLayout = dataclasses.field(metadata={"static": True})
 
     def __getitem__(self, name: str) -> Array:
         if name not in self.layout.node_types:
@@ -59,7 +59,7 @@ class JoinedFeatures(Mapping[str, Array]):
         return len(list(iter(self)))
 
 
-def places(layout: Layout) -> list[tuple[str, int, int]]:
+def places(layout: SampleLayout) -> list[tuple[str, int, int]]:
     """The runs of rows of the joined array in order: node type, first row within the type, number of rows."""
     return [
         (name, layout.first(hop, number), layout.sizes[hop][number])

@@ -83,7 +83,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SampleLayout:
     """Sizes of a sample.
 
     Attributes:
@@ -167,7 +167,7 @@ def make_layout(
     max_degree: int | None,
     copies: bool,
     together: Callable[[Sequence[Piece]], Sequence[Any]],
-) -> Layout:
+) -> SampleLayout:
     """The layout of a sample; arguments are those of `sample_blocks`.
 
     Args:
@@ -196,7 +196,7 @@ def make_layout(
             slots = [min(count, topology.num_nodes[name]) for count, name in zip(slots, names, strict=True)]
         sizes.append(tuple(min(count, limit) for count, limit in zip(slots, limits[hop], strict=True)))
     edges, pairs = (_by_block(capacities, name, len(by_hop)) for name in ("edges", "source_pairs"))
-    return Layout(names, topology.edge_types, tuple(sizes), tuple(pieces), edges, pairs)
+    return SampleLayout(names, topology.edge_types, tuple(sizes), tuple(pieces), edges, pairs)
 
 
 def _slots(fan_out: int, longest: int, replace: bool, max_degree: int | None) -> int:

@@ -42,7 +42,7 @@ def number_seeds(seeds: Array, num_nodes: int) -> tuple[Array, Array]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class NumberRanges:
     """The numbers among all nodes that a hop may give. Static.
 
     Attributes:
@@ -76,7 +76,7 @@ class Nodes:
 _TABLE_NODES_PER_FOUND = 4
 
 
-def number_found(known: Nodes, found: Nodes, places: Places) -> tuple[Nodes, Array, Array]:
+def number_found(known: Nodes, found: Nodes, places: NumberRanges) -> tuple[Nodes, Array, Array]:
     """Numbers found nodes: known nodes keep their numbers, new ones follow by type and node.
 
     The order is ascending so that the next hop reads its lists in the order in which they lie in memory.
@@ -96,7 +96,7 @@ def number_found(known: Nodes, found: Nodes, places: Places) -> tuple[Nodes, Arr
     return by_sort(known, found, places)
 
 
-def by_table(known: Nodes, found: Nodes, places: Places) -> tuple[Nodes, Array, Array]:
+def by_table(known: Nodes, found: Nodes, places: NumberRanges) -> tuple[Nodes, Array, Array]:
     """`number_found` for one type, with a table that has the number of each node of the graph."""
     (count,), (first,), (size,) = places.counts, places.first, places.sizes
     own, at = (jnp.where(some.nodes >= 0, some.nodes, count) for some in (known, found))
@@ -110,7 +110,7 @@ def by_table(known: Nodes, found: Nodes, places: Places) -> tuple[Nodes, Array, 
     return Nodes(nodes, _all_types(known, places.sizes)), local, rank[-1:]
 
 
-def by_sort(known: Nodes, found: Nodes, places: Places) -> tuple[Nodes, Array, Array]:
+def by_sort(known: Nodes, found: Nodes, places: NumberRanges) -> tuple[Nodes, Array, Array]:
     """`number_found` with one sort of the known and the found nodes."""
     types, old = len(places.counts), known.nodes.shape[0]
     nodes = jnp.concatenate([known.nodes, found.nodes])

@@ -13,7 +13,7 @@ from dejax.host_gather import PendingRows, gather_done
 from dejax.host_gather.pipeline import gather_done_joined
 from dejax.minibatch._formats import times_scales
 from dejax.minibatch._joined import JoinedFeatures, places
-from dejax.minibatch._layout import Layout
+from dejax.minibatch._layout import SampleLayout
 from dejax.minibatch.blocks import join_nodes
 
 
@@ -52,7 +52,7 @@ class PendingFeatures:
             done[name] = times_scales(rows, dtype, None, scale)
         return done if after is None else (done, after)
 
-    def gather_done_joined(self, layout: Layout, *, after: Any = None) -> Any:
+    def gather_done_joined(self, layout: SampleLayout, *, after: Any = None) -> Any:
         """As `gather_done`, but JoinedFeatures. Rows that need no further arithmetic are copied once."""
         plain = all(
             isinstance(some, PendingRows) and self.column_scales[name] is None for name, some in self.rows.items()

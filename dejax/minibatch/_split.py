@@ -16,14 +16,14 @@ from dejax.host_gather import PendingRows
 from dejax.host_gather._cost import reading_ahead_pays
 from dejax.host_gather.deferred import OpenRead, deferring, open_read
 
-__all__ = ["Between", "Request", "Split", "Whole", "split_at_reads"]
+__all__ = ["Between", "ReadRequest", "Split", "Whole", "split_at_reads"]
 
 Between = list[tuple[list[Array], list[Array]]]
 """For each stage but the last, what it keeps for later ones, and the rows that it asked for."""
 _FIXED = -1  # the stage of what does not differ between calls
 
 
-class Request(NamedTuple):
+class ReadRequest(NamedTuple):
     """A read that a stage asks for."""
 
     read: OpenRead
@@ -89,11 +89,11 @@ class Split:
         arrays = sum(len(stage.kept) + len(stage.reads) for stage in self._stages)
         return reading_ahead_pays(ids, arrays)
 
-    def first(self, varying: Any) -> tuple[list[Array], list[Request]]:
+    def first(self, varying: Any) -> tuple[list[Array], list[ReadRequest]]:
         """The first stage; as `later`."""
         return self._advance(0, dict(zip(self._varying, jax.tree.leaves(varying), strict=True)))
 
-    def later(self, number: int, kept: Sequence[Array], rows: Sequence[Array]) -> tuple[list[Array], list[Request]]:
+    def later(self, number: int, kept: Sequence[Array], rows: Sequence[Array]) -> tuple[list[Array], list[ReadRequest]]:
         """Stage `number` < depth, from what the stage before kept and the rows that it asked for.
 
         Returns:
@@ -106,7 +106,7 @@ class Split:
         values = self._evaluate(self._stages[self.depth], self._given(self.depth, kept, rows))
         return jax.tree.unflatten(self._tree, [self._read(var, values) for var in self._jaxpr.outvars])
 
-    def advance(self, varying: Any, between: Between) -> tuple[Any, list[tuple[list[Array], list[Request]]]]:
+    def advance(self, varying: Any, between: Between) -> tuple[Any, list[tuple[list[Array], list[ReadRequest]]]]:
         """Each stage once, each for another call: the first one for `varying`.
 
         Args:
@@ -135,14 +135,14 @@ class Split:
         values = dict(zip(before.kept, kept, strict=True))
         return values | {eqn.outvars[0]: some for eqn, some in zip(before.reads, rows, strict=True)}
 
-    def _advance(self, number: int, values: dict[Any, Any]) -> tuple[list[Array], list[Request]]:
+    def _advance(self, number: int, values: dict[Any, Any]) -> tuple[list[Array], list[ReadRequest]]:
         stage = self._stages[number]
         values = self._evaluate(stage, values)
         requests = []
         for eqn in stage.reads:
             read = open_read(eqn)
             assert read is not None
-            requests.append(Request(read, tuple(self._read(var, values) for var in eqn.invars)))
+            requests.append(ReadRequest(read, tuple(self._read(var, values) for var in eqn.invars)))
         return [values[var] for var in stage.kept], requests
 
     def _evaluate(self, stage: _Stage, values: dict[Any, Any]) -> dict[Any, Any]:
@@ -201,7 +201,7 @@ class Whole:
     def __init__(self, fn: Callable[[Any, Any], Any], fixed: Any) -> None:
         self._fn, self._fixed = jax.jit(fn), fixed  # traced once, although a loop and what comes before call it
 
-    def advance(self, varying: Any, between: Between) -> tuple[Any, list[tuple[list[Array], list[Request]]]]:
+    def advance(self, varying: Any, between: Between) -> tuple[Any, list[tuple[list[Array], list[ReadRequest]]]]:
         del between
         return self._fn(varying, self._fixed), []
 

@@ -13,7 +13,7 @@ from jax import Array
 from dejax._promotion import broadcasting
 from dejax._pytrees import pytree
 from dejax.minibatch._joined import JoinedFeatures
-from dejax.minibatch._layout import Layout
+from dejax.minibatch._layout import SampleLayout
 from dejax.minibatch.sampling import SampledBlocks, split_nodes
 from dejax.rgnn import RelGraph
 from dejax.rgnn.graphs.build_slots import graphs_of_slots
@@ -46,7 +46,7 @@ class Block:
     graph: RelGraph
     edge_slots: Array | None
     hops: int = dataclasses.field(metadata={"static": True})
-    layout: Layout = dataclasses.field(metadata={"static": True})
+    layout: SampleLayout = dataclasses.field(metadata={"static": True})
 
     @property
     def bipartite(self) -> RelGraph:
@@ -150,7 +150,7 @@ def make_blocks(sample: SampledBlocks) -> list[Block]:
     return blocks[::-1]
 
 
-def _pieces(layout: Layout, hops: int) -> list[int]:
+def _pieces(layout: SampleLayout, hops: int) -> list[int]:
     """The pieces of a block, by relation, then by hop."""
     own = [n for n, piece in enumerate(layout.pieces) if piece.hop <= hops]
     return sorted(own, key=lambda n: (layout.pieces[n].relation, layout.pieces[n].hop))
@@ -196,7 +196,7 @@ _Runs = list[tuple[int, list[tuple[int, int, int]]]]
 """For each fan-out the hops, first and last slots that have it."""
 
 
-def _slot_spec(layout: Layout, hops: int) -> tuple[SlotSpec, _Runs]:
+def _slot_spec(layout: SampleLayout, hops: int) -> tuple[SlotSpec, _Runs]:
     """The static part of a block's graph, and where its slots lie in the sample."""
     order = _pieces(layout, hops)
     place = {n: at for at, n in enumerate(order)}
@@ -233,7 +233,7 @@ def _slot_spec(layout: Layout, hops: int) -> tuple[SlotSpec, _Runs]:
     return spec, list(runs.items())
 
 
-def join_nodes(layout: Layout, x: Mapping[str, Array], hops: int) -> Array:
+def join_nodes(layout: SampleLayout, x: Mapping[str, Array], hops: int) -> Array:
     """Values by node type as values of all nodes up to a hop."""
     unknown = set(x) - set(layout.node_types)
     if unknown:
@@ -258,7 +258,7 @@ def join_nodes(layout: Layout, x: Mapping[str, Array], hops: int) -> Array:
     return joined
 
 
-def _row(layout: Layout, x: Mapping[str, Array], hops: int) -> tuple[int, ...]:
+def _row(layout: SampleLayout, x: Mapping[str, Array], hops: int) -> tuple[int, ...]:
     """The shape of a row of the types with nodes up to a hop, after a check of each type's values."""
     row, of = next(((tuple(rows.shape[1:]), name) for name, rows in x.items()), ((), ""))
     first = True

@@ -235,7 +235,7 @@ def infer_layers(
         outputs = {}
         with Progress(f"layer {number + 1} of {len(layers)}", total, unit="nodes", enabled=progress) as bar:
             for kind in wanted[number]:
-                plan = _Plan.of(kind, lists, num_nodes, batch_size, max_neighbors)
+                plan = _Batches.of(kind, lists, num_nodes, batch_size, max_neighbors)
                 sink = _Sink(num_nodes[kind], Path(folder) / f"{kind}.npy" if last and folder is not None else None)
                 _run(step, values, current, plan, sink, bar)
                 outputs[kind] = sink.table
@@ -263,7 +263,7 @@ class _Name:
     name: str
 
 
-def _run(step: Any, values: Any, store: FeatureStore, plan: _Plan, sink: _Sink, bar: Progress) -> None:
+def _run(step: Any, values: Any, store: FeatureStore, plan: _Batches, sink: _Sink, bar: Progress) -> None:
     """Computes all nodes of one type. A batch is prepared while the device computes the one before."""
     waiting: tuple[int, int, Array] | None = None
     for start in range(0, plan.count, plan.batch_size):
@@ -315,7 +315,7 @@ class _Sink:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
+class _Batches:
     """How the nodes of one type are cut into batches."""
 
     kind: str
@@ -334,7 +334,7 @@ class _Plan:
         num_nodes: Mapping[str, int],
         batch_size: int,
         max_neighbors: int | None,
-    ) -> _Plan:
+    ) -> _Batches:
         into = {relation: pair for relation, pair in lists.items() if relation[2] == kind}
         count = num_nodes[kind]
         size = min(batch_size, max(1, count))

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from dejax._promotion import broadcasting
 from dejax.host_gather._ids import checked_ids
-from dejax.minibatch._layout import Layout
+from dejax.minibatch._layout import SampleLayout
 from dejax.minibatch.blocks import Block
 from dejax.minibatch.sampling import SampledBlocks, edge_ids
 from dejax.minibatch.topology import HeteroTopology
@@ -116,7 +116,7 @@ def _first_valid(there: Array, count: int) -> Array:
     return jnp.zeros(count, jnp.int32).at[place].set(jnp.arange(there.shape[0], dtype=jnp.int32), mode="drop")
 
 
-def _receivers(layout: Layout, number: int) -> Array:
+def _receivers(layout: SampleLayout, number: int) -> Array:
     """The receiver of each slot of a piece, as a number among all nodes."""
     piece = layout.pieces[number]
     first = layout.first_of_all(piece.hop, piece.target)

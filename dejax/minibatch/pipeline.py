@@ -21,7 +21,7 @@ from dejax._int32 import entering_jit
 from dejax._pytrees import pytree
 from dejax.host_gather import HostTable, gather_done, shardings
 from dejax.minibatch._joined import JoinedFeatures
-from dejax.minibatch._layout import Layout
+from dejax.minibatch._layout import SampleLayout
 from dejax.minibatch._split import Between, Split, Whole, split_at_reads
 from dejax.minibatch.blocks import Block, join_nodes, make_blocks
 from dejax.minibatch.features import FeatureStore
@@ -397,7 +397,7 @@ def _ids(drawn: _Drawn, features: FeatureStore) -> dict[str, Array]:
     return {name: ids for name, ids in drawn.sample.node_ids.items() if name in features and ids.shape[0]}
 
 
-def _joined(what: str, layout: Layout, x: Mapping[str, Array]) -> JoinedFeatures:
+def _joined(what: str, layout: SampleLayout, x: Mapping[str, Array]) -> JoinedFeatures:
     """Features by node type in one array."""
     counts = layout.counts(layout.num_hops)
     if missing := [name for name, count in counts.items() if count and name not in x]:

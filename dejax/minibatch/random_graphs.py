@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dejax.datasets.igb_shape import random_csc
-from dejax.minibatch._building import SHARED_LIMIT, Part, aligned, described
+from dejax.minibatch._building import SHARED_LIMIT, ListArrays, aligned, described
 from dejax.minibatch._checks import EdgeType, checked_counts, checked_edge_type
 from dejax.minibatch.topology import HeteroTopology
 
@@ -68,11 +68,11 @@ def _fit(together: Sequence[EdgeType], num_edges: Mapping[EdgeType, int], counts
     return max(sum(num_edges[each] for each in together), groups) < SHARED_LIMIT
 
 
-def _part(wanted: Mapping[EdgeType, tuple[int, int]], counts: Mapping[str, int], progress: bool | None) -> Part:
+def _part(wanted: Mapping[EdgeType, tuple[int, int]], counts: Mapping[str, int], progress: bool | None) -> ListArrays:
     """The lists of some relations: for each its edges and its seed."""
     total = sum(edges for edges, _ in wanted.values())
     groups = sum(counts[target] + 1 for _, _, target in wanted)
-    part = Part(aligned((groups,), np.int32 if total < 2**31 else np.int64), aligned((total,), np.int32))
+    part = ListArrays(aligned((groups,), np.int32 if total < 2**31 else np.int64), aligned((total,), np.int32))
     group = begin = 0
     for (source, _, target), (edges, seed) in wanted.items():
         offsets, _ = random_csc(

@@ -18,8 +18,8 @@ from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.minibatch._checks import EdgeType, of_the_only
 from dejax.minibatch._drawing import Hop, Randomness, SampleOptions, draw_hop, draw_keys, excluded, take
-from dejax.minibatch._layout import FanOuts, Layout, make_layout
-from dejax.minibatch._numbering import Nodes, Places, number_found, number_seeds
+from dejax.minibatch._layout import FanOuts, SampleLayout, make_layout
+from dejax.minibatch._numbering import Nodes, NumberRanges, number_found, number_seeds
 from dejax.minibatch.topology import HeteroTopology
 
 __all__ = ["SampleOptions", "SampledBlocks", "edge_ids", "sample_blocks"]
@@ -73,7 +73,7 @@ class SampledBlocks:
     lost: Array
     lost_edges: Array
     edges_found: Array
-    layout: Layout = dataclasses.field(metadata={"static": True})
+    layout: SampleLayout = dataclasses.field(metadata={"static": True})
 
     @property
     def num_layers(self) -> int:
@@ -248,7 +248,7 @@ def edge_ids(topology: HeteroTopology, sample: SampledBlocks) -> tuple[Array, ..
     return tuple(found)
 
 
-def split_nodes(layout: Layout, x: Array, hops: int) -> dict[str, Array]:
+def split_nodes(layout: SampleLayout, x: Array, hops: int) -> dict[str, Array]:
     """Values of all nodes up to a hop, by node type; further rows are left out."""
     found = {}
     for number, name in enumerate(layout.node_types):
@@ -265,7 +265,7 @@ class _Nodes:
     """The nodes of a sample, as they grow hop by hop, in the order of blocks."""
 
     def __init__(
-        self, topology: HeteroTopology, layout: Layout, seeds: dict[str, Array], times: dict[str, Array] | None
+        self, topology: HeteroTopology, layout: SampleLayout, seeds: dict[str, Array], times: dict[str, Array] | None
     ) -> None:
         self.layout = layout
         self.counts = tuple(topology.num_nodes[name] for name in layout.node_types)
@@ -314,7 +314,7 @@ class _Nodes:
         if self._trees is not None:
             trees = jnp.where(senders >= 0, hop.on_slots(self._trees), -1)
         sources = hop.on_slots(hop.rows([piece.source for piece in hop.pieces]))
-        places = Places(self.counts, first, sizes)
+        places = NumberRanges(self.counts, first, sizes)
         self.known, numbers, new = number_found(self.known, Nodes(senders, sources, trees), places)
         self.found.append(new)
         self.lost.append(jnp.maximum(new - np.array(sizes, np.int32), 0))
@@ -322,7 +322,7 @@ class _Nodes:
 
 
 def _without(
-    pairs: Mapping[int, tuple[Array, Array]], layout: Layout, hop: Hop, senders: Array, receivers: Array
+    pairs: Mapping[int, tuple[Array, Array]], layout: SampleLayout, hop: Hop, senders: Array, receivers: Array
 ) -> Array:
     """The senders of drawn edges, -1 for those that are excluded."""
     row = slot = 0

@@ -18,7 +18,7 @@ from dejax.datasets import HeteroDataset
 from dejax.host_gather import HostTable
 from dejax.host_gather._operands import ReadableTable
 from dejax.minibatch import _building, _folder, visits
-from dejax.minibatch._building import EdgeType, Part
+from dejax.minibatch._building import EdgeType, ListArrays
 from dejax.minibatch._checks import checked_counts, checked_relations, need_wide, one_for_each, with_names
 from dejax.minibatch._weights import alias_tables
 
@@ -225,7 +225,7 @@ class HeteroTopology:
     @classmethod
     def _of_parts(
         cls,
-        parts: Sequence[Part],
+        parts: Sequence[ListArrays],
         relations: tuple[Relation, ...],
         counts: Mapping[str, int],
         on_host: bool,
@@ -236,7 +236,7 @@ class HeteroTopology:
 
     @classmethod
     def _drawn(
-        cls, parts: Sequence[Part], relations: Sequence[tuple[Any, ...]], counts: Mapping[str, int], on_host: bool
+        cls, parts: Sequence[ListArrays], relations: Sequence[tuple[Any, ...]], counts: Mapping[str, int], on_host: bool
     ) -> HeteroTopology:
         """Of parts whose arrays belong to nobody else, and the fields of each `Relation`."""
         return cls._of_parts(parts, tuple(Relation(*fields) for fields in relations), counts, on_host)
@@ -408,7 +408,7 @@ def _in_place(rows: Any) -> Any:
     return rows.numpy() if isinstance(rows, ReadableTable) else rows
 
 
-def _placed(part: Part, on_host: bool, built: bool) -> EdgeLists:
+def _placed(part: ListArrays, on_host: bool, built: bool) -> EdgeLists:
     def place(array: Any) -> Any:
         if array is None or isinstance(array, ReadableTable):
             return array

@@ -35,7 +35,7 @@ _OURS = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class HloShape:
     """One array of an instruction's result.
 
     Attributes:
@@ -70,7 +70,7 @@ class Instruction:
 
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]
+    shapes: tuple[HloShape, ...]
     operands: tuple[str, ...]
     calls: tuple[str, ...] = ()
     target: str = ""
@@ -207,13 +207,13 @@ def _closing(text: str, start: int) -> int:
     return len(text) - 1
 
 
-def _shapes(text: str) -> tuple[Shape, ...]:
+def _shapes(text: str) -> tuple[HloShape, ...]:
     found = []
     for dtype, sizes, layout in _ARRAY.findall(text):
         digits = re.search(r"\d+", dtype)
         bits = _BITS.get(dtype, int(digits[0]) if digits else 0)
         count = math.prod(int(re.sub(r"\D", "", size) or 0) for size in sizes.split(",")) if sizes else 1
-        found.append(Shape(f"{dtype}[{sizes}]", math.ceil(count * bits / 8), _HOST_SPACE in layout))
+        found.append(HloShape(f"{dtype}[{sizes}]", math.ceil(count * bits / 8), _HOST_SPACE in layout))
     return tuple(found)
 
 

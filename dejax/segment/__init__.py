@@ -11,7 +11,7 @@ from dejax.segment._gathered import (
     gather_segment_min,
     gather_segment_sum,
 )
-from dejax.segment._grouping import EdgePlan, Plan
+from dejax.segment._grouping import EdgePlan, SegmentPlan
 from dejax.segment._normalized import (
     partition_softmax,
     segment_logsumexp,
@@ -31,7 +31,7 @@ from dejax.segment._reductions import (
 
 __all__ = [
     "EdgePlan",
-    "Plan",
+    "SegmentPlan",
     "edge_plan",
     "gather",
     "gather_segment_max",

@@ -23,7 +23,7 @@ _STREAMED_BYTE = 1 / 4.0e12
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ReductionSize:
     """A reduction: entries, segments, features of an entry, dtype of the data."""
 
     entries: int
@@ -32,7 +32,7 @@ class Shape:
     dtype: Any
 
 
-def kernel_seconds(shape: Shape, is_sorted: bool, planned: bool = False) -> float:
+def kernel_seconds(shape: ReductionSize, is_sorted: bool, planned: bool = False) -> float:
     """Seconds of a kernel, and of the sort before it where ids are not sorted and have no plan."""
     nbytes = shape.width * jnp.dtype(shape.dtype).itemsize
     offsets = 0.0 if planned else 5e-6 + 20e-12 * shape.segments
@@ -42,7 +42,7 @@ def kernel_seconds(shape: Shape, is_sorted: bool, planned: bool = False) -> floa
     return sort + offsets + 9e-6 + shape.entries * max(_SECTOR, nbytes * _GATHERED_BYTE)
 
 
-def scatter_seconds(shape: Shape) -> float:
+def scatter_seconds(shape: ReductionSize) -> float:
     """Seconds of XLA's scatter with the GPU's atomic additions, maxima and minima of 32 or 64 bits."""
     apart = shape.entries * (_SCATTERED_ENTRY + shape.width * _SCATTERED_ELEMENT)
     if jnp.dtype(shape.dtype).itemsize < 4:  # they become wider first
@@ -50,7 +50,7 @@ def scatter_seconds(shape: Shape) -> float:
     return 6e-6 + max(apart, shape.entries / max(shape.segments, 1) * _MEETING)
 
 
-def scatter_pays(shape: Shape, kind: str, is_sorted: bool, deterministic: bool, planned: bool = False) -> bool:
+def scatter_pays(shape: ReductionSize, kind: str, is_sorted: bool, deterministic: bool, planned: bool = False) -> bool:
     """Whether to leave a reduction to XLA's scatter: it is faster there, and may add in any order.
 
     Integers give the same sum in every order, floats do not. XLA's extrema of floats and its additions of less than 32

@@ -13,9 +13,9 @@ import numpy as np
 from jax import Array, lax
 
 from dejax._byte_order import native_order
-from dejax.segment._grouping import EdgePlan, Plan, as_ids, checked_ids, group
+from dejax.segment._grouping import EdgePlan, SegmentPlan, as_ids, checked_ids, group
 from dejax.segment._plans import both_known
-from dejax.segment._primitives import Edges, gather_reduce, in_scales, reduce, rows_at, spread, wide
+from dejax.segment._primitives import ReadEdges, gather_reduce, in_scales, reduce, rows_at, spread, wide
 from dejax.segment._reductions import shared
 from dejax.segment._request import BACKENDS, FLOATS, INTEGERS, constant, count_of, place
 
@@ -114,9 +114,9 @@ def _messages(
     edges: Any = (sender, receiver)
     if kernels and plan is not None:
         forward, back = plan.by_receiver.grouping, plan.by_sender.grouping
-        edges = Edges(sender, forward, back, plan.senders, plan.receivers)
+        edges = ReadEdges(sender, forward, back, plan.senders, plan.receivers)
     elif kernels:
-        edges = Edges(sender, group(receiver, count, is_sorted, kernels=True, interpret=interpret))
+        edges = ReadEdges(sender, group(receiver, count, is_sorted, kernels=True, interpret=interpret))
     return _Messages(x, scale, edges, count, features, dtype, kernels, interpret, dropped)
 
 
@@ -307,7 +307,7 @@ def _extreme(kind: str, m: _Messages, empty: Any) -> Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _extremum(kind: str, dtype: Any, interpret: bool, x: Array, scale: Array | None, edges: Edges) -> Array:
+def _extremum(kind: str, dtype: Any, interpret: bool, x: Array, scale: Array | None, edges: ReadEdges) -> Array:
     return gather_reduce(kind, x, scale, edges, dtype, interpret)
 
 
@@ -338,12 +338,12 @@ def _product(dtype: Any, rows: Array, scale: Array) -> Array:
     return (parts * scale.astype(dtype)[:, :, None]).reshape(rows.shape)
 
 
-def gather(x: Any, ids: Any, *, plan: Plan | None = None, backend: str = "auto") -> Array:
+def gather(x: Any, ids: Any, *, plan: SegmentPlan | None = None, backend: str = "auto") -> Array:
     """`x[ids]`. Its gradient is a `segment_sum`, which adds in a fixed order and is fast if many ids are equal.
 
     Args:
         x: [rows, ...].
-        ids: integer[entries], or a `Plan` of them; rows of ids below 0 or past the end are zeros.
+        ids: integer[entries], or a `SegmentPlan` of them; rows of ids below 0 or past the end are zeros.
         plan: `plan(ids, rows)`; without it the gradient sorts the ids.
         backend: as in `segment_sum`.
 
@@ -351,7 +351,7 @@ def gather(x: Any, ids: Any, *, plan: Plan | None = None, backend: str = "auto")
         [entries, ...], of the dtype of `x`.
     """
     x = jnp.asarray(native_order(x))
-    if isinstance(ids, Plan):
+    if isinstance(ids, SegmentPlan):
         ids, plan = ids.ids, plan or ids
     if plan is not None and plan.num_segments != x.shape[0]:
         raise ValueError(f"`x` of gather must have the {plan.num_segments} rows of its plan, got {x.shape[0]}")

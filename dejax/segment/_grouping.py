@@ -120,7 +120,7 @@ _STATIC: dict[str, Any] = {"static": True}
 
 @pytree
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class SegmentPlan:
     """Segment ids, sorted once; made by `plan`. A pytree: an ordinary argument of a jitted function.
 
     Attributes:
@@ -134,7 +134,7 @@ class Plan:
     >>> import jax.numpy as jnp
     >>> from dejax import segment
     >>> plan = segment.plan(jnp.array([1, 0, 1]), 2)
-    >>> isinstance(plan, segment.Plan), plan.offsets
+    >>> isinstance(plan, segment.SegmentPlan), plan.offsets
     (True, Array([0, 1, 3], dtype=int32))
     >>> segment.segment_sum(jnp.array([1.0, 2.0, 4.0]), plan)
     Array([2., 5.], dtype=float32)
@@ -148,7 +148,7 @@ class Plan:
     num_segments: int = field(metadata=_STATIC)
 
     @classmethod
-    def of(cls, g: Grouping, num_segments: int) -> Plan:
+    def of(cls, g: Grouping, num_segments: int) -> SegmentPlan:
         return cls(g.ids, g.order, g.offsets, g.first, g.last, num_segments)
 
     @property
@@ -172,7 +172,7 @@ class EdgePlan:
         receivers: int32[edges], the receiver of each edge, in the order of senders.
     """
 
-    by_receiver: Plan
-    by_sender: Plan
+    by_receiver: SegmentPlan
+    by_sender: SegmentPlan
     senders: Array
     receivers: Array

@@ -11,20 +11,20 @@ import numpy as np
 from jax import Array
 
 from dejax._byte_order import native_order
-from dejax.segment._grouping import Plan
+from dejax.segment._grouping import SegmentPlan
 from dejax.segment._primitives import rows_at, spread, wide
 from dejax.segment._reductions import extremum, mean_of, summed
-from dejax.segment._request import Options, Request, request
+from dejax.segment._request import SegmentOptions, SegmentRequest, request
 
 
-def _grouped(r: Request, data: Array) -> Request:
+def _grouped(r: SegmentRequest, data: Array) -> SegmentRequest:
     """The request with its ids grouped once for all its reductions, and with other data."""
     if r.kernels and r.plan is None:
-        r = dataclasses.replace(r, plan=Plan.of(r.grouping(), r.num_segments))
+        r = dataclasses.replace(r, plan=SegmentPlan.of(r.grouping(), r.num_segments))
     return dataclasses.replace(r, data=data)
 
 
-def _at_entries(rows: Array, r: Request) -> Array:
+def _at_entries(rows: Array, r: SegmentRequest) -> Array:
     """The row of each entry's segment, zeros for entries of none."""
     if not r.kernels:
         return rows_at(rows, r.ids)
@@ -32,7 +32,7 @@ def _at_entries(rows: Array, r: Request) -> Array:
     return found.reshape(found.shape[0], *rows.shape[1:])
 
 
-def _belongs(r: Request) -> Array:
+def _belongs(r: SegmentRequest) -> Array:
     inside = (r.ids >= 0) & (r.ids < r.num_segments)
     return inside.reshape(-1, *(1,) * (r.data.ndim - 1))
 
@@ -46,7 +46,7 @@ def _floats(name: str, data: Any) -> tuple[Array, Any]:
     return data.astype(wide(dtype)), dtype
 
 
-def _exponentials(r: Request) -> tuple[Array, Array, Array]:
+def _exponentials(r: SegmentRequest) -> tuple[Array, Array, Array]:
     """exp(entry - its segment's maximum), the sums of these, and the maxima, with 0 for maxima that are not finite."""
     fixed = dataclasses.replace(r, data=jax.lax.stop_gradient(r.data))
     top = extremum("max", fixed)
@@ -64,7 +64,7 @@ def segment_softmax(
     indices_are_sorted: bool = False,
     unique_indices: bool = False,
     *,
-    plan: Plan | None = None,
+    plan: SegmentPlan | None = None,
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
@@ -87,7 +87,7 @@ def segment_softmax(
         [entries, ...] of the dtype of `logits`, or floats where those are integers.
     """
     data, dtype = _floats("segment_softmax", logits)
-    options = Options(indices_are_sorted, unique_indices, None, None, deterministic, backend)
+    options = SegmentOptions(indices_are_sorted, unique_indices, None, None, deterministic, backend)
     r = request("segment_softmax", data, segment_ids, num_segments, options, plan)
     r = _grouped(r, r.data)
     powers, totals, _ = _exponentials(r)
@@ -102,7 +102,7 @@ def segment_logsumexp(
     indices_are_sorted: bool = False,
     unique_indices: bool = False,
     *,
-    plan: Plan | None = None,
+    plan: SegmentPlan | None = None,
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
@@ -111,7 +111,7 @@ def segment_logsumexp(
     Arguments as in `segment_softmax`.
     """
     data, dtype = _floats("segment_logsumexp", data)
-    options = Options(indices_are_sorted, unique_indices, None, None, deterministic, backend)
+    options = SegmentOptions(indices_are_sorted, unique_indices, None, None, deterministic, backend)
     r = request("segment_logsumexp", data, segment_ids, num_segments, options, plan)
     _, totals, top = _exponentials(_grouped(r, r.data))
     found = jnp.log(jnp.where(totals == 0, 1, totals)) + top
@@ -150,19 +150,19 @@ def segment_variance(
     indices_are_sorted: bool = False,
     unique_indices: bool = False,
     *,
-    plan: Plan | None = None,
+    plan: SegmentPlan | None = None,
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
     """The mean squared deviation of each segment's entries from their mean, 0 without any; `jraph.segment_variance`."""
     data, dtype = _floats("segment_variance", data)
-    options = Options(indices_are_sorted, unique_indices, None, None, deterministic, backend)
+    options = SegmentOptions(indices_are_sorted, unique_indices, None, None, deterministic, backend)
     r = request("segment_variance", data, segment_ids, num_segments, options, plan)
     r = _grouped(r, r.data)
     return _variance(r, _at_entries(mean_of(r), r)).astype(dtype)
 
 
-def _variance(r: Request, means: Array) -> Array:
+def _variance(r: SegmentRequest, means: Array) -> Array:
     return mean_of(dataclasses.replace(r, data=jnp.square(r.data - means)))
 
 
@@ -174,13 +174,13 @@ def segment_normalize(
     unique_indices: bool = False,
     eps: float = 1e-8,
     *,
-    plan: Plan | None = None,
+    plan: SegmentPlan | None = None,
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
     """Entries minus their segment's mean, over its standard deviation; as `jraph.segment_normalize`."""
     data, dtype = _floats("segment_normalize", data)
-    options = Options(indices_are_sorted, unique_indices, None, None, deterministic, backend)
+    options = SegmentOptions(indices_are_sorted, unique_indices, None, None, deterministic, backend)
     r = request("segment_normalize", data, segment_ids, num_segments, options, plan)
     r = _grouped(r, r.data)
     means = _at_entries(mean_of(r), r)

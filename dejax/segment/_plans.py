@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dejax.segment._grouping import EdgePlan, Plan, as_ids, checked_ids, group
+from dejax.segment._grouping import EdgePlan, SegmentPlan, as_ids, checked_ids, group
 from dejax.segment._request import BACKENDS, count_of, place
 
 
 def plan(
     segment_ids: Any, num_segments: int | None = None, indices_are_sorted: bool = False, *, backend: str = "auto"
-) -> Plan:
+) -> SegmentPlan:
     """Sorts segment ids once. Calls that take the plan do not sort them again.
 
     It also works inside `jax.jit`, at the cost of a sort in the step. Outside, it notices ids that already ascend, and
@@ -46,7 +46,7 @@ def plan(
     known = not isinstance(ids, jax.core.Tracer)
     is_sorted = indices_are_sorted or (known and bool(jnp.all(ids[1:] >= ids[:-1])))
     kernels, interpret = place(backend)
-    return Plan.of(group(ids, count, is_sorted, kernels=kernels, interpret=interpret), count)
+    return SegmentPlan.of(group(ids, count, is_sorted, kernels=kernels, interpret=interpret), count)
 
 
 def edge_plan(

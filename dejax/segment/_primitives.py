@@ -25,7 +25,7 @@ from dejax.segment._grouping import Grouping, group
 _LARGEST = 2**31 - 1
 
 
-class Edges(NamedTuple):
+class ReadEdges(NamedTuple):
     """Senders and receivers, grouped for a sum over either.
 
     Attributes:
@@ -42,12 +42,12 @@ class Edges(NamedTuple):
     rows: Any = None
     rows_back: Any = None
 
-    def swapped(self, num_senders: int, interpret: bool | None) -> Edges:
+    def swapped(self, num_senders: int, interpret: bool | None) -> ReadEdges:
         """The same edges in the other direction."""
         back = self.by_sender
         if back is None:
             back = group(self.senders, num_senders, is_sorted=False, kernels=True, interpret=interpret)
-        return Edges(self.by_receiver.ids, back, self.by_receiver, self.rows_back, self.rows)
+        return ReadEdges(self.by_receiver.ids, back, self.by_receiver, self.rows_back, self.rows)
 
 
 class _Alike(Primitive):
@@ -253,7 +253,7 @@ def _run_gather_reduce(
     x: Array, *arrays: Any, tree: Any, kind: str, scaled: bool, dtype: Any, interpret: bool | None
 ) -> Array:
     scale, arrays = (arrays[0], arrays[1:]) if scaled else (None, arrays)
-    edges: Edges = jax.tree.unflatten(tree, arrays)
+    edges: ReadEdges = jax.tree.unflatten(tree, arrays)
     g, rows = edges.by_receiver, edges.rows
     if rows is None:
         rows = edges.senders if g.order is None else edges.senders[g.order]
@@ -270,7 +270,7 @@ gather_reduce_p = _define("dejax_gather_segment_reduce", _run_gather_reduce, _ga
 
 
 def gather_reduce(
-    kind: str, x: Array, scale: Array | None, edges: Edges, dtype: Any = None, interpret: bool | None = None
+    kind: str, x: Array, scale: Array | None, edges: ReadEdges, dtype: Any = None, interpret: bool | None = None
 ) -> Array:
     """Rows of `x` at the senders, times scales [edges, scales], reduced over the edges of each receiver."""
     arrays, tree = jax.tree.flatten(edges)
@@ -301,7 +301,7 @@ def _gather_reduce_transpose(
     found: list[Any] = [None] * (1 + len(arrays))
     if _no_tangent(ct):
         return found
-    edges: Edges = jax.tree.unflatten(tree, arrays[1:] if scaled else arrays)
+    edges: ReadEdges = jax.tree.unflatten(tree, arrays[1:] if scaled else arrays)
     if ad.is_undefined_primal(x):
         back = edges.swapped(x.aval.shape[0], interpret)
         found[0] = gather_reduce("sum", ct, arrays[0] if scaled else None, back, x.aval.dtype, interpret)
@@ -321,7 +321,7 @@ def _gather_reduce_batch(args: Any, axes: Any, **params: Any) -> tuple[Array, in
     x, scale = args[0], args[1] if params["scaled"] else None
     size = _size(args, axes)
     kind, dtype, interpret = params["kind"], params["dtype"], params["interpret"]
-    edges: Edges = jax.tree.unflatten(params["tree"], arrays)
+    edges: ReadEdges = jax.tree.unflatten(params["tree"], arrays)
     if all(a is None for a in index_axes):
         x = _batched(x, axes[0], size)
         wide = _features_first(x, 0)
@@ -335,7 +335,7 @@ def _gather_reduce_batch(args: Any, axes: Any, **params: Any) -> tuple[Array, in
     x = _batched(x, axes[0], size)
     senders = _merged_ids(_batched(arrays[0], index_axes[0], size), x.shape[1])
     receivers = _merged_ids(_batched(flat[0], at[0], size), count)
-    merged = Edges(senders, group(receivers, size * count, False, kernels=True, interpret=interpret))
+    merged = ReadEdges(senders, group(receivers, size * count, False, kernels=True, interpret=interpret))
     if scale is not None:
         scale = _joined(_batched(scale, axes[1], size))
     out = gather_reduce(kind, _joined(x), scale, merged, dtype, interpret)

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dejax.segment._grouping import Grouping, Plan
+from dejax.segment._grouping import Grouping, SegmentPlan
 from dejax.segment._primitives import reduce, rows_at, spread, wide
-from dejax.segment._request import Options, Request, constant, request
+from dejax.segment._request import SegmentOptions, SegmentRequest, constant, request
 
 
-def summed(r: Request, dtype: Any = None) -> Array:
+def summed(r: SegmentRequest, dtype: Any = None) -> Array:
     """The sums of a request, rounded once to `dtype`, by default that of the data."""
     dtype = jnp.dtype(dtype or r.data.dtype)
     if r.kernels:
@@ -23,7 +23,7 @@ def summed(r: Request, dtype: Any = None) -> Array:
     return _scatter("sum", r, r.data.astype(wide(r.data.dtype))).astype(dtype)
 
 
-def _scatter(kind: str, r: Request, data: Array) -> Array:
+def _scatter(kind: str, r: SegmentRequest, data: Array) -> Array:
     """The reduction as XLA's scatter."""
     operator = {"sum": jax.ops.segment_sum, "max": jax.ops.segment_max, "min": jax.ops.segment_min}[kind]
     return operator(
@@ -36,7 +36,7 @@ def _scatter(kind: str, r: Request, data: Array) -> Array:
     )
 
 
-def extremum(kind: str, r: Request) -> Array:
+def extremum(kind: str, r: SegmentRequest) -> Array:
     """The greatest or least entry of each segment; the `identity` where there is none."""
     if not r.kernels:
         return _scatter(kind, r, r.data.astype(wide(r.data.dtype))).astype(r.data.dtype)  # ties are counted in float32
@@ -66,7 +66,7 @@ def shared(winners: Array, tangent: Array, g: Grouping, dtype: Any, interpret: b
     return reduce("sum", jnp.where(winners, part, 0), g, dtype, interpret)
 
 
-def counts(r: Request, dtype: Any) -> Array:
+def counts(r: SegmentRequest, dtype: Any) -> Array:
     """The number of entries of each segment, [segments, 1, ...]."""
     if r.kernels:
         offsets = r.grouping().offsets
@@ -86,7 +86,7 @@ def segment_sum(
     bucket_size: int | None = None,
     mode: Any = None,
     *,
-    plan: Plan | None = None,
+    plan: SegmentPlan | None = None,
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
@@ -95,8 +95,8 @@ def segment_sum(
     Args:
         data: [entries, ...], of any numeric dtype. 16-bit floats are accumulated in float32 and rounded once; integers
             wrap as in their own dtype.
-        segment_ids: integer[entries], the segment of each entry; or a `Plan`. Entries with an id below 0 or at least
-            `num_segments` are dropped.
+        segment_ids: integer[entries], the segment of each entry; or a `SegmentPlan`. Entries with an id below 0 or at
+            least `num_segments` are dropped.
         num_segments: the number of segments; required inside `jax.jit`, else by default the greatest id plus 1.
         indices_are_sorted: the caller's word that ids ascend.
         unique_indices: the caller's word that no id occurs twice.
@@ -120,7 +120,7 @@ def segment_sum(
     >>> print(segment.segment_sum(jnp.array([1.0, 2.0, 4.0]), jnp.array([1, 0, 1]), 3))
     [2. 5. 0.]
     """
-    options = Options(indices_are_sorted, unique_indices, bucket_size, mode, deterministic, backend)
+    options = SegmentOptions(indices_are_sorted, unique_indices, bucket_size, mode, deterministic, backend)
     return summed(request("segment_sum", data, segment_ids, num_segments, options, plan))
 
 
@@ -132,7 +132,7 @@ def segment_mean(
     unique_indices: bool = False,
     *,
     mode: Any = None,
-    plan: Plan | None = None,
+    plan: SegmentPlan | None = None,
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
@@ -140,12 +140,12 @@ def segment_mean(
 
     Arguments as in `segment_sum`. Means of integers are floats.
     """
-    options = Options(indices_are_sorted, unique_indices, None, mode, deterministic, backend)
+    options = SegmentOptions(indices_are_sorted, unique_indices, None, mode, deterministic, backend)
     r = request("segment_mean", data, segment_ids, num_segments, options, plan)
     return mean_of(r)
 
 
-def mean_of(r: Request) -> Array:
+def mean_of(r: SegmentRequest) -> Array:
     """The means of a request, in the dtype of its data where that is a float."""
     dtype = r.data.dtype
     if not jnp.issubdtype(dtype, jnp.inexact):  # a sum of integers may wrap
@@ -155,7 +155,7 @@ def mean_of(r: Request) -> Array:
     return (total / jnp.maximum(counts(r, jnp.finfo(total.dtype).dtype), 1)).astype(dtype)
 
 
-def _replaced(name: str, out: Array, r: Request, empty: Any) -> Array:
+def _replaced(name: str, out: Array, r: SegmentRequest, empty: Any) -> Array:
     """`empty` in place of the results of empty segments, where it is given."""
     if empty is None:
         return out
@@ -172,7 +172,7 @@ def segment_max(
     mode: Any = None,
     *,
     empty: Any = None,
-    plan: Plan | None = None,
+    plan: SegmentPlan | None = None,
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
@@ -196,7 +196,7 @@ def segment_max(
     Returns:
         [num_segments, ...] of the dtype of `data`.
     """
-    options = Options(indices_are_sorted, unique_indices, bucket_size, mode, deterministic, backend)
+    options = SegmentOptions(indices_are_sorted, unique_indices, bucket_size, mode, deterministic, backend)
     r = request("segment_max", data, segment_ids, num_segments, options, plan, kind="max")
     return _replaced("segment_max", extremum("max", r), r, empty)
 
@@ -211,12 +211,12 @@ def segment_min(
     mode: Any = None,
     *,
     empty: Any = None,
-    plan: Plan | None = None,
+    plan: SegmentPlan | None = None,
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
     """The least entry of each segment; as `jax.ops.segment_min`. Arguments as in `segment_max`."""
-    options = Options(indices_are_sorted, unique_indices, bucket_size, mode, deterministic, backend)
+    options = SegmentOptions(indices_are_sorted, unique_indices, bucket_size, mode, deterministic, backend)
     r = request("segment_min", data, segment_ids, num_segments, options, plan, kind="min")
     return _replaced("segment_min", extremum("min", r), r, empty)
 

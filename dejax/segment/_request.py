@@ -13,7 +13,7 @@ from jax import Array
 
 from dejax._byte_order import native_order
 from dejax.segment import _cost
-from dejax.segment._grouping import Grouping, Plan, as_ids, checked_ids, group
+from dejax.segment._grouping import Grouping, SegmentPlan, as_ids, checked_ids, group
 
 BACKENDS = ("auto", "pallas", "xla")
 FLOATS = tuple(jnp.dtype(t) for t in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
@@ -22,7 +22,7 @@ _MODES = {None: "drop", "drop": "drop", "fill": "drop", "clip": "clip", "promise
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class SegmentOptions:
     """The choices of a caller.
 
     Attributes:
@@ -55,7 +55,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SegmentRequest:
     """A checked call.
 
     Attributes:
@@ -71,8 +71,8 @@ class Request:
     data: Array
     ids: Array
     num_segments: int
-    options: Options
-    plan: Plan | None
+    options: SegmentOptions
+    plan: SegmentPlan | None
     kernels: bool
     interpret: bool
 
@@ -106,12 +106,12 @@ def request(
     data: Any,
     segment_ids: Any,
     num_segments: int | None,
-    options: Options,
-    plan: Plan | None = None,
+    options: SegmentOptions,
+    plan: SegmentPlan | None = None,
     kind: str = "sum",
-) -> Request:
+) -> SegmentRequest:
     """Checks a call of `name`, an operator that reduces by `kind`."""
-    if isinstance(segment_ids, Plan):
+    if isinstance(segment_ids, SegmentPlan):
         segment_ids, plan = segment_ids.ids, plan or segment_ids
     data = jnp.asarray(native_order(data))
     if plan is not None:
@@ -133,10 +133,10 @@ def request(
     if options.unique_indices and options.backend == "auto":
         possible = False  # a scatter without collisions
     if kernels and options.backend == "auto" and possible:
-        shape = _cost.Shape(ids.shape[0], count, int(np.prod(data.shape[1:])), data.dtype)
+        shape = _cost.ReductionSize(ids.shape[0], count, int(np.prod(data.shape[1:])), data.dtype)
         in_order = options.indices_are_sorted if plan is None else plan.order is None
         possible = not _cost.scatter_pays(shape, kind, in_order, options.deterministic, plan is not None)
-    return Request(data, ids, count, options, plan, kernels and possible, interpret)
+    return SegmentRequest(data, ids, count, options, plan, kernels and possible, interpret)
 
 
 def place(backend: str) -> tuple[bool, bool]:
@@ -145,7 +145,7 @@ def place(backend: str) -> tuple[bool, bool]:
     return backend == "pallas" or (backend == "auto" and on_gpu), not on_gpu
 
 
-def _of_plan(name: str, plan: Plan, ids: Any, count: int | None) -> tuple[Array, int]:
+def _of_plan(name: str, plan: SegmentPlan, ids: Any, count: int | None) -> tuple[Array, int]:
     if count is not None and int(count) != plan.num_segments:
         raise ValueError(
             f"`num_segments` of {name} must be that of the plan, {plan.num_segments}, got {count}; make another plan"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dejax.minibatch import _numbering
-from dejax.minibatch._numbering import Nodes, Places, number_seeds
+from dejax.minibatch._numbering import Nodes, NumberRanges, number_seeds
 
 
 def as_numpy_says(known, found, places):
@@ -41,7 +41,7 @@ def test_new_nodes_follow_by_type_and_node(how, counts):
             found.append(rng.integers(-1, min(count, 60), found_size))
         kinds = [np.repeat(np.array(types, np.int32), n) for n in (known_sizes, found_sizes)]
         first = sum(known_sizes) + np.cumsum([0, *sizes])[:-1]
-        places = Places(counts, tuple(map(int, first)), sizes)
+        places = NumberRanges(counts, tuple(map(int, first)), sizes)
         before, some = (np.concatenate(nodes).astype(np.int32) for nodes in (known, found))
 
         @jax.jit

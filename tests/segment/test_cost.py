@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax.segment._cost import Shape, scatter_pays
+from dejax.segment._cost import ReductionSize, scatter_pays
 from dejax.segment._grouping import group
 
-NARROW = Shape(20_000_000, 2_000_000, 1, "float32")
+NARROW = ReductionSize(20_000_000, 2_000_000, 1, "float32")
 
 
 @pytest.mark.parametrize("planned", [False, True])
@@ -20,13 +20,13 @@ def test_narrow_unsorted_entries_are_scattered_where_the_order_may_change(planne
 
 @pytest.mark.parametrize("kind", ["sum", "max"])
 def test_integers_have_one_result_in_any_order(kind):
-    assert scatter_pays(Shape(20_000_000, 2_000_000, 1, "int32"), kind, False, deterministic=True)
-    assert not scatter_pays(Shape(20_000_000, 2_000_000, 1, "int8"), kind, False, deterministic=True)
+    assert scatter_pays(ReductionSize(20_000_000, 2_000_000, 1, "int32"), kind, False, deterministic=True)
+    assert not scatter_pays(ReductionSize(20_000_000, 2_000_000, 1, "int8"), kind, False, deterministic=True)
 
 
 def test_wide_entries_and_few_segments_are_not_scattered():
-    assert not scatter_pays(Shape(20_000_000, 2_000_000, 64, "float32"), "sum", False, deterministic=False)
-    assert not scatter_pays(Shape(20_000_000, 2, 1, "float32"), "sum", False, deterministic=False)
+    assert not scatter_pays(ReductionSize(20_000_000, 2_000_000, 64, "float32"), "sum", False, deterministic=False)
+    assert not scatter_pays(ReductionSize(20_000_000, 2, 1, "float32"), "sum", False, deterministic=False)
 
 
 # As one word of 32 bits, with one bit to spare and with one too many.

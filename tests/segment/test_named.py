@@ -23,10 +23,10 @@ def test_normalized_segments_have_mean_0_and_variance_1() -> None:
 
 def test_plans() -> None:
     made = segment.plan(IDS, 3)
-    assert isinstance(made, segment.Plan) and made.num_segments == 3
+    assert isinstance(made, segment.SegmentPlan) and made.num_segments == 3
     np.testing.assert_allclose(segment.segment_mean(DATA, made), [3, 0, 3])
     edges = segment.edge_plan(jnp.array([0, 1, 1]), jnp.array([2, 2, 0]), 3)
-    assert isinstance(edges, segment.EdgePlan) and isinstance(edges.by_receiver, segment.Plan)
+    assert isinstance(edges, segment.EdgePlan) and isinstance(edges.by_receiver, segment.SegmentPlan)
 
 
 def test_minimum_of_gathered_rows() -> None:

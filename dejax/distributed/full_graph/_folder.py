@@ -25,7 +25,7 @@ from dejax.distributed.full_graph._sharded_graph import (
     part_tables,
     whole_graph,
 )
-from dejax.distributed.full_graph._split import Layout, Part, part_fields, split
+from dejax.distributed.full_graph._split import GraphPart, PartsLayout, part_fields, split
 from dejax.rgnn.graphs.rel_graph import RelGraph
 
 _FILE = "graph.json"
@@ -98,8 +98,8 @@ def load_parts(
     axis = axis_of(mesh, axis)
     described = _described(folder)
     given = described["layout"]
-    layout = Layout(
-        **{name: _static(given[name]) for name in (field.name for field in fields(Layout)) if name != "rounds"},
+    layout = PartsLayout(
+        **{name: _static(given[name]) for name in (field.name for field in fields(PartsLayout)) if name != "rounds"},
         rounds=tuple(Round(_static(some["pairs"]), some["rows"], some["start"]) for some in given["rounds"]),
     )
     if mesh.shape[axis] != layout.parts:
@@ -108,7 +108,7 @@ def load_parts(
             f"{mesh.shape[axis]}; split the graph again"
         )
     parts = {
-        number: Part(**{name: _read(folder, number, name) for name in part_fields()})
+        number: GraphPart(**{name: _read(folder, number, name) for name in part_fields()})
         for number in own_parts(mesh, axis)
     }
     tables = {number: part_tables(layout, part) for number, part in parts.items()}

@@ -23,7 +23,7 @@ from dejax.distributed.full_graph._local_graphs import (
     tables_of,
 )
 from dejax.distributed.full_graph._rewrite import SOURCE_PAIRS, CannotDistribute
-from dejax.distributed.full_graph._split import Layout, Part, WholeGraph, padded, split
+from dejax.distributed.full_graph._split import GraphPart, PartsLayout, WholeGraph, padded, split
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.spec import Edges, GraphSpec
 
@@ -63,7 +63,7 @@ class ShardedGraph:
     edge_ids: Array
     node_mask: Array
     edge_mask: Array
-    layout: Layout = field(metadata=_STATIC)
+    layout: PartsLayout = field(metadata=_STATIC)
     mesh: Mesh = field(metadata=_STATIC)
     axis: str = field(metadata=_STATIC)
 
@@ -259,7 +259,7 @@ def whole_graph(graph: RelGraph) -> WholeGraph:
     )
 
 
-def _spec(layout: Layout, num_nodes: int) -> GraphSpec:
+def _spec(layout: PartsLayout, num_nodes: int) -> GraphSpec:
     return GraphSpec(
         num_nodes,
         layout.num_edge_types,
@@ -273,7 +273,7 @@ PartTables = tuple[dict[str, Any], dict[str, Any]]
 """The tables of the two graphs of a part: of its own nodes, and with halo slots and edges."""
 
 
-def part_tables(layout: Layout, part: Part) -> PartTables:
+def part_tables(layout: PartsLayout, part: GraphPart) -> PartTables:
     """The tables of a part, without padding."""
     none, types = np.zeros(0, np.int32), layout.num_node_types
     own_type = padded(part.node_type, layout.rows, types)
@@ -288,7 +288,7 @@ def part_tables(layout: Layout, part: Part) -> PartTables:
     return owned, local
 
 
-def common_sizes(layout: Layout, tables: Sequence[PartTables]) -> tuple[Sizes, Sizes]:
+def common_sizes(layout: PartsLayout, tables: Sequence[PartTables]) -> tuple[Sizes, Sizes]:
     """The sizes of tables that hold those of all parts: without and with edges."""
     found = []
     for which, num_nodes in enumerate((layout.rows, layout.rows + layout.halo)):
@@ -299,8 +299,8 @@ def common_sizes(layout: Layout, tables: Sequence[PartTables]) -> tuple[Sizes, S
 
 
 def assemble(
-    layout: Layout,
-    parts: dict[int, Part],
+    layout: PartsLayout,
+    parts: dict[int, GraphPart],
     tables: dict[int, PartTables],
     sizes: tuple[Sizes, Sizes],
     mesh: Mesh,
@@ -351,7 +351,7 @@ def _flat(array: Array, sharding: NamedSharding) -> Array:
 
 
 def _fields(
-    layout: Layout, part: Part, tables: PartTables, sizes: tuple[Sizes, Sizes], loop_tables: bool
+    layout: PartsLayout, part: GraphPart, tables: PartTables, sizes: tuple[Sizes, Sizes], loop_tables: bool
 ) -> dict[str, Any]:
     sources = None if layout.typed_sources is None else np.array(layout.typed_sources, np.int32)
     specs = _spec(layout, layout.rows), _spec(layout, layout.rows + layout.halo)

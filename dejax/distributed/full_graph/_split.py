@@ -11,7 +11,7 @@ from dejax.distributed.full_graph._rounds import Round, num_slots, plan_rounds, 
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PartsLayout:
     """What all parts of a graph have in common; static.
 
     Attributes:
@@ -48,18 +48,19 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class GraphPart:
     """The arrays of one part, without padding.
 
     Attributes:
         node_ids: int64[own nodes], the nodes' numbers in the whole graph, ascending.
         node_type: int32[own nodes].
         halo_type: int32[halo slots]; `num_node_types` in unused slots.
-        senders: int32[edges], rows of the part: its own nodes, or `Layout.rows` plus a halo slot.
+        senders: int32[edges], rows of the part: its own nodes, or `PartsLayout.rows` plus a halo slot.
         receivers: int32[edges], own nodes.
         edge_type: int32[edges].
         edge_ids: int64[edges], the edges' numbers in the whole graph, ascending.
-        send: int32[halo slots], the own node that leaves in each slot; `Layout.rows` plus the slot where none does.
+        send: int32[halo slots], the own node that leaves in each slot; `PartsLayout.rows` plus the slot where none
+            does.
     """
 
     node_ids: np.ndarray
@@ -92,7 +93,7 @@ class WholeGraph:
     node_type_names: tuple[str, ...] | None = None
 
 
-def split(graph: WholeGraph, owner: np.ndarray, parts: int) -> tuple[Layout, list[Part]]:
+def split(graph: WholeGraph, owner: np.ndarray, parts: int) -> tuple[PartsLayout, list[GraphPart]]:
     """Splits a graph: each part has its own nodes, their incoming edges, and slots for the other ends of these.
 
     Args:
@@ -114,7 +115,7 @@ def split(graph: WholeGraph, owner: np.ndarray, parts: int) -> tuple[Layout, lis
     for part, halo in enumerate(halos):
         needed[:, part] = np.bincount(owner[halo], minlength=parts)
     rounds = plan_rounds(needed)
-    layout = Layout(
+    layout = PartsLayout(
         parts=parts,
         num_nodes=owner.shape[0],
         num_edges=graph.senders.shape[0],
@@ -155,7 +156,7 @@ def _typed_sources(graph: WholeGraph) -> tuple[int, ...] | None:
 class _Slots:
     """Which halo slot has which node."""
 
-    def __init__(self, layout: Layout, owner: np.ndarray, row_of: np.ndarray, halos: list[np.ndarray]) -> None:
+    def __init__(self, layout: PartsLayout, owner: np.ndarray, row_of: np.ndarray, halos: list[np.ndarray]) -> None:
         self.layout, self.owner, self.row_of, self.halos = layout, owner, row_of, halos
 
     def of(self, part: int) -> np.ndarray:
@@ -167,7 +168,7 @@ class _Slots:
             found[here] = slots_of_pair(self.layout.rounds, int(other), part)[: int(here.sum())]
         return found
 
-    def part(self, graph: WholeGraph, part: int, nodes: np.ndarray, edges: np.ndarray) -> Part:
+    def part(self, graph: WholeGraph, part: int, nodes: np.ndarray, edges: np.ndarray) -> GraphPart:
         layout = self.layout
         halo, slots = self.halos[part], self.of(part)
         by_number = np.argsort(halo, kind="stable")
@@ -185,7 +186,7 @@ class _Slots:
             if other != part and mine.size:
                 places = slots_of_pair(layout.rounds, part, other)[: mine.shape[0]]
                 send[places] = self.row_of[mine]
-        return Part(
+        return GraphPart(
             node_ids=nodes.astype(np.int64),
             node_type=graph.node_type[nodes].astype(np.int32),
             halo_type=halo_type,
@@ -198,8 +199,8 @@ class _Slots:
 
 
 def part_fields() -> tuple[str, ...]:
-    """The names of the arrays of a `Part`."""
-    return tuple(Part.__dataclass_fields__)
+    """The names of the arrays of a `GraphPart`."""
+    return tuple(GraphPart.__dataclass_fields__)
 
 
 def padded(values: Any, size: int, fill: int, dtype: Any = np.int32) -> np.ndarray:
