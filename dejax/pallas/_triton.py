@@ -92,32 +92,26 @@ def _from_nowhere() -> Iterator[None]:
         place.__exit__(None, None, None)  # errors keep the traceback that they have
 
 
-def _traced_in_place(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, in which functions of `jax.numpy` are run and not jitted, each for its own shapes (see `_tiles`)."""
-
-    @functools.wraps(kernel)
-    def trace(*args: Any) -> Any:
-        with jax.disable_jit(), _from_nowhere():
-            return kernel(*args)
-
-    return trace
-
-
 _interpreted: contextvars.ContextVar[bool] = contextvars.ContextVar("dejax_kernel_interpreted", default=True)
 
 
-def _for(kernel: Callable[..., Any], interpret: bool) -> Callable[..., Any]:
-    """The kernel, which is told whether it is interpreted."""
+def _traced(kernel: Callable[..., Any], interpret: bool, starts: Mapping[int, int]) -> Callable[..., Any]:
+    """The kernel as Pallas traces it.
+
+    Functions of `jax.numpy` are run and not jitted, each for its own shapes (see `_tiles`). Functions of this module
+    know whether the kernel is interpreted. The references with the numbers in `starts` begin at these places.
+    """
 
     @functools.wraps(kernel)
-    def told(*args: Any) -> Any:
+    def traced(*refs: Any) -> Any:
         token = _interpreted.set(interpret)
         try:
-            return kernel(*args)
+            with jax.disable_jit(), _from_nowhere():
+                return kernel(*(SliceRef(ref, starts[i]) if i in starts else ref for i, ref in enumerate(refs)))
         finally:
             _interpreted.reset(token)
 
-    return told
+    return traced
 
 
 _label: contextvars.ContextVar[str] = contextvars.ContextVar("dejax_kernel_label", default="")
@@ -158,7 +152,7 @@ def pallas_call(
     def run(*operands: Any) -> Sequence[jax.Array]:
         starts = {i: o.start for i, o in enumerate(operands) if isinstance(o, TableSlice)}
         kernel_call = pl.pallas_call(
-            _traced_in_place(_for(_from_starts(kernel, starts) if starts else kernel, interpret)),
+            _traced(kernel, interpret, starts),
             out_shape=list(out_shape),
             grid=(num_programs,),
             compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
@@ -178,16 +172,6 @@ def pallas_call(
         return call(*(o.table if isinstance(o, TableSlice) else o for o in operands))
 
     return run
-
-
-def _from_starts(kernel: Callable[..., Any], starts: Mapping[int, int]) -> Callable[..., Any]:
-    """The kernel, whose references with the given numbers begin at these places."""
-
-    @functools.wraps(kernel)
-    def shifted(*refs: Any) -> Any:
-        return kernel(*(SliceRef(ref, starts[i]) if i in starts else ref for i, ref in enumerate(refs)))
-
-    return shifted
 
 
 def program_ids(*inner: int) -> tuple[jax.Array, ...]:
@@ -210,8 +194,14 @@ def when(condition: jax.Array, do: Callable[[], None]) -> None:
 
 def fori_loop(lower: Any, upper: Any, step: Callable[[Any, Any], Any], init: Any) -> Any:
     """`lax.fori_loop`, which would not stay a loop where `jit` is disabled."""
+
+    @functools.wraps(step)
+    def traced(*args: Any) -> Any:
+        with jax.disable_jit(), _from_nowhere():
+            return step(*args)
+
     with jax.disable_jit(False):
-        return lax.fori_loop(lower, upper, _traced_in_place(step), init)
+        return lax.fori_loop(lower, upper, traced, init)
 
 
 def load(ref: Any, indices: tuple[jax.Array, ...], mask: jax.Array | None = None, other: Any = None) -> jax.Array:

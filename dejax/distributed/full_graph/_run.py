@@ -15,6 +15,7 @@ from dejax.pallas import clear_rows
 from dejax.rgnn.compiler.execute import Task, counts_of, run, uses_kernels
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Op, Space
+from dejax.rgnn.lowering.node_rows import ALL_ROWS, NodeRows
 from dejax.rgnn.lowering.segments import (
     extremum_at,
     extremum_of_all,
@@ -80,14 +81,14 @@ class DeviceRun:
     def _stage(self, stage: Stage) -> None:
         graph = self._graph(stage.on_edges)
         inputs = tuple(self._read(ref, stage.on_edges) for ref in stage.inputs)
-        own: tuple[tuple[int, ...], ...] = ((), ())
+        rows = ALL_ROWS
         if graph.num_destinations is not None and stage.on_edges:
-            own = tuple(
+            given, made = (
                 tuple(n for n, (_, form) in enumerate(refs) if form == Form.OWN)
                 for refs in (stage.inputs, stage.outputs)
             )
-        task = Task(stage.program, counts_of(graph), self.options, destinations=own[0], destination_outputs=own[1])
-        found = run(task, graph, inputs)
+            rows = NodeRows(zero_elsewhere=given, read_at_destinations=made)
+        found = run(Task(stage.program, counts_of(graph), self.options, rows), graph, inputs)
         for ref, x in zip(stage.outputs, found, strict=True):
             self.values[ref] = x[: self.rows] if ref[1] == Form.OWN and stage.on_edges else x
 

@@ -29,9 +29,8 @@ from dejax.rgnn.compiler.traced import TracedKernel, note
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Program, is_float
 from dejax.rgnn.ir.intra import Fallback, Kernels
-from dejax.rgnn.lowering.destinations import read_elsewhere, summed_at
+from dejax.rgnn.lowering.node_rows import ALL_ROWS, NodeRows, RowArrays
 from dejax.rgnn.lowering.pallas import Columns, PallasLowering
-from dejax.rgnn.lowering.running import NodeRows
 from dejax.rgnn.lowering.segments import num_rows, segment_sum, valid_rows, where_rows
 from dejax.rgnn.lowering.xla import Evaluator
 from dejax.rgnn.options import Options
@@ -61,14 +60,9 @@ class Task:
     program: Program
     counts: Counts
     options: Options
+    rows: NodeRows = ALL_ROWS
     raw: bool = True  # not yet optimised
     row_scaled_outputs: tuple[int, ...] = ()  # indices of the outputs that may be stored as row-scaled float16
-    # Positions of inputs that are zeros at the nodes from `graph.num_destinations` on, and indices of outputs that
-    # nobody reads there.
-    destinations: tuple[int, ...] = ()
-    destination_outputs: tuple[int, ...] = ()
-    # Positions of inputs for nodes whose padding rows may hold anything.
-    unmasked: tuple[int, ...] = ()
 
     @property
     def disable(self) -> frozenset[str]:
@@ -138,38 +132,10 @@ def training_tasks(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Task, Task]:
     """The cut for gradients of the inputs at `wrt`, and its halves as tasks."""
     parts = training_cut(task, wrt)
     saved = [parts.num_outputs + n for n in range(parts.num_saved) if linear_in_saved(parts, n)]
-    first = len(parts.needed)
-    kept = parts.forward.outputs[parts.num_outputs :][: parts.num_saved]
-    own_saved: list[int] = []
-    inputs: tuple[int, ...] = ()
-    back: tuple[int, ...] = ()
-    if task.destinations or task.destination_outputs:
-        back = tuple(n for n, position in enumerate(wrt) if position in task.destinations)
-        summed, elsewhere = summed_at(parts.forward), read_elsewhere(parts.backward, back)
-        given = parts.backward.by_position()
-        own_saved = [n for n, v in enumerate(kept) if v in summed and given.get(first + n) not in elsewhere]
-        needed = [n for n, position in enumerate(parts.needed) if position in task.destinations]
-        cotangents = [first + parts.num_saved + o for o in task.destination_outputs]
-        inputs = (*needed, *(first + n for n in own_saved), *cotangents)
-    unmasked = tuple(n for n, position in enumerate(parts.needed) if position in task.unmasked)
-    outputs = (*task.destination_outputs, *(parts.num_outputs + n for n in own_saved))
-    forward = replace(
-        task,
-        program=parts.forward,
-        raw=False,
-        row_scaled_outputs=(*task.row_scaled_outputs, *saved),
-        destination_outputs=outputs,
-    )
-    backward = replace(
-        task,
-        program=parts.backward,
-        raw=False,
-        row_scaled_outputs=(),
-        destinations=inputs,
-        destination_outputs=back,
-        unmasked=unmasked,
-    )
-    return parts, forward, backward
+    rows, of_backward = task.rows.halves(parts, wrt)
+    half = replace(task, raw=False, row_scaled_outputs=())
+    forward = replace(half, program=parts.forward, rows=rows, row_scaled_outputs=(*task.row_scaled_outputs, *saved))
+    return parts, forward, replace(half, program=parts.backward, rows=of_backward)
 
 
 def linear_in_saved(parts: Cut, number: int) -> bool:
@@ -201,13 +167,9 @@ def run_kernels(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScal
     kernels, options = inference_kernels(task), task.options
     program = kernels.program
     env, encoded = _environment(program, inputs, row_scaled)
-    unmasked = {i: env[i] for i in program.inputs if program.ops[i].attr("position") in task.unmasked}
-    env.update((i, where_rows(graph.node_mask, x)) for i, x in unmasked.items() if isinstance(x, jax.Array))
-    given, pallas = dict(env), None
+    rows, pallas = RowArrays(graph, program, task.rows, env), None
     if uses_kernels(graph, options):
-        own = [i for i in program.inputs if program.ops[i].attr("position") in task.destinations]
-        elsewhere = read_elsewhere(program, task.destination_outputs)
-        pallas = PallasLowering(kernels, graph, options, encoded, given, NodeRows(own, elsewhere, unmasked))
+        pallas = PallasLowering(kernels, graph, options, encoded, env, rows)
     xla = Evaluator(program, graph, options.precision, segment_sum if pallas is None else pallas.sum_types)
     remaining = [set(instance.reads) for instance in kernels.instances]
     narrow = frozenset(i for i in program.inputs if isinstance(env[i], RowScaled) or i in encoded)
@@ -235,7 +197,7 @@ def run_kernels(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScal
                     env.update(
                         (w, where_rows(valid_rows(graph, program.ops[w].space), env[w])) for w in instance.writes
                     )
-                pallas.reshaped(instance.writes)
+                rows.reshaped(instance.writes)
         keep = set(program.outputs).union(*remaining[number + 1 :])
         env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}
     results = tuple(env[o] for o in program.outputs)
@@ -314,14 +276,8 @@ def why_xla(options: Options) -> str | None:
 # `row_scaled` are row-scaled float16 forms of some inputs, and the second result those of some outputs, so that
 # backward reads what forward stored. Derivatives flow through the arrays. Inside jit an array without another use is
 # never made.
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs) -> tuple[Arrays, Kept]:
-    return _run_inference(task, graph, inputs, row_scaled)
-
-
-@partial(jax.jit, static_argnums=0, inline=True)
-def _run_inference(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs) -> tuple[Arrays, Kept]:
-    return run_kernels(task, graph, inputs, row_scaled)
+_inference = jax.jit(run_kernels, static_argnums=0, inline=True)
+_differentiable = jax.custom_vjp(_inference, nondiff_argnums=(0,))
 
 
 # JAX traces the forward rule once for each set of perturbed inputs, but keeps one tree of residuals: that of the last
@@ -361,7 +317,7 @@ def encode_shared(task: Task, graph: RelGraph, values: Arrays, row_scaled: RowSc
     def encoded(position: int) -> EncodedCopy:
         with kernel_label(forward.program.name, readers[at[position]]):
             array = values[position]
-            if position in task.unmasked:  # columns are scaled by the largest of their valid elements
+            if position in task.rows.padded:  # columns are scaled by the largest of their valid elements
                 array = where_rows(graph.node_mask, array)
             source = of_array(0, array.shape, tuple(range(1, array.ndim)))
             ((_, columns),) = column_powers([array], [source], interpret=task.options.interpret)
@@ -422,7 +378,7 @@ def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple,
         else _compat.own_empty_arrays(c)
         for o, c in zip(program.outputs, cotangents, strict=True)
     )
-    found = _run(backward, graph, (*kept, *saved, *given), (*kept_row_scaled, *saved_row_scaled))
+    found, _ = _compiled(backward, graph, (*kept, *saved, *given), (*kept_row_scaled, *saved_row_scaled))
     gradients = dict(zip(wrt, found, strict=True))
     return None, tuple(gradients.get(p) for p in range(num_inputs)), None
 
@@ -436,19 +392,18 @@ def run(task: Task, graph: RelGraph, inputs: Arrays) -> Arrays:
     Traced arrays take a path without `jit` around forward and backward: under `jit` JAX would also trace the kernels of
     inference, and discard them where gradients are needed.
     """
-    if "backward" in task.disable or not any(isinstance(array, jax.core.Tracer) for array in inputs):
-        return _run(task, graph, inputs, ())
+    if "backward" in task.disable:
+        return _compiled_alone(task, graph, inputs)[0]
+    if not any(isinstance(array, jax.core.Tracer) for array in inputs):
+        return _compiled(task, graph, inputs, ())[0]
     return _differentiable(task, graph, tuple(map(reverse_only, inputs)), ())[0]
 
 
-@partial(jax.jit, static_argnums=0)
-def _run(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs) -> Arrays:
-    if "backward" in task.disable:
-        return run_kernels(task, graph, inputs)[0]
-    return _differentiable(task, graph, inputs, row_scaled)[0]
+_compiled_alone = jax.jit(run_kernels, static_argnums=0)
+_compiled = jax.jit(_differentiable, static_argnums=0)
 
 
 def forget_compiled() -> None:
     """Clears compiled programs, so that the next run compiles them with the current schedules."""
-    for function in (_run, _run_forward, _run_inference):
+    for function in (_compiled, _compiled_alone, _inference, _run_forward):
         function.clear_cache()  # type: ignore[attr-defined]

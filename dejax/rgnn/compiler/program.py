@@ -23,6 +23,7 @@ from dejax.rgnn.compiler.reverse_only import reverse_only
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir import inter
 from dejax.rgnn.ir.inter import Space
+from dejax.rgnn.lowering.node_rows import NodeRows
 from dejax.rgnn.lowering.segments import valid_rows, where_rows
 from dejax.rgnn.options import Options
 
@@ -245,13 +246,8 @@ class Program:
         counts = counts_of(graph)
         program, tree, arrays = self.traced(counts, args, kwargs)
         chosen = (options or self.options).with_default_precision()
-        task = Task(
-            program,
-            counts,
-            chosen,
-            destination_outputs=_destination_outputs(graph, program),
-            unmasked=_unmasked(graph, program, chosen),
-        )
+        rows = NodeRows.of(graph, program, padded=uses_kernels(graph, chosen))
+        task = Task(program, counts, chosen, rows)
         return task, tree, arrays
 
     def traced(self, counts: Counts, args: tuple, kwargs: dict) -> tuple[inter.Program, Any, list[Any]]:
@@ -348,7 +344,7 @@ def _inputs(task: Task, graph: RelGraph, arrays: list[Any]) -> tuple[Any, ...]:
     for i in task.program.inputs:
         op = task.program.ops[i]
         position = op.attr("position")
-        if position in task.unmasked:
+        if position in task.rows.padded:
             inputs[position] = no_gradient_of_padding(reverse_only(jnp.asarray(arrays[position])), graph.node_mask)
         else:
             inputs[position] = _to_rows(graph, op.space, arrays[position])
@@ -363,26 +359,6 @@ def _to_rows(graph: RelGraph, space: Space, x: Any) -> jax.Array:
     if space == Space.EDGE:
         x = x.at[graph.edge_ids].get(unique_indices=True, mode="fill", fill_value=0)
     return where_rows(valid_rows(graph, space), x)
-
-
-def _unmasked(graph: RelGraph, program: inter.Program, options: Options) -> tuple[int, ...]:
-    """Positions of inputs in whose padding rows no zeros are written beforehand, because kernels rarely read them."""
-    if graph.node_mask is None or not uses_kernels(graph, options):
-        return ()
-    ops = [program.ops[i] for i in program.inputs]
-    return tuple(op.attr("position") for op in ops if op.space == Space.NODE and inter.is_float(op.dtype))
-
-
-def _destination_outputs(graph: RelGraph, program: inter.Program) -> tuple[int, ...]:
-    """Indices of the results of which only the rows of destinations are returned."""
-    if not graph.only_destinations:
-        return ()
-    if graph.num_destinations is None:
-        raise ValueError(
-            "`num_destinations` of a graph with `only_destinations` must be a number, got None; take the graph from "
-            "`Block.bipartite`"
-        )
-    return tuple(n for n, o in enumerate(program.outputs) if program.ops[o].space == Space.NODE)
 
 
 def _from_rows(graph: RelGraph, space: Space, x: jax.Array) -> jax.Array:

@@ -186,11 +186,11 @@ class Products(Running):
         Where the rows of y are zeros but at destinations, the others are not read.
         """
         ops, sums = self.program.ops, row_sums(self.program, instance.outs)
-        y = _decoded(self.destinations.get(instance.y, self.unmasked.get(instance.y, env[instance.y])))
+        y = _decoded(self.rows.fewest(instance.y, env))
         rows, mask = y.shape[0], valid_rows(self.graph, ops[instance.y].space)
         first = sums[0]
         heads = () if first.heads_in_one_product else (first.size(first.heads),)
-        xs = [_decoded(self.unmasked.get(x, env[x])) for x in instance.xs]
+        xs = [_decoded(self.rows.any_row(x, env)) for x in instance.xs]
         found = kernels.row_products(
             [x.reshape(x.shape[0], *heads, s.size(s.sides[0])) for x, s in zip(xs, sums, strict=True)],
             y.reshape(rows, *heads, first.size(first.sides[1])),

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import dejax.pallas as kernels
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import TYPE_VIA, Space
 from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Operand
-from dejax.rgnn.lowering import destinations
+from dejax.rgnn.lowering.node_rows import TO_DESTINATIONS, RowArrays
 from dejax.rgnn.lowering.scales import ColumnScales
 from dejax.rgnn.lowering.segments import num_rows, segments, valid_rows
 from dejax.rgnn.options import Options
@@ -36,28 +35,16 @@ class Columns:
         return columns.reshape(-1, *self.shape).astype(self.dtype)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NodeRows:
-    """What is known of the rows of node values.
-
-    Attributes:
-        of_destinations: inputs that are zeros at other nodes than destinations.
-        elsewhere: the values that are read at other nodes than destinations.
-        unmasked: inputs without zeros in padding rows. `env` has them with zeros, in arrays that XLA makes if they are
-            read.
-    """
-
-    of_destinations: Collection[int] = ()
-    elsewhere: Collection[int] = ()
-    unmasked: Mapping[int, Any] = field(default_factory=dict)
-
-
 class Running:
     """A program of kernel instances on a graph; `interpret` runs the kernels' own code on the CPU.
 
-    In a block of a sample and in a part of a divided graph only the first nodes have incoming edges. `destinations` has
-    the rows of these nodes alone, for inputs that are zeros at the others and for what traversals compute of values
-    that are not read elsewhere. XLA makes no padded array in `env` where kernels read these rows.
+    Args:
+        kernels: the program.
+        graph: the graph.
+        options: of the compiler.
+        encoded: by value, inputs that are there in 16 bits, too.
+        env: the inputs by value.
+        rows: the inputs of which kernels may read fewer rows.
     """
 
     def __init__(
@@ -66,8 +53,8 @@ class Running:
         graph: RelGraph,
         options: Options,
         encoded: dict[int, Any],
-        inputs: dict[int, Any],
-        rows: NodeRows,
+        env: dict[int, Any],
+        rows: RowArrays,
     ) -> None:
         self.kernels, self.program, self.row_scaled, self.graph = kernels, kernels.program, kernels.row_scaled, graph
         self.precision, self.interpret = options.precision or "tf32", options.interpret
@@ -77,13 +64,9 @@ class Running:
         self.encoded = dict(encoded)  # arrays that are there in 16 bits, too
         rounds = self.precision == "tf32" and "storage" not in options.disable
         self.often_read = encoded_values(kernels, partial(num_rows, graph)) if rounds else frozenset()
-        scaled = self.precision != "bf16"
-        self.destinations: dict[int, Any] = {}
-        self.elsewhere, self.unmasked = rows.elsewhere, rows.unmasked
-        if (count := graph.num_destinations) is not None:
-            self.destinations = {i: inputs[i][:count] for i in rows.of_destinations if isinstance(inputs[i], jax.Array)}
-        given = inputs | self.destinations
-        self.scales = ColumnScales(self.program, given, self.scaled_values() if scaled else (), self.interpret)
+        self.rows = rows
+        scaled = self.scaled_values() if self.precision != "bf16" else ()
+        self.scales = ColumnScales(self.program, env | rows.of_destinations, scaled, self.interpret)
 
     def scaled_values(self) -> list[int]:
         """The values whose columns are divided by powers of two, in products or where they are stored."""
@@ -114,9 +97,9 @@ class Running:
         value = operand.value
         if value in self.encoded or operand.via is None:
             return env[value]
-        if operand.via in destinations.VIAS and value in self.destinations:
-            return self.destinations[value]
-        return env[value] if value in self.often_read else self.unmasked.get(value, env[value])
+        if operand.via in TO_DESTINATIONS and value in self.rows.of_destinations:
+            return self.rows.of_destinations[value]
+        return env[value] if value in self.often_read else self.rows.any_row(value, env)
 
     def narrow_rows_of(self, operand: Operand, env: dict[int, Any]) -> Any:
         """As `rows_of`, in the form of `as_row_scaled`."""
@@ -124,24 +107,8 @@ class Running:
         if rows is env[value]:
             return self.as_row_scaled(value, env)
         if isinstance(rows, jax.Array) and value in self.often_read:
-            self.destinations[value] = rows = self.in_16_bits(value, rows)
+            self.rows.of_destinations[value] = rows = self.in_16_bits(value, rows)
         return rows
-
-    def reshaped(self, values: Sequence[int]) -> None:
-        """Takes the rows of destinations along where XLA only reshapes them, as into heads."""
-        for v in values:
-            op = self.program.ops[v]
-            rows = self.destinations.get(op.args[0]) if op.name == "reshape" else None
-            if isinstance(rows, jax.Array):
-                self.destinations[v] = rows.reshape(rows.shape[0], *op.shape)
-
-    def with_destinations(self, value: int, rows: Any, env: dict[int, Any]) -> None:
-        """Adds a value to `env` of which only the rows of destinations were computed."""
-        missing = self.graph.num_nodes - rows.shape[0]
-        if missing:
-            self.destinations[value] = rows
-            rows = _longer(rows, missing)
-        env[value] = rows
 
     def cleared(self, space: Space, many: Sequence[Any], values: Sequence[Collection[int]]) -> list[Any]:
         """Arrays with zeros in padding rows, which kernels may have left as they were, where these may be read.
@@ -171,10 +138,3 @@ class Running:
 
 def _arrays(rows: Any) -> list[jax.Array]:
     return [rows.mantissa, rows.exponent] if isinstance(rows, kernels.RowScaled) else [rows]
-
-
-def _longer(rows: Any, count: int) -> Any:
-    """Rows followed by `count` rows of zeros."""
-    if isinstance(rows, kernels.RowScaled):
-        return replace(rows, mantissa=_longer(rows.mantissa, count), exponent=_longer(rows.exponent, count))
-    return jnp.pad(rows, [(0, count)] + [(0, 0)] * (rows.ndim - 1))

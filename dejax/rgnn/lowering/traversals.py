@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 
 import dejax.pallas as kernels
-from dejax.rgnn.ir.inter import VIAS
+from dejax.rgnn.ir.inter import VIAS, Space
 from dejax.rgnn.ir.intra import Operand, Traversal
 from dejax.rgnn.ir.templates import ONCE_A_SEGMENT
-from dejax.rgnn.lowering import destinations
 from dejax.rgnn.lowering.factors import WithoutFactors, without_factors
 from dejax.rgnn.lowering.running import Columns, Running
 from dejax.rgnn.lowering.segments import first_rows, num_rows, segments
@@ -52,7 +51,7 @@ class Traversals(Running):
     def _call(self, t: Traversal, env: dict[int, Any]) -> _Call:
         arrays, operands, tables, columns = self.loaded(t, env)
         side_by_side = self.side_by_side(t)
-        fused_sums = self.fused_sums(t.fused_sums, 0 if t.via is None else self._num_rows(t), env)
+        fused_sums = self.fused_sums(t.fused_sums, 0 if t.via is None else self.rows.count(t), env)
         reductions, without = self.reductions(t, arrays, operands, columns)
         # Elements of as many bits as those of the rows that they meet: threads have as many of each.
         reads_row_scaled = any(isinstance(a, kernels.RowScaled) for a in arrays)
@@ -120,7 +119,7 @@ class Traversals(Running):
 
     def _reduce(self, t: Traversal, call: _Call, env: dict[int, Any]) -> None:
         assert t.via is not None
-        ops, rows = self.program.ops, self._num_rows(t)
+        ops, rows = self.program.ops, self.rows.count(t)
         row_values, entry_values = kernels.traverse(
             call.compute.body,
             call.compute.rows,
@@ -142,8 +141,8 @@ class Traversals(Running):
         found: Any
         for v, found in zip(t.row_outputs, row_values, strict=True):
             found = replace(found, columns=call.columns_of[v]) if v in call.columns_of else found
-            if rows < num_rows(self.graph, VIAS[t.via].coarse):
-                self.with_destinations(v, found, env)
+            if VIAS[t.via].coarse == Space.NODE:
+                self.rows.write(v, found, env)
             else:
                 env[v] = found
         for values, array in zip(
@@ -153,31 +152,10 @@ class Traversals(Running):
                 op = ops[v]
                 env[v] = Columns(array, i * op.width, op.shape, op.dtype) if len(values) > 1 else array
 
-    def _num_rows(self, t: Traversal) -> int:
-        """The rows that a traversal computes: those of destinations where it reduces to them alone."""
-        assert t.via is not None
-        loops = [t] if t.fused_sums is None else [t, t.fused_sums]
-        zero_elsewhere = {a.out for loop in loops for a in loop.accumulators}
-        if (
-            self.graph.num_destinations is not None
-            and all(loop.via in destinations.VIAS for loop in loops)
-            and zero_elsewhere.union(set(t.row_outputs).difference(self.elsewhere)).issuperset(t.row_outputs)
-        ):
-            return self.graph.num_destinations
-        return num_rows(self.graph, VIAS[t.via].coarse)
-
-    def _sums_destinations(self, t: Traversal) -> bool:
-        """Whether a traversal sums values by node type that are zeros at other nodes than destinations."""
-        alone = (
-            t.via == "ntype" and self.graph.destinations_by_type is not None and not (t.entry_outputs or t.fused_sums)
-        )
-        short = (o.access == "dense" and isinstance(self.destinations.get(o.value), jax.Array) for o in t.operands)
-        return alone and all(short)
-
     def _segments(self, t: Traversal, rows: int) -> kernels.Segments:
         """The segments of the first so many rows, which are the first ones in `loop`, too."""
         assert t.via is not None
-        own = self.graph.destinations_by_type if self._sums_destinations(t) else None
+        own = self.graph.destinations_by_type if self.rows.sums_destinations(t) else None
         group = segments(self.graph, t.via) if own is None else own
         ordered = group.loop or group
         return kernels.Segments(
@@ -232,18 +210,18 @@ class Traversals(Running):
         """
         tables: list[jax.Array] = []
         powers: dict[int, jax.Array] = {}
-        rows = None if t.via is None else self._num_rows(t)
+        rows = None if t.via is None else self.rows.count(t)
         numbers: dict[str, int] = {}
         arrays: list[Any] = []
         operands: list[kernels.Operand] = []
         gathered_arrays = self.gathered_side_by_side(t, env)
-        short = self._sums_destinations(t)
+        short = self.rows.sums_destinations(t)
         for o in t.operands:
             array, columns = self.rows_of(o, env), None
             if o.access == "row" and rows is not None:
-                array = self._by_row(o.value, rows, env)
+                array = self.rows.first(rows, o.value, env)
             elif short:
-                array = self.destinations[o.value]
+                array = self.rows.of_destinations[o.value]
             part = gathered_arrays.get(o.name, array)
             if isinstance(part, Columns):
                 array, columns = part.array, (part.first, part.shape)
@@ -281,13 +259,6 @@ class Traversals(Running):
             when = None if o.when is None else [each.name for each in t.operands].index(o.when)
             operands.append(kernels.Operand(access, index, columns, o.part, when))
         return arrays, operands, tables, powers
-
-    def _by_row(self, value: int, rows: int, env: dict[int, Any]) -> Any:
-        """The array that a traversal of so many rows reads by row."""
-        array = env[value]
-        if rows == array.shape[0]:
-            return array
-        return self.destinations.get(value, array)
 
     def fused_sums(self, t: Traversal | None, rows: int, env: dict[int, Any]) -> kernels.FusedSums | None:
         if t is None:

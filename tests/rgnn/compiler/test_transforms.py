@@ -300,10 +300,10 @@ def test_one_compilation_for_equal_graphs() -> None:
     for graph in (first, second, first):
         counted(graph, x)
     assert count == 1
-    before = execute._run._cache_size()
+    before = execute._compiled._cache_size()
     for graph in (first, second):
         counted(graph, x)
-    assert execute._run._cache_size() == before
+    assert execute._compiled._cache_size() == before
 
     traces = 0
 

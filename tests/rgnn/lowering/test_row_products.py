@@ -130,8 +130,8 @@ SIZES = {"k": 6, "n": 5, "h": 3}
 def test_every_contraction(spec: str, width: int) -> None:
     """Narrow heads are multiplied together, wide ones one by one."""
     from dejax.rgnn.ir.intra import Kernels
+    from dejax.rgnn.lowering.node_rows import ALL_ROWS, RowArrays
     from dejax.rgnn.lowering.pallas import PallasLowering
-    from dejax.rgnn.lowering.running import NodeRows
     from dejax.rgnn.passes.fuse_row_products import fuse_row_products
 
     (left, right), sizes = spec.split("->")[0].split(","), SIZES | {"n": width}
@@ -153,7 +153,8 @@ def test_every_contraction(spec: str, width: int) -> None:
     arrays = [rng.standard_normal((40, *shape)).astype(np.float32) for shape in shapes]
     env: dict[int, Any] = dict(zip(args, map(jnp.asarray, arrays), strict=True))
     options = Options(backend="pallas", precision="f32", interpret=True)
-    PallasLowering(kernels, graph, options, {}, dict(env), NodeRows()).run(instance, env)
+    rows = RowArrays(graph, program, ALL_ROWS, env)
+    PallasLowering(kernels, graph, options, {}, dict(env), rows).run(instance, env)
     x, y = (a.astype(np.float64) for a in arrays)
     expected = np.einsum(f"r{left},r{right}->{spec.split('->')[1]}", x, y), y.sum(0)
     for value, each in zip(program.outputs, expected, strict=True):

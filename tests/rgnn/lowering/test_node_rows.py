@@ -1,7 +1,7 @@
 """Which node values a part of a divided graph needs at its own nodes alone."""
 
 from dejax.rgnn.ir.inter import Builder, Program, Space
-from dejax.rgnn.lowering.destinations import read_elsewhere, summed_at
+from dejax.rgnn.lowering.node_rows import read_elsewhere, summed_at
 
 
 def program() -> tuple[Program, dict[str, int]]:
