@@ -76,7 +76,7 @@ def _disturb(rng: np.random.Generator, relative: float, x: Any) -> Any:
 def as_with_rounded_products() -> Iterator[None]:
     """XLA runs what kernels would run with products of 11 bits, so that float64 checks the rewrites for these."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execute.Task, "exact", property(lambda task: False))
+        patch.setattr(execute.CompileTask, "exact", property(lambda task: False))
         _forget()
         try:
             yield

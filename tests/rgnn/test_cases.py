@@ -351,12 +351,12 @@ def test_keys_and_messages_in_one_array(size: Size) -> None:
 def as_on_a_large_graph(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
     """The compiler sees 100,000 times the nodes, edges and pairs."""
 
-    def task(program: Program, counts: Counts, *rest: Any, **named: Any) -> execute.Task:
+    def task(program: Program, counts: Counts, *rest: Any, **named: Any) -> execute.CompileTask:
         grown = ("nodes", "edges", "source_pairs", "destination_pairs")
         counts = dataclasses.replace(counts, **{name: 10**5 * getattr(counts, name) for name in grown})
-        return execute.Task(program, counts, *rest, **named)
+        return execute.CompileTask(program, counts, *rest, **named)
 
-    monkeypatch.setattr(importlib.import_module("dejax.rgnn.compiler.program"), "Task", task)
+    monkeypatch.setattr(importlib.import_module("dejax.rgnn.compiler.program"), "CompileTask", task)
 
 
 @pytest.fixture
@@ -387,7 +387,7 @@ def test_scalars_that_one_traversal_stores_for_others(
 ) -> None:
     """Two an edge and head, which lie side by side, in float32 whatever dtype they have.
 
-    With `f32` the loops keep the digits of differences (`Task.exact`), and read none of such numbers together.
+    With `f32` the loops keep the digits of differences (`CompileTask.exact`), and read none of such numbers together.
     """
     options = dataclasses.replace(PALLAS, precision=precision)
     check("hgt", "typed", size, options, dtype, tolerance=tolerance, loop_tables=True)

@@ -12,7 +12,7 @@ from dejax.distributed.full_graph._exchange import collect, collect_extremum, ex
 from dejax.distributed.full_graph._sharded_graph import ShardedGraph, local_part
 from dejax.distributed.full_graph._stages import Combine, Distributed, Exchange, Form, Ref, Stage, form_of
 from dejax.pallas import clear_rows
-from dejax.rgnn.compiler.execute import Task, counts_of, run, uses_kernels
+from dejax.rgnn.compiler.execute import CompileTask, counts_of, run, uses_kernels
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Op, Space
 from dejax.rgnn.lowering.node_rows import ALL_ROWS, NodeRows
@@ -88,7 +88,7 @@ class DeviceRun:
                 for refs in (stage.inputs, stage.outputs)
             )
             rows = NodeRows(zero_elsewhere=given, read_at_destinations=made)
-        found = run(Task(stage.program, counts_of(graph), self.options, rows), graph, inputs)
+        found = run(CompileTask(stage.program, counts_of(graph), self.options, rows), graph, inputs)
         for ref, x in zip(stage.outputs, found, strict=True):
             self.values[ref] = x[: self.rows] if ref[1] == Form.OWN and stage.on_edges else x
 

@@ -54,7 +54,7 @@ Kept = tuple[RowScaled | None, ...]  # by output
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class CompileTask:
     """A program with everything that decides how it is compiled; the static argument of the functions that run it."""
 
     program: Program
@@ -103,12 +103,12 @@ def counts_of(graph: RelGraph) -> Counts:
 
 
 @lru_cache(maxsize=1024)
-def optimised(task: Task, watch: Watch = silent) -> Program:
+def optimised(task: CompileTask, watch: Watch = silent) -> Program:
     return optimise(task.program, task.counts, task.disable, watch, exact=task.exact) if task.raw else task.program
 
 
 @lru_cache(maxsize=1024)
-def inference_kernels(task: Task, watch: Watch = silent) -> Kernels:
+def inference_kernels(task: CompileTask, watch: Watch = silent) -> Kernels:
     """Kernels of the forward program alone."""
     return lower_to_kernels(
         optimised(task),
@@ -123,12 +123,12 @@ def inference_kernels(task: Task, watch: Watch = silent) -> Kernels:
 
 
 @lru_cache(maxsize=1024)
-def training_cut(task: Task, wrt: tuple[int, ...], watch: Watch = silent) -> Cut:
+def training_cut(task: CompileTask, wrt: tuple[int, ...], watch: Watch = silent) -> Cut:
     """Forward and backward halves for gradients of the inputs at `wrt`."""
     return differentiated(optimised(task), wrt, task.counts, task.disable, watch, exact=task.exact)
 
 
-def training_tasks(task: Task, wrt: tuple[int, ...]) -> tuple[Cut, Task, Task]:
+def training_tasks(task: CompileTask, wrt: tuple[int, ...]) -> tuple[Cut, CompileTask, CompileTask]:
     """The cut for gradients of the inputs at `wrt`, and its halves as tasks."""
     parts = training_cut(task, wrt)
     saved = [parts.num_outputs + n for n in range(parts.num_saved) if linear_in_saved(parts, n)]
@@ -145,14 +145,16 @@ def linear_in_saved(parts: Cut, number: int) -> bool:
     return position not in inputs or linear_in(parts.backward, inputs[position])
 
 
-def differentiable_positions(task: Task) -> tuple[int, ...]:
+def differentiable_positions(task: CompileTask) -> tuple[int, ...]:
     """Positions of the floating-point inputs."""
     ops = [optimised(task).ops[i] for i in optimised(task).inputs]
     return tuple(op.attr("position") for op in ops if is_float(op.dtype))
 
 
 @broadcasting
-def run_kernels(task: Task, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs = ()) -> tuple[Arrays, Kept]:
+def run_kernels(
+    task: CompileTask, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs = ()
+) -> tuple[Arrays, Kept]:
     """Executes the instances in order. XLA evaluates an instance whose kernel cannot be made, with a warning.
 
     Args:
@@ -287,7 +289,7 @@ _SPARE_SLOTS = 4
 _BITS = 30  # of a set of positions, in one dimension
 
 
-def _residual_slots(task: Task) -> int:
+def _residual_slots(task: CompileTask) -> int:
     return training_cut(task, differentiable_positions(task)).num_saved + _SPARE_SLOTS
 
 
@@ -301,7 +303,7 @@ def _positions_of_array(array: jax.Array, count: int) -> tuple[int, ...]:
 
 
 @broadcasting
-def encode_shared(task: Task, graph: RelGraph, values: Arrays, row_scaled: RowScaledInputs) -> RowScaledInputs:
+def encode_shared(task: CompileTask, graph: RelGraph, values: Arrays, row_scaled: RowScaledInputs) -> RowScaledInputs:
     """`row_scaled` with row-scaled float16 copies of the inputs that both forward and backward read so.
 
     The copies are the same for all sets of perturbed inputs, as the tree of residuals must be.
@@ -326,7 +328,7 @@ def encode_shared(task: Task, graph: RelGraph, values: Arrays, row_scaled: RowSc
     return tuple(encoded(p) if p in shared and rows is None else rows for p, rows in enumerate(given))
 
 
-def _forward(task: Task, graph: Any, inputs: Any, row_scaled: Any) -> tuple[tuple[Arrays, Kept], Any]:
+def _forward(task: CompileTask, graph: Any, inputs: Any, row_scaled: Any) -> tuple[tuple[Arrays, Kept], Any]:
     graph, row_scaled = jax.tree_util.tree_map(lambda p: p.value, (graph, row_scaled))
     values = tuple(p.value for p in inputs)
     wrt = tuple(p for p in differentiable_positions(task) if inputs[p].perturbed)
@@ -338,7 +340,7 @@ def _forward(task: Task, graph: Any, inputs: Any, row_scaled: Any) -> tuple[tupl
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _run_forward(
-    task: Task, wrt: tuple[int, ...], graph: RelGraph, values: Arrays, row_scaled: RowScaledInputs
+    task: CompileTask, wrt: tuple[int, ...], graph: RelGraph, values: Arrays, row_scaled: RowScaledInputs
 ) -> tuple[tuple[Arrays, Kept], tuple[RowScaledInputs, Any, jax.Array]]:
     parts, forward, _ = training_tasks(task, wrt)
     count = parts.num_outputs
@@ -357,7 +359,7 @@ def _run_forward(
     return (results[:count], kept[:count]), (row_scaled, slots, _positions_as_array(wrt, len(values)))
 
 
-def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple, None]:
+def _backward(task: CompileTask, residuals: Any, cotangents: Any) -> tuple[None, tuple, None]:
     graph, values, row_scaled, slots, chosen = residuals
     graph, values, row_scaled, slots = _compat.own_empty_arrays((graph, values, row_scaled, slots))
     cotangents, _ = cotangents
@@ -386,7 +388,7 @@ def _backward(task: Task, residuals: Any, cotangents: Any) -> tuple[None, tuple,
 _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def run(task: Task, graph: RelGraph, inputs: Arrays) -> Arrays:
+def run(task: CompileTask, graph: RelGraph, inputs: Arrays) -> Arrays:
     """The outputs of a program on arrays in the compiler's form; differentiable in the floating-point inputs.
 
     Traced arrays take a path without `jit` around forward and backward: under `jit` JAX would also trace the kernels of

@@ -18,7 +18,7 @@ import numpy as np
 from dejax.rgnn.compiler.bounds import Bounds, bounds_of
 from dejax.rgnn.compiler.cost import CostModel, training_models
 from dejax.rgnn.compiler.execute import (
-    Task,
+    CompileTask,
     differentiable_positions,
     inference_kernels,
     optimised,
@@ -40,7 +40,7 @@ _NO_COUNTS = Counts(0, 0, 0, 0, 0, 0)  # of a graph: unused and repeated operato
 
 
 def explain(
-    task: Task,
+    task: CompileTask,
     graph: RelGraph,
     inputs: Sequence[Any],
     *,
@@ -131,7 +131,7 @@ def _what_runs(why: str | None, interpret: bool | None) -> str:
     return f"{runs}; predicted times are those of an NVIDIA H200"
 
 
-def _traced(task: Task, graph: RelGraph, inputs: tuple[Any, ...], wrt: tuple[int, ...]) -> Any:
+def _traced(task: CompileTask, graph: RelGraph, inputs: tuple[Any, ...], wrt: tuple[int, ...]) -> Any:
     """Inference and training, traced as for a run, which records the instances that are left to XLA."""
     results = run(task, graph, inputs)
     if not wrt:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax import _compat
-from dejax.rgnn.compiler.execute import Counts, Task, counts_of, no_gradient_of_padding, run, uses_kernels
+from dejax.rgnn.compiler.execute import CompileTask, Counts, counts_of, no_gradient_of_padding, run, uses_kernels
 from dejax.rgnn.compiler.frontend import Argument, GraphSymbol, ProgramError, trace_program
 from dejax.rgnn.compiler.reverse_only import reverse_only
 from dejax.rgnn.graphs.rel_graph import RelGraph
@@ -231,7 +231,7 @@ class Program:
 
     def _prepare(
         self, graph: RelGraph, options: Options | None, args: tuple, kwargs: dict
-    ) -> tuple[Task, Any, list[Any]]:
+    ) -> tuple[CompileTask, Any, list[Any]]:
         if isinstance(graph, GraphSymbol):
             raise TypeError(
                 f"{self!r} must be explained or tuned outside of other programs, with a RelGraph, got a program's g"
@@ -247,7 +247,7 @@ class Program:
         program, tree, arrays = self.traced(counts, args, kwargs)
         chosen = (options or self.options).with_default_precision()
         rows = NodeRows.of(graph, program, padded=uses_kernels(graph, chosen))
-        task = Task(program, counts, chosen, rows)
+        task = CompileTask(program, counts, chosen, rows)
         return task, tree, arrays
 
     def traced(self, counts: Counts, args: tuple, kwargs: dict) -> tuple[inter.Program, Any, list[Any]]:
@@ -338,7 +338,7 @@ def _name(path: tuple, names: list[str]) -> str:
     return name + jax.tree_util.keystr(tuple(rest))
 
 
-def _inputs(task: Task, graph: RelGraph, arrays: list[Any]) -> tuple[Any, ...]:
+def _inputs(task: CompileTask, graph: RelGraph, arrays: list[Any]) -> tuple[Any, ...]:
     """The arguments in the compiler's form, by position."""
     inputs: list[Any] = [jnp.zeros((0,))] * len(arrays)  # for arguments that the program does not use
     for i in task.program.inputs:

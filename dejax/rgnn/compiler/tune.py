@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from dejax.pallas import tuned_tables
 from dejax.pallas.tuner import Measure, Tuned, Tuner
 from dejax.rgnn.compiler import execute
-from dejax.rgnn.compiler.execute import Task
+from dejax.rgnn.compiler.execute import CompileTask
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.lowering.segments import num_rows
 
@@ -42,7 +42,7 @@ class Report:
 
 
 def tune(
-    task: Task,
+    task: CompileTask,
     graph: RelGraph,
     inputs: tuple[jax.Array, ...],
     *,
@@ -69,7 +69,7 @@ def tune(
     return Report(tuple(tuner.found.values()), path)
 
 
-def _training(task: Task, graph: RelGraph, inputs: tuple[jax.Array, ...]) -> None:
+def _training(task: CompileTask, graph: RelGraph, inputs: tuple[jax.Array, ...]) -> None:
     parts, forward, backward = execute.training_tasks(task, execute.differentiable_positions(task))
     saved = range(parts.num_outputs, parts.num_outputs + parts.num_saved)
     shared = execute.encode_shared(task, graph, inputs, ())

@@ -23,7 +23,7 @@ MANY = Counts(
 LAYERS = {"rgcn_mean": library.rgcn, "rgat": library.rgat, "hgt": library.hgt}
 
 
-def task_of(case: str, counts: Counts) -> execute.Task:
+def task_of(case: str, counts: Counts) -> execute.CompileTask:
     arrays = make_arrays(case, GRAPHS["typical"], Size(64, 64, 1), "float32")
     arrays = {key: a.astype("float32") for key, a in arrays.items()}
     x = arrays.pop("x")

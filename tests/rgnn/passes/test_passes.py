@@ -822,7 +822,7 @@ def hgt_training(
     )
     task = replace(task, counts=counts)
     halves = execute.training_cut(task, execute.differentiable_positions(task))
-    return halves, execute.inference_kernels(execute.Task(halves.backward, counts, task.options, raw=False))
+    return halves, execute.inference_kernels(execute.CompileTask(halves.backward, counts, task.options, raw=False))
 
 
 @pytest.mark.parametrize(("edges", "kept"), [(1_000_000, True), (100_000_000, False)])
@@ -1074,7 +1074,7 @@ def test_models_become_kernels_whichever_passes_choose(case: str, counts: Counts
         task = replace(task, counts=counts)
         parts = execute.training_cut(task, execute.differentiable_positions(task))
         for part in (parts.forward, parts.backward):
-            execute.inference_kernels(execute.Task(part, counts, task.options, raw=False))
+            execute.inference_kernels(execute.CompileTask(part, counts, task.options, raw=False))
 
 
 @pytest.mark.parametrize(("same_weights", "stores"), [(True, False), (False, True)])

@@ -18,7 +18,7 @@ import pytest
 
 from dejax import rgnn
 from dejax.rgnn import Options
-from dejax.rgnn.compiler.execute import Task, counts_of, inference_kernels
+from dejax.rgnn.compiler.execute import CompileTask, counts_of, inference_kernels
 from dejax.rgnn.ir.intra import Fallback
 from tests.rgnn.contract import row_counts
 from tests.rgnn.preserved import by_numpy
@@ -186,7 +186,7 @@ def test_a_score_by_one_column_is_one_pass() -> None:
         graph, rows = EDGES.build(), row_counts(EDGES)
         x, a = jnp.zeros((rows["node"], 8)), jnp.zeros((rows["etype"], *shape))
         task, _, _ = rgnn.program(layer)._prepare(graph, None, (x, a), {})
-        found = inference_kernels(Task(task.program, counts_of(graph), Options())).instances
+        found = inference_kernels(CompileTask(task.program, counts_of(graph), Options())).instances
         return [type(i).__name__ for i in found if not isinstance(i, Fallback)]
 
     assert kernels((8, 1)) == kernels((8,))
