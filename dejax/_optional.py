@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+def is_there(package: str) -> bool:
+    """Whether a package can be imported. It is not imported."""
+    return importlib.util.find_spec(package) is not None
 
 
 @contextmanager

@@ -10,9 +10,11 @@ Importing this package imports neither JAX nor rdflib.
 from dejax.datasets._dataset import EntityDataset
 from dejax.datasets._files import DataUnavailableError
 from dejax.datasets._hetero import HeteroDataset
+from dejax.datasets._labels import Label
 from dejax.datasets._load import NAMES, load
 from dejax.datasets._planted import synthetic_triples
 from dejax.datasets._synthetic import COUNTS, synthetic
+from dejax.datasets._table_files import read_csv
 from dejax.datasets.columns import NEVER, Column
 from dejax.datasets.igb import load_igb
 from dejax.datasets.igb_shape import IGBShape, fill_rows, random_csc, random_rows_on_device, synthetic_igb
@@ -20,7 +22,7 @@ from dejax.datasets.importers import from_dgl, from_pyg
 from dejax.datasets.mag import load_mag, load_mag_hetero
 from dejax.datasets.rdf import load_rdf, read_rdf
 from dejax.datasets.stdlib import load_stdlib, load_stdlib_links
-from dejax.datasets.tables import Label, from_tables
+from dejax.datasets.tables import from_tables
 from dejax.datasets.tasks import Task
 from dejax.datasets.triples import load_triples
 
@@ -49,6 +51,7 @@ __all__ = [
     "load_triples",
     "random_csc",
     "random_rows_on_device",
+    "read_csv",
     "read_rdf",
     "synthetic",
     "synthetic_igb",

@@ -1,16 +1,15 @@
-"""Columns of tables: read from DataFrames, Arrow tables, mappings or SQLite, as numpy arrays with missing values."""
+"""Columns of tables as they are given, in DataFrames, Arrow tables or mappings: as numpy arrays with missing values."""
 
 from __future__ import annotations
 
 import datetime
 import decimal
-import sqlite3
-import warnings
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from dejax._optional import is_there, optional
 
 Columns = dict[str, np.ndarray]
 ForeignKey = tuple[str, str, str]
@@ -21,89 +20,88 @@ _NUMBERS = (int, float, np.floating, np.integer, np.bool_, decimal.Decimal)
 EXACT = 2**53  # beyond, float64 does not have every integer: keys with missing values stay objects
 
 
-Declared = dict[tuple[str, int], list[tuple[str, str, str | None]]]
-"""(table, number) of a foreign key -> for each of its columns the other table, the column, the other table's column."""
-
-
-def read_sqlite(path: Path) -> tuple[dict[str, Columns], dict[str, str], Declared]:
-    """The tables, primary keys of one column, and foreign keys of a SQLite file."""
-    if not path.is_file():
-        raise FileNotFoundError(f"tables must be the path of a SQLite file, {path} does not exist")
-    tables: dict[str, Columns] = {}
-    keys: dict[str, str] = {}
-    declared: Declared = {}
-    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
-    try:
-        found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
-        for (table,) in found.fetchall():
-            quoted = '"' + table.replace('"', '""') + '"'
-            info = connection.execute(f"PRAGMA table_info({quoted})").fetchall()
-            cursor = connection.execute(f"SELECT * FROM {quoted}")
-            rows = cursor.fetchall()
-            tables[table] = {column[1]: objects_of([row[i] for row in rows]) for i, column in enumerate(info)}
-            own = [column[1] for column in info if column[5]]
-            if len(own) == 1:
-                keys[table] = own[0]
-            for reference in connection.execute(f"PRAGMA foreign_key_list({quoted})").fetchall():
-                declared.setdefault((table, reference[0]), []).append((reference[2], reference[3], reference[4]))
-    except sqlite3.DatabaseError as error:
-        raise ValueError(f"tables must be a SQLite file: {path}: {error}") from error
-    finally:
-        connection.close()
-    return tables, keys, declared
-
-
-def to_primary_keys(declared: Declared, keys: Mapping[str, str]) -> list[ForeignKey]:
-    """The foreign keys of one column that refer to primary keys of one column; a warning names the others."""
-    references: list[ForeignKey] = []
-    for (table, _), parts in declared.items():
-        other, column, target = parts[0]
-        is_primary = target is None or target.lower() == keys.get(other, target).lower()
-        if len(parts) == 1 and is_primary:
-            references.append((table, column, other))
-        else:
-            columns = ", ".join(part[1] for part in parts)
-            warnings.warn(
-                f"left out the foreign key ({columns}) of {table!r}: it is not to the primary key of {other!r}; "
-                "give `foreign_keys`, and the column that it refers to in `primary_keys`",
-                stacklevel=3,
-            )
-    return references
-
-
 def columns_of(table: str, given: Any) -> Columns:
-    """The columns of a table by name."""
-    if isinstance(given, Mapping):
-        found = {str(column): array_of(values) for column, values in given.items()}
-    elif hasattr(given, "column_names"):
-        found = {str(column): array_of(given.column(column)) for column in given.column_names}
-    elif hasattr(given, "columns"):
-        found = {str(column): array_of(given[column]) for column in given.columns}
-    else:
-        raise ValueError(
-            "tables must be pandas DataFrames, Arrow tables or mappings of columns, "
-            f"{table!r} is {type(given).__name__}"
-        )
+    """The columns of a table by name.
+
+    Raises:
+        ValueError: no table of a known kind; columns of different lengths; times with and without zones in one column.
+        ModuleNotFoundError: a table of Arrow's interchange, without pyarrow.
+    """
+    columns = _columns_given(table, given)
+    found: Columns = {}
+    for column, values in columns.items():
+        try:
+            found[column] = array_of(values)
+        except ValueError as error:
+            raise ValueError(f"the column {table}.{column}: {error}") from None
     lengths = {column: len(values) for column, values in found.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"the columns of table {table!r} must have one length, got {lengths}")
     return found
 
 
+def _columns_given(table: str, given: Any) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return {str(column): values for column, values in given.items()}
+    is_frame = hasattr(given, "columns") and hasattr(given, "isna")
+    # A DataFrame of pandas is an Arrow table where pyarrow is there and its columns have one type each.
+    if hasattr(given, "__arrow_c_stream__") and not (is_frame and not is_there("pyarrow")):
+        with optional("pyarrow", of=f"the table {table!r}, a {type(given).__name__},"):
+            import pyarrow as pa
+        try:
+            rows = pa.table(given)
+            return {name: rows.column(name) for name in rows.column_names if not name.startswith("__index_level_")}
+        except (pa.ArrowInvalid, pa.ArrowTypeError):
+            if not is_frame:
+                raise
+    if hasattr(given, "columns"):
+        return {str(column): given[column] for column in given.columns}
+    raise ValueError(
+        "tables must be mappings of columns, pandas DataFrames, or tables of Arrow's interchange (polars, DuckDB, "
+        f"Arrow), {table!r} is {type(given).__name__}"
+    )
+
+
 def array_of(values: Any) -> np.ndarray:
-    """A column as numbers, booleans, times, or objects with None where missing."""
-    if hasattr(values, "to_pylist"):
-        values = values.to_pylist()
-    elif hasattr(values, "isna"):
+    """A column as numbers, booleans, times, rows of numbers, or objects with None where missing."""
+    if hasattr(values, "combine_chunks"):
+        return _of_arrow(values)
+    if hasattr(values, "isna"):
         missing = np.asarray(values.isna())
         values = np.asarray(values.to_numpy())
         if missing.any() and values.dtype == object:
             values = values.copy()
             values[missing] = None
     array = values if isinstance(values, np.ndarray) else objects_of(list(values))
-    if array.ndim != 1:
-        raise ValueError(f"a column must have one value a row, got shape {list(array.shape)}")
+    if array.ndim not in (1, 2) or (array.ndim == 2 and array.dtype.kind not in "biuf"):
+        raise ValueError(f"a column must have one value a row, or a row of numbers, got shape {list(array.shape)}")
     return objects_of(list(array)) if array.dtype.kind in "OUS" else array
+
+
+def _of_arrow(column: Any) -> np.ndarray:
+    """A chunked array of pyarrow."""
+    import pyarrow as pa
+
+    kind, types = column.type, pa.types
+    if types.is_dictionary(kind):
+        column = column.cast(kind.value_type)
+        kind = column.type
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+        column = column.combine_chunks().dictionary_encode()
+        column = column.combine_chunks() if hasattr(column, "combine_chunks") else column
+        names = np.array([*column.dictionary.to_pylist(), None], object)  # equal text is one object
+        return names[column.indices.fill_null(len(names) - 1).to_numpy(zero_copy_only=False)]
+    if types.is_fixed_size_list(kind) and types.is_floating(kind.value_type) and not column.null_count:
+        parts = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
+        return np.concatenate([np.zeros(0, kind.value_type.to_pandas_dtype()), *parts]).reshape(-1, kind.list_size)
+    if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
+        if not column.null_count:
+            return column.to_numpy()
+        if types.is_floating(kind) or types.is_boolean(kind) or kind.bit_width < 64:
+            return column.cast(pa.float64()).to_numpy()
+    if types.is_timestamp(kind) or types.is_date(kind) or types.is_duration(kind):
+        return column.to_numpy()  # of zones the times are in UTC
+    return objects_of(column.to_pylist())
 
 
 def objects_of(values: list[Any]) -> np.ndarray:
@@ -120,9 +118,14 @@ def objects_of(values: list[Any]) -> np.ndarray:
     if known and all(issubclass(kind, datetime.timedelta | np.timedelta64) for kind in kinds):
         return np.array(["NaT" if _is_missing(value) else value for value in values], "timedelta64[us]")
     if known and all(issubclass(kind, datetime.date | np.datetime64) for kind in kinds):
+        check_zones(known)
         return np.array([np.datetime64("NaT", "us") if _is_missing(value) else moment_of(value) for value in values])
+    if known and all(issubclass(kind, np.ndarray | list | tuple) for kind in kinds) and len(known) == len(values):
+        if len({len(row) for row in known}) == 1 and all(isinstance(n, float | np.floating) for n in known[0]):
+            return np.array(known)
     array = np.empty(len(values), object)
-    array[:] = [None if _is_missing(value) else value for value in values]
+    for row, value in enumerate(values):
+        array[row] = None if _is_missing(value) else value
     return array
 
 
@@ -145,9 +148,27 @@ def moment_of(value: Any) -> np.datetime64:
     return np.datetime64(value, "us")
 
 
+def check_zones(times: Sequence[Any]) -> None:
+    """Raises if some times have a zone and others have none: then they cannot be compared.
+
+    Raises:
+        ValueError: such times.
+    """
+    moments = [time for time in times if isinstance(time, datetime.datetime)]
+    without = next((time for time in moments if time.tzinfo is None), None)
+    within = next((time for time in moments if time.tzinfo is not None), None)
+    if without is not None and within is not None:
+        raise ValueError(
+            f"times must all have a zone or none of them, got {within.isoformat()!r} and {without.isoformat()!r}; give "
+            "all of them a zone, or convert all to UTC"
+        )
+
+
 def missing_in(values: np.ndarray) -> np.ndarray:
     if values.dtype.kind in "mM":
         return np.isnat(values)
     if values.dtype.kind == "O":
         return np.array([value is None for value in values], bool)
-    return np.isnan(values) if values.dtype.kind == "f" else np.zeros(len(values), bool)
+    if values.dtype.kind != "f":
+        return np.zeros(len(values), bool)
+    return np.isnan(values) if values.ndim == 1 else np.isnan(values).any(axis=1)

@@ -7,14 +7,16 @@ they refer to is known later.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dejax.datasets._columns import Columns, as_numbers, missing_in, moment_of, objects_of
+from dejax.datasets._columns import Columns, as_numbers, check_zones, missing_in, moment_of, objects_of
 from dejax.datasets._hetero import ALWAYS
 
 MISSING_TIMES = ("error", "drop", "always known")
@@ -38,6 +40,16 @@ class TimeColumn:
     missing: np.ndarray
     kind: str | None
 
+    def lengthened(self, more: int, begin: int | float) -> TimeColumn:
+        """The column with more rows at its end, of the time `begin`."""
+        values = np.concatenate([self.values, np.full(more, begin, self.values.dtype)])
+        return dataclasses.replace(self, values=values, missing=np.concatenate([self.missing, np.zeros(more, bool)]))
+
+    @property
+    def unit(self) -> str:
+        """The unit: "s" for seconds since 1970, "" for numbers of a unit that only the user knows."""
+        return "" if self.kind == _NUMBERS else "s"
+
     @classmethod
     def of(cls, name: str, column: np.ndarray) -> TimeColumn:
         """Reads a column.
@@ -49,11 +61,11 @@ class TimeColumn:
         if missing.all():
             return cls(name, np.zeros(len(column), np.int64), missing, None)
         if column.dtype.kind == "O" and as_numbers(column) is column:
-            times = ["NaT" if value is None else time_of_text(value) for value in column]
-            if any(time is None for time in times):
-                bad = column[times.index(None)]
+            times = times_of_texts(name, column)
+            if (np.isnat(times) & ~missing).any():
+                bad = column[np.isnat(times) & ~missing][0]
                 raise ValueError(f"the time column {name} must have times as ISO 8601 text, got {bad!r}")
-            column = np.array(times, "datetime64[us]")
+            column = times
         if column.dtype.kind == "M":
             return cls(name, np.where(missing, 0, column.astype("datetime64[s]").astype(np.int64)), missing, _MOMENTS)
         if column.dtype.kind not in "iufO":
@@ -65,6 +77,24 @@ class TimeColumn:
         if whole and -(2**63) <= numbers.min() and numbers.max() < 2**63:
             return cls(name, numbers.astype(np.int64), missing, _NUMBERS)
         return cls(name, numbers.astype(np.float64), missing, _NUMBERS)
+
+
+def times_of_texts(name: str, values: np.ndarray) -> np.ndarray:
+    """datetime64[us] of ISO 8601 texts, NaT for other values.
+
+    Raises:
+        ValueError: some times have a zone, and others have none.
+    """
+    read: dict[str, Any] = {}
+    for text in set(map(str, values.tolist())):
+        with contextlib.suppress(ValueError):
+            read[text] = datetime.datetime.fromisoformat(text)
+    try:
+        check_zones(list(read.values()))
+    except ValueError as error:
+        raise ValueError(f"the column {name}: {error}") from None
+    moments = {text: moment_of(time) for text, time in read.items()}
+    return np.array([moments.get(str(value), "NaT") for value in values.tolist()], "datetime64[us]").reshape(-1)
 
 
 def time_of_text(value: Any) -> np.datetime64 | None:
@@ -81,8 +111,7 @@ def read_times(
     """The time columns by table.
 
     Raises:
-        ValueError: as `TimeColumn.of`; an unknown choice; missing times, unless the choice says what they mean; times
-            in one table and numbers in another, which cannot be compared.
+        ValueError: as `TimeColumn.of`; an unknown choice; missing times, unless the choice says what they mean.
     """
     if missing_times not in MISSING_TIMES:
         raise ValueError(f"missing_times must be {' or '.join(map(repr, MISSING_TIMES))}, got {missing_times!r}")
@@ -97,13 +126,22 @@ def read_times(
                 f"have none, the first is row {rows[0]}; pass missing_times='drop' to leave these rows out, or "
                 "'always known' if they may be seen at any time"
             )
-    kinds = {time.kind: time.name for time in found.values() if time.kind}
+    return found
+
+
+def common_unit(times: Iterable[TimeColumn]) -> str:
+    """The unit of all times: "s" for seconds since 1970, "" for numbers.
+
+    Raises:
+        ValueError: times in one column and numbers in another, which cannot be compared.
+    """
+    kinds = {time.kind: time.name for time in times if time.kind}
     if len(kinds) > 1:
         raise ValueError(
             f"time_columns must all have times, or all numbers of one unit, got times in {kinds[_MOMENTS]} and numbers "
             f"in {kinds[_NUMBERS]}; convert one of them"
         )
-    return found
+    return "" if _NUMBERS in kinds else "s"
 
 
 def beginning(times: Mapping[str, TimeColumn]) -> int | float:
@@ -145,33 +183,33 @@ def known_from(
     return known
 
 
-def boundaries(column: TimeColumn, names: Sequence[str], given: Sequence[Any]) -> list[int | float]:
-    """Times at which rows are split, in the unit of their column.
+def boundary(what: str, value: Any, times: np.ndarray, unit: str, of: str) -> int | float:
+    """A time at which rows are split, in the unit of their times.
 
     Args:
-        column: the time column of the rows.
-        names, given: the names of the boundaries, for errors, and their values.
+        what: the argument, for errors.
+        value: a date, text or number.
+        times: the times of the rows.
+        unit: of the times, "s" for seconds since 1970.
+        of: whose times they are, for errors.
 
     Raises:
-        ValueError: a boundary of another kind than the column (a year for a column of dates, a date for a column of
-            milliseconds), or so far from all of its times that it must be of another unit.
+        ValueError: a boundary of another kind than the times (a year for dates, a date for milliseconds), or so far
+            from all of them that it must be of another unit.
     """
-    found: list[int | float] = []
-    for name, value in zip(names, given, strict=True):
-        time = TimeColumn.of(f"of the label's `{name}`", objects_of([value]))
-        if column.kind and time.kind != column.kind:
-            expected = "a time, such as a date" if column.kind == _MOMENTS else "a number in the unit of the column"
-            raise ValueError(
-                f"label must have a `{name}` of the kind of {column.name}, which has {column.kind}, got {value!r}; "
-                f"give {expected}"
-            )
-        found.append(time.values[0].item())
-        there = column.values[~column.missing]
-        least, most = (there.min().item(), there.max().item()) if there.size else (0, 0)
-        if most > least and not 2 * least - most <= found[-1] <= 2 * most - least:
-            shown = [str(np.datetime64(end, "s")) if column.kind == _MOMENTS else end for end in (least, most)]
-            raise ValueError(
-                f"label must have a `{name}` in the unit of {column.name}, which runs from {shown[0]} to {shown[1]}, "
-                f"got {value!r}: all rows would be in one split"
-            )
+    time = TimeColumn.of(what, objects_of([value]))
+    if time.kind is None or time.unit != unit:
+        expected = "a time, such as a date" if unit == "s" else "a number in the unit of the column"
+        raise ValueError(
+            f"{what} of the kind of {of}, which has {_MOMENTS if unit == 's' else _NUMBERS}, got {value!r}; give "
+            f"{expected}"
+        )
+    found: int | float = time.values[0].item()
+    least, most = (times.min().item(), times.max().item()) if times.size else (0, 0)
+    if most > least and not 2 * least - most <= found <= 2 * most - least:
+        shown = [str(np.datetime64(end, "s")) if unit == "s" else end for end in (least, most)]
+        raise ValueError(
+            f"{what} in the unit of {of}, which runs from {shown[0]} to {shown[1]}, got {value!r}: all rows would be "
+            "in one split"
+        )
     return found

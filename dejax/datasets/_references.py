@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,57 @@ def _nanoseconds(name: str, values: np.ndarray) -> list[int]:
     return [value * count * _NANOSECONDS[unit] for value in values.astype(np.int64).tolist()]
 
 
+def with_added_rows(
+    columns: Mapping[str, Columns], keys: Mapping[str, str], references: Sequence[ForeignKey]
+) -> tuple[dict[str, Columns], dict[str, int]]:
+    """Tables with a row for each key that is referred to and that no row has, at the end; and how many were added.
+
+    All other columns of these rows are missing.
+
+    Raises:
+        ValueError: primary keys that are missing or repeated; foreign keys that cannot be converted to their type.
+    """
+    made, added = {table: dict(found) for table, found in columns.items()}, {}
+    for other, key in keys.items():
+        primary = _primary(f"{other}.{key}", columns[other][key])
+        known: dict[Any, None] = {}
+        for table, column, _ in (reference for reference in references if reference[2] == other):
+            foreign = _Keys.of(f"{table}.{column}", columns[table][column])
+            wanted, there = _comparable(foreign, primary)
+            if there is not primary.values:
+                raise ValueError(
+                    f"the foreign key {foreign.name} must have keys of the type of {primary.name}, {primary.kind}, to "
+                    f"add rows, got {foreign.kind} such as {foreign.values[0]!r}; convert one of the columns"
+                )
+            known.update(dict.fromkeys(wanted))
+        own = set(primary.values)
+        new = [value for value in known if value not in own]
+        if new:
+            added[other] = len(new)
+            made[other] = {name: _lengthened(values, len(new)) for name, values in columns[other].items()}
+            kind = columns[other][key].dtype
+            made[other][key] = np.concatenate([columns[other][key], _keys_again(new, kind)])
+    return made, added
+
+
+def _keys_again(values: list[Any], dtype: np.dtype) -> np.ndarray:
+    if dtype.kind in "mM":  # `_Keys` has nanoseconds
+        return np.array(values, f"{dtype.kind}8[ns]").astype(dtype)
+    found = np.empty(len(values), dtype)
+    found[:] = values
+    return found
+
+
+def _lengthened(values: np.ndarray, more: int) -> np.ndarray:
+    """The values, and as many missing ones at the end."""
+    if values.dtype.kind == "O" or (values.dtype.kind in "iu" and values.size and np.abs(values).max() > EXACT):
+        return np.concatenate([values.astype(object), np.full(more, None, object)])
+    if values.dtype.kind in "mM":
+        return np.concatenate([values, np.full(more, "NaT", values.dtype)])
+    values = values if values.dtype.kind in "fc" else values.astype(np.float64)
+    return np.concatenate([values, np.full((more, *values.shape[1:]), np.nan, values.dtype)])
+
+
 def edges_of(
     columns: Mapping[str, Columns], keys: Mapping[str, str], references: Sequence[ForeignKey], dangling: str
 ) -> tuple[dict[ForeignKey, tuple[np.ndarray, np.ndarray]], dict[ForeignKey, int]]:
@@ -103,7 +155,7 @@ def edges_of(
             example = columns[table][column][foreign.rows[dropped][:1]].tolist()[0]
             raise ValueError(
                 f"the foreign key {table}.{column} must refer to rows of {other!r}: {int(dropped.sum())} values such "
-                f"as {example!r} do not; pass dangling='drop' to leave these edges out"
+                f"as {example!r} do not; pass dangling='drop' to leave these edges out, or 'add' to add rows"
             )
         edges[table, column, other] = foreign.rows[~dropped].astype(np.int32), found[~dropped]
         lost[table, column, other] = int(dropped.sum())
@@ -113,9 +165,13 @@ def edges_of(
 def _primary(name: str, column: np.ndarray) -> _Keys:
     keys = _Keys.of(name, column)
     if len(keys.rows) != len(column):
-        raise ValueError(f"the primary key {name} must have no missing values")
+        gone = int(missing_in(column).argmax())
+        raise ValueError(f"the primary key {name} must have no missing values, row {gone} has none")
     if len(set(keys.values)) != len(keys.values):
-        raise ValueError(f"the primary key {name} must be unique, some values are repeated")
+        repeated, count = Counter(keys.values).most_common(1)[0]
+        raise ValueError(
+            f"the primary key {name} must be unique, some values are repeated: {count} rows have {repeated!r}"
+        )
     return keys
 
 

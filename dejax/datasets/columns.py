@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,6 +12,11 @@ Kind = Literal["number", "category", "categories", "time", "text", "vector"]
 KINDS: tuple[str, ...] = get_args(Kind)
 NEVER = 2**63 - 1
 """The time from which a value is known that is never shown."""
+
+
+def hashes_of(text: str) -> np.ndarray:
+    """uint32[words], the hashes of the words of a text, which are the same everywhere."""
+    return np.array([zlib.crc32(word.encode()) for word in text.lower().split()], np.uint32)
 
 
 @dataclass(frozen=True, eq=False)

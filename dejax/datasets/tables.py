@@ -4,37 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dejax.datasets._columns import Columns, ForeignKey, columns_of, missing_in, read_sqlite, to_primary_keys
+from dejax.datasets._column_kinds import RawColumn
+from dejax.datasets._columns import Columns, ForeignKey, columns_of
 from dejax.datasets._hetero import Ends, HeteroDataset, Relation
-from dejax.datasets._known_from import TimeColumn, beginning, boundaries, known_from, read_times
-from dejax.datasets._references import edges_of
+from dejax.datasets._known_from import TimeColumn, beginning, boundary, common_unit, known_from, read_times
+from dejax.datasets._labels import Label, labelled
+from dejax.datasets._references import edges_of, with_added_rows
 from dejax.datasets._row_features import features_of
-
-
-@dataclass(frozen=True)
-class Label:
-    """What to predict, and how rows are split.
-
-    Attributes:
-        table: the table.
-        column: its column of classes, which is kept out of the features. Missing values have no label.
-        valid_from: rows before this are training rows; a time or a number, as the table's column of `time_columns` has
-            it.
-        test_from: rows at this time and later are test rows; those between are validation rows.
-    """
-
-    table: str
-    column: str
-    valid_from: Any = None
-    test_from: Any = None
+from dejax.datasets._table_files import read_folder, read_sqlite, to_primary_keys
+from dejax.datasets.columns import NEVER, Column
 
 
 def from_tables(
@@ -43,7 +27,11 @@ def from_tables(
     foreign_keys: Sequence[ForeignKey] | None = None,
     time_columns: Mapping[str, str] | None = None,
     *,
+    known_at: Mapping[str, Mapping[str, str]] | None = None,
+    kinds: Mapping[str, Mapping[str, str]] | None = None,
     label: Label | None = None,
+    fit_before: Any = None,
+    fixed_features: bool = True,
     max_categories: int = 50,
     text_width: int = 32,
     dangling: str = "error",
@@ -53,18 +41,26 @@ def from_tables(
     """A `HeteroDataset` from relational tables.
 
     Each row becomes a node; its table is the node's type. A foreign key `column` of `table` becomes the relation
-    `(table, column, other table)` and its reverse `(other table, "rev_" + column, table)`. Each other column becomes
-    some float32 features:
+    `(table, column, other table)` and its reverse `(other table, "rev_" + column, table)`. Each other column becomes a
+    `Column` of the kind that its values have:
 
-    | column | features |
+    | values | kind |
     | --- | --- |
-    | numbers, booleans | one: the value, standardised; 0 if missing, and then a second feature marks it |
-    | times | the same, of the seconds |
-    | text or bytes, up to `max_categories` different values | one for each value: one-hot |
-    | other text or bytes | `text_width`: signed hashes of its words, with norm 1 (arXiv 0902.2206) |
+    | numbers, booleans, durations (in seconds) | number |
+    | text of which nine of ten are numbers: the others are then missing | number |
+    | dates and times; text of which nine of ten are ISO 8601 times, likewise | time |
+    | other text or bytes: up to `max_categories` different values, or ten rows for each value | category |
+    | other text or bytes | text |
+    | lists of texts or numbers | categories |
+    | arrays of floats, all of one width | vector |
 
-    If `label.valid_from` is given, means, deviations and categories come from the rows that are known before that time
-    alone. A category that only later rows have is all zeros.
+    `data.summary()` shows the kinds and what was odd. Encoders inside of a model read `data.columns`. For models
+    without encoders, `data.features` has the columns in float32: numbers and times standardised, 0 if missing, with a
+    second feature that marks missing ones; up to `max_categories` categories one-hot; words of text and of more
+    categories as `text_width` signed hashes with norm 1 (arXiv 0902.2206); vectors as they are.
+
+    If `fit_before` is given, kinds, categories of `features`, means and deviations come from the rows that are known
+    before that time alone. A category that only later rows have is all zeros in `features`.
 
     **Times.** A row is known from its own time on, and no earlier than each row that it refers to; rows of tables
     without times are known from the beginning on, or as soon as what they refer to is. An edge is known when both of
@@ -72,19 +68,30 @@ def from_tables(
     not always known. `node_times` has the time at which a row is looked at: its own, or in tables without times the
     one from which it is known. So a sample with the seeds' `node_times` as `seed_times` has no later row.
 
+    A column that is known later than its row (`known_at`), as the delay of a flight, has the time of each value in
+    `Column.known_at`. It is no part of `features`. For each column of such times, say `landed`, and foreign key of the
+    table, say `origin`, there is one more relation `(table, "origin@landed", other table)`, whose edges are known from
+    that time on: its latest edges lead to the flights that have landed last.
+
     Args:
-        tables: name -> a pandas DataFrame, an Arrow table, or a mapping of columns; or the path of a SQLite file, whose
-            own keys are the default of `primary_keys` and `foreign_keys`.
+        tables: name -> a mapping of columns, a pandas DataFrame, or a table of Arrow's interchange (pyarrow, polars,
+            DuckDB; needs pyarrow); or the path of a folder with a Parquet or CSV file for each table (`read_csv`), or
+            of a SQLite file, whose own keys are the default of `primary_keys` and `foreign_keys`.
         primary_keys: table -> its column of unique keys. Tables without one are referred to by no other.
         foreign_keys: (table, column, table that it refers to). Missing values are no edges.
         time_columns: table -> its column with the time at which a row came to be. Times are counted in whole seconds
             since 1970, so rows within one second are of one time; numbers stay as they are, so all columns need one
             unit.
-        label: what to predict.
-        max_categories: as in the table above.
-        text_width: as in the table above.
-        dangling: what happens to a foreign key that refers to no row: "error" raises, "drop" leaves out the edge, and
-            `summary` counts them.
+        known_at: table -> column -> the column of the same table with the time from which the first one is known. The
+            times themselves are known from then on, too. Where the time is missing, the value is never shown.
+        kinds: table -> column -> the kind to read it as, or "ignore". Keys are columns only if they are named here.
+        label: classes to predict, for models that classify nodes. A `Task` can do more.
+        fit_before: as above; by default `label.valid_from`.
+        fixed_features: whether to make `features`.
+        max_categories: as above.
+        text_width: as above.
+        dangling: what happens to a foreign key that refers to no row: "error" raises; "drop" leaves out the edge; "add"
+            appends a row with that key, whose other columns are missing. `summary` counts them.
         missing_times: what happens to a row without a time, in a table that has times: "error" raises, "drop" leaves
             out the row and its edges, "always known" takes it as known from the beginning on.
         name: the name of the dataset.
@@ -92,10 +99,11 @@ def from_tables(
     Raises:
         ValueError: a table or column that does not exist; columns of different lengths; primary keys that are missing
             or repeated; foreign keys that no row has, or of a type that cannot be converted exactly to that of the
-            primary key; missing times; times in one table and numbers in another; a label without times to split by,
-            with `valid_from` after `test_from`, or with either in another unit than the table's times; numbers that are
-            infinite or complex.
+            primary key; missing times; times in one table and numbers in another, or with and without zones in one
+            column; a label without times to split by, with `valid_from` after `test_from`, or with either in another
+            unit than the table's times; numbers that are infinite or complex; a kind that the values cannot have.
         FileNotFoundError: no such SQLite file.
+        ModuleNotFoundError: pyarrow is missing, which reads files and Arrow's interchange.
 
     >>> users = {"id": [10, 11], "age": [30.0, 50.0]}
     >>> orders = {"user": [11, 11, 10], "day": [1, 2, 3], "kind": ["a", "b", "a"]}
@@ -108,32 +116,51 @@ def from_tables(
            [0., 1.],
            [1., 0.]], dtype=float32)
     """
-    if isinstance(tables, str | os.PathLike):
-        tables, own_keys, declared = read_sqlite(Path(tables))
-        primary_keys = own_keys if primary_keys is None else primary_keys
-        foreign_keys = to_primary_keys(declared, primary_keys) if foreign_keys is None else foreign_keys
-    if dangling not in ("error", "drop"):
-        raise ValueError(f"dangling must be 'error' or 'drop', got {dangling!r}")
+    tables, primary_keys, foreign_keys = _opened(tables, primary_keys, foreign_keys)
+    if dangling not in ("error", "drop", "add"):
+        raise ValueError(f"dangling must be 'error', 'drop' or 'add', got {dangling!r}")
     columns = {table: columns_of(table, given) for table, given in tables.items()}
     keys, references = dict(primary_keys or {}), list(foreign_keys or ())
-    time_columns = dict(time_columns or {})
-    _check_names(columns, keys, references, time_columns, label)
+    time_columns, known_at, kinds = dict(time_columns or {}), dict(known_at or {}), dict(kinds or {})
+    named = {"primary_keys": list(keys.items()), "time_columns": list(time_columns.items())}
+    named |= {"known_at": [(t, c) for t, of in known_at.items() for pair in of.items() for c in pair]}
+    named |= {"kinds": [(t, c) for t, of in kinds.items() for c in of]}
+    _check_names(columns, keys, references, named, label)
     times = read_times(columns, time_columns, missing_times)
-    split_at = None if label is None else _split_times(label, times)
+    split_at = None if label is None else label.split_times(times)
+    left_out: dict[str, int] = {}
+    if dangling == "add":
+        columns, added = with_added_rows(columns, keys, references)
+        left_out |= {f"columns of rows of {table} that only foreign keys name": n for table, n in added.items()}
+        times = {table: time.lengthened(added.get(table, 0), beginning(times)) for table, time in times.items()}
     edges, dangled = edges_of(columns, keys, references, dangling)
-    left_out = {f"edges {' -> '.join(r)}, whose key no row has": n for r, n in dangled.items()}
+    left_out |= {f"edges {' -> '.join(r)}, whose key no row has": n for r, n in dangled.items()}
     if missing_times == "drop":
         left_out |= {f"rows of {table} without a time": int(time.missing.sum()) for table, time in times.items()}
         columns, times, edges = _without_rows_of_no_time(columns, times, edges)
+    late = {
+        table: {by: TimeColumn.of(f"{table}.{by}", columns[table][by]) for by in sorted(set(of.values()))}
+        for table, of in known_at.items()
+    }
+    unit = common_unit([*times.values(), *(time for of in late.values() for time in of.values())])
     counts = {table: _rows_of(found) for table, found in columns.items()}
     begin = beginning(times)
     own = {table: np.where(time.missing, begin, time.values) for table, time in times.items()}
     known = known_from(own, counts, edges, begin)
+    shown_at = {table: _shown_at(known[table], of) for table, of in late.items()}
 
-    not_features = {*keys.items(), *((t, c) for t, c, _ in references), *time_columns.items()}
-    not_features |= {(label.table, label.column)} if label else set()
-    fitted = {table: split_at is None or known[table] < split_at[0] for table in columns}
-    features = _features(columns, not_features, fitted, max_categories, text_width)
+    if fit_before is not None:
+        every = np.concatenate([np.zeros(0, np.int64), *(time.values[~time.missing] for time in times.values())])
+        fit_before = boundary("from_tables must have a `fit_before`", fit_before, every, unit, "the time columns")
+    elif split_at is not None:
+        fit_before = split_at[0]
+    fitted = {t: np.full(counts[t], True) if fit_before is None else known[t] < fit_before for t in columns}
+    reader = _ColumnReader(keys, references, time_columns, known_at, kinds, max_categories, unit)
+    typed = {table: reader.read(table, columns[table], known, fitted, shown_at) for table in columns}
+    features = {}
+    if fixed_features:
+        not_features = {*time_columns.items(), *([(label.table, label.column)] if label else ())}
+        features = _features(typed, not_features, known, fitted, max_categories, text_width)
     # A row is known no earlier than the rows that it refers to: it is the end of each edge that is known last.
     of_edges = {relation: known[relation[0]][ends[0]] for relation, ends in edges.items()}
     data = HeteroDataset(
@@ -144,8 +171,26 @@ def from_tables(
         node_times={**{table: rows for table, rows in known.items() if (rows > begin).any()}, **own},
         edge_times={relation: found for relation, found in of_edges.items() if (found > begin).any()},
         left_out={what: count for what, count in left_out.items() if count},
+        columns=typed,
+        keys={table: _key_array(columns[table][key]) for table, key in keys.items()},
+        known_from={table: rows for table, rows in known.items() if (rows > begin).any()},
+        time_unit=unit,
     ).with_reverse()
-    return data if label is None else _labelled(data, columns, label, split_at)
+    data = _with_events(data, shown_at)
+    return data if label is None else labelled(data, columns, label, split_at)
+
+
+def _opened(
+    tables: Any, primary_keys: Mapping[str, str] | None, foreign_keys: Sequence[ForeignKey] | None
+) -> tuple[Mapping[str, Any], Mapping[str, str] | None, Sequence[ForeignKey] | None]:
+    """The tables of a file or folder; of a SQLite file with its own keys, where none are given."""
+    if not isinstance(tables, str | os.PathLike):
+        return tables, primary_keys, foreign_keys
+    if Path(tables).is_dir():
+        return read_folder(Path(tables)), primary_keys, foreign_keys
+    tables, own_keys, declared = read_sqlite(Path(tables))
+    primary_keys = own_keys if primary_keys is None else primary_keys
+    return tables, primary_keys, to_primary_keys(declared, primary_keys) if foreign_keys is None else foreign_keys
 
 
 def _rows_of(columns: Columns) -> int:
@@ -166,24 +211,103 @@ def _without_rows_of_no_time(
     return left, dated, between
 
 
+def _shown_at(known: np.ndarray, late: Mapping[str, TimeColumn]) -> dict[str, np.ndarray]:
+    """From when on the values of each row are known that are known at the times of a column, by that column."""
+    found = {}
+    for column, time in late.items():
+        if "f" in (time.values.dtype.kind, known.dtype.kind):
+            raise ValueError(f"known_at must name columns of whole numbers or times, {time.name} has fractions")
+        found[column] = np.where(time.missing, NEVER, np.maximum(time.values, known))
+    return found
+
+
+def _with_events(data: HeteroDataset, shown_at: Mapping[str, Mapping[str, np.ndarray]]) -> HeteroDataset:
+    """The dataset with a relation from a table to each table that it refers to, whose edges are known when a value is.
+
+    So the latest edges of a row lead to those rows of the table whose late values came to be known last.
+    """
+    edges, times = dict(data.edges), dict(data.edge_times)
+    for relation, ends in data.edges.items():
+        if (relation[2], f"rev_{relation[1]}", relation[0]) not in data.edges:
+            continue  # a reverse relation
+        for column, when in shown_at.get(relation[0], {}).items():
+            ever = when[ends[0]] != NEVER
+            event = (relation[0], f"{relation[1]}@{column}", relation[2])
+            edges[event], times[event] = (ends[0][ever], ends[1][ever]), when[ends[0][ever]]
+    return dataclasses.replace(data, edges=edges, edge_times=times, check=False)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ColumnReader:
+    """What `from_tables` was told about columns."""
+
+    keys: Mapping[str, str]
+    references: Sequence[ForeignKey]
+    time_columns: Mapping[str, str]
+    known_at: Mapping[str, Mapping[str, str]]
+    kinds: Mapping[str, Mapping[str, str]]
+    max_categories: int
+    unit: str
+
+    def read(
+        self,
+        table: str,
+        columns: Columns,
+        known: Mapping[str, np.ndarray],
+        fitted: Mapping[str, np.ndarray],
+        shown_at: Mapping[str, Mapping[str, np.ndarray]],
+    ) -> dict[str, Column]:
+        """The typed columns of a table that are no keys, except for those whose kinds are given."""
+        by = dict(self.known_at.get(table, {}))
+        by |= {time: time for time in by.values()}  # the time itself tells as much as what is known then
+        kinds = dict(self.kinds.get(table, {}))
+        no_columns = {column for of, column, _ in self.references if of == table} | {self.keys.get(table)}
+        of_times = {self.time_columns.get(table), *by.values()}
+        found = {}
+        for column, values in columns.items():
+            kind = kinds.get(column, "time" if column in of_times else None)
+            if kind == "ignore" or (column in no_columns and column not in kinds):
+                continue
+            if kind == "time" and column not in kinds and values.dtype.kind == "f" and _has_fractions(values):
+                kind = "number"
+            found[column] = RawColumn(
+                f"{table}.{column}",
+                values,
+                known[table],
+                fitted[table],
+                self.max_categories,
+                shown_at[table][by[column]] if column in by else None,
+                self.unit,
+            ).typed(kind)
+        return found
+
+
+def _has_fractions(values: np.ndarray) -> bool:
+    there = values[np.isfinite(values)]
+    return bool((there != np.rint(there)).any())
+
+
+def _key_array(values: np.ndarray) -> np.ndarray:
+    """Primary keys as numbers, times or text."""
+    return values.astype(str) if values.dtype.kind == "O" else values
+
+
 def _features(
-    columns: Mapping[str, Columns],
+    columns: Mapping[str, Mapping[str, Column]],
     not_features: set[tuple[str, str]],
-    fitted: Mapping[str, np.ndarray | bool],
+    known: Mapping[str, np.ndarray],
+    fitted: Mapping[str, np.ndarray],
     max_categories: int,
     text_width: int,
 ) -> dict[str, np.ndarray]:
-    """The features of each table's rows, side by side, of the columns that are no keys, times or labels.
-
-    `fitted` says for each table which rows give means, deviations and categories; True: all of them.
-    """
+    """The fixed features of each table's rows, side by side, of the columns that are known as soon as their rows."""
     features = {}
     for table, found in columns.items():
-        rows = np.broadcast_to(fitted[table], _rows_of(found))
         parts = [
-            features_of(f"{table}.{column}", values, rows, max_categories, text_width)
-            for column, values in found.items()
-            if (table, column) not in not_features
+            features_of(column, fitted[table], max_categories, text_width)
+            for name, column in found.items()
+            if (table, name) not in not_features
+            and (column.known_at is None or not (column.known_at > known[table]).any())
         ]
         if parts and sum(part.shape[1] for part in parts):
             features[table] = np.concatenate(parts, axis=1)
@@ -201,10 +325,11 @@ def _check_names(
     columns: Mapping[str, Columns],
     keys: Mapping[str, str],
     references: Sequence[ForeignKey],
-    times: Mapping[str, str],
+    others: Mapping[str, Iterable[tuple[str, str]]],
     label: Label | None,
 ) -> None:
-    named = [("primary_keys", *pair) for pair in keys.items()] + [("time_columns", *pair) for pair in times.items()]
+    """Raises if an argument names a table or a column that does not exist."""
+    named = [(what, *pair) for what, pairs in others.items() for pair in pairs]
     for reference in references:
         if len(reference) != 3:
             raise ValueError(f"foreign_keys must be (table, column, other table), got {reference}")
@@ -218,52 +343,3 @@ def _check_names(
             raise ValueError(f"{what} must name tables, {', '.join(map(repr, columns))}; got {table!r}")
         if column not in columns[table]:
             raise ValueError(f"{what} must name a column of {table!r}, {', '.join(columns[table])}; got {column!r}")
-
-
-def _split_times(label: Label, times: Mapping[str, TimeColumn]) -> list[int | float] | None:
-    """From when on rows are validation rows, and test rows; None for a label without times."""
-    given = (label.valid_from, label.test_from)
-    if given == (None, None):
-        return None
-    if label.table not in times or None in given:
-        raise ValueError(
-            f"label must have `valid_from` and `test_from`, and time_columns the table {label.table!r}, to split rows"
-        )
-    found = boundaries(times[label.table], ("valid_from", "test_from"), given)
-    if not found[0] <= found[1]:
-        raise ValueError(
-            f"label must have a `valid_from` no later than `test_from`, got {label.valid_from!r} and "
-            f"{label.test_from!r}; else rows would be in two splits"
-        )
-    return found
-
-
-def _labelled(
-    data: HeteroDataset, columns: Mapping[str, Columns], label: Label, split_at: Sequence[int | float] | None
-) -> HeteroDataset:
-    values = columns[label.table][label.column]
-    known = ~missing_in(values)
-    classes = np.unique([str(value) for value in values[known]] if values.dtype.kind == "O" else values[known])
-    wanted = np.array([str(value) for value in values], object) if values.dtype.kind == "O" else values
-    labels = np.full(len(values), -1, np.int64)
-    labels[known] = np.searchsorted(classes, wanted[known].astype(classes.dtype))
-    if values.dtype.kind in "mM" or (values.dtype.kind == "f" and (classes != np.rint(classes)).any()):
-        shown = ", ".join(str(value) for value in classes[:3])
-        warnings.warn(
-            f"the label {label.table}.{label.column} has values such as {shown}, of which each becomes a class, "
-            f"{len(classes)} in all; to predict amounts, group them into ranges, or take the column as your own target",
-            stacklevel=3,
-        )
-    splits = {}
-    if split_at is not None:
-        when = data.node_times[label.table]
-        valid, test = split_at
-        parts = {"train": when < valid, "valid": (when >= valid) & (when < test), "test": when >= test}
-        splits = {split: {label.table: np.flatnonzero(known & part)} for split, part in parts.items()}
-    return dataclasses.replace(
-        data,
-        labels={label.table: labels},
-        num_classes={label.table: len(classes)},
-        splits=splits,
-        check=False,
-    )

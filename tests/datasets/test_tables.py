@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import gzip
+import io
 import sqlite3
+import zipfile
 from decimal import Decimal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dejax.datasets import Label, from_tables
+from dejax.datasets import NEVER, Label, from_tables, read_csv
 
 USERS = {"id": ["u1", "u2", "u3"], "age": [20, None, 40], "bio": ["a b", "c", None]}
 ORDERS = {
@@ -62,20 +64,76 @@ class _Frame:
         return self.Series(self._columns[column])
 
 
-class _Arrow:
-    def __init__(self, columns: dict[str, list[Any]]) -> None:
-        self._columns, self.column_names = columns, list(columns)
-
-    def column(self, name: str) -> Any:
-        return SimpleNamespace(to_pylist=lambda: self._columns[name])
-
-
-@pytest.mark.parametrize("kind", [_Frame, _Arrow])
-def test_frames_and_arrow_tables(kind: Any) -> None:
-    want, got = from_tables(TABLES, **KEYS), from_tables({k: kind(v) for k, v in TABLES.items()}, **KEYS)
+def _read_twice(tables: Any) -> None:
+    """The same as of mappings of lists."""
+    want, got = from_tables(TABLES, **KEYS), from_tables(tables, **KEYS)
     for table in TABLES:
         np.testing.assert_array_equal(got.features[table], want.features[table])
+        assert {name: column.kind for name, column in got.columns[table].items()} == {
+            name: column.kind for name, column in want.columns[table].items()
+        }
     assert [side.tolist() for side in got.edges[PLACED]] == [side.tolist() for side in want.edges[PLACED]]
+
+
+def test_frames_without_arrow() -> None:
+    _read_twice({table: _Frame(columns) for table, columns in TABLES.items()})
+
+
+class _Stream:
+    """A table of which only Arrow's interchange is known."""
+
+    def __init__(self, table: Any) -> None:
+        self.__arrow_c_stream__ = table.__arrow_c_stream__
+
+
+def _duck(columns: dict[str, list[Any]]) -> Any:
+    return pytest.importorskip("duckdb").from_arrow(pytest.importorskip("pyarrow").table(columns))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda columns: _Stream(pytest.importorskip("pyarrow").table(columns)),
+        lambda columns: pytest.importorskip("pandas").DataFrame(columns),
+        lambda columns: pytest.importorskip("polars").DataFrame(columns),
+        _duck,
+    ],
+    ids=["any", "pandas", "polars", "duckdb"],
+)
+def test_tables_of_arrows_interchange(made: Any) -> None:
+    pytest.importorskip("pyarrow")
+    _read_twice({table: made(columns) for table, columns in TABLES.items()})
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "csv.gz", "csv.zip"])
+def test_folders_of_files(tmp_path: Path, suffix: str) -> None:
+    arrow, csv = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.csv")
+    for table, columns in TABLES.items():
+        path = tmp_path / f"{table}.{suffix}"
+        if suffix == "parquet":
+            pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), path)
+            continue
+        text = io.BytesIO()
+        csv.write_csv(arrow.table(columns), text)
+        if suffix.endswith("zip"):
+            with zipfile.ZipFile(path, "w") as archive:
+                archive.writestr(f"{table}.csv", text.getvalue())
+        else:
+            path.write_bytes(gzip.compress(text.getvalue()) if suffix.endswith("gz") else text.getvalue())
+    (tmp_path / "notes.txt").write_text("no table", encoding="utf-8")
+    _read_twice(tmp_path)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="must be a folder with files .parquet, .csv"):
+        from_tables(tmp_path / "none")
+
+
+def test_a_csv_file_whose_last_value_is_no_number(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    rows = "\n".join(f"{n},{n / 2}" for n in range(200_000))
+    (tmp_path / "t.csv").write_text(f"id,price\n{rows}\n200000,unknown\n", encoding="utf-8")
+    data = from_tables({"t": read_csv(tmp_path / "t.csv")}, {"t": "id"})
+    assert data.columns["t"]["price"].summary().startswith("number, 1 of 200,001 missing, text read as numbers, 1 of 2")
+    assert data.keys["t"][-1] == 200_000
 
 
 def test_sqlite_by_its_own_keys(tmp_path: Path) -> None:
@@ -126,7 +184,7 @@ def test_mistakes_are_named() -> None:
     fails("primary key users.id must be unique", {**TABLES, "users": {**USERS, "id": ["u1", "u1", "u2"]}})
     fails("primary key users.id must have no missing", {**TABLES, "users": {**USERS, "id": ["u1", None, "u2"]}})
     fails("columns of table 'users' must have one length", {**TABLES, "users": {**USERS, "age": [1]}})
-    fails("dangling must be 'error' or 'drop', got 'skip'", dangling="skip")
+    fails("dangling must be 'error', 'drop' or 'add', got 'skip'", dangling="skip")
     lost = {**TABLES, "orders": {**ORDERS, "user": ["u9", "u1", None, "u2"]}}
     fails("1 values such as 'u9' do not; pass dangling='drop'", lost)
     assert from_tables(lost, **KEYS, dangling="drop").num_edges[PLACED] == 2
@@ -353,13 +411,27 @@ def test_odd_columns_are_named() -> None:
 
     data = warned(r"label t\.x has values such as 1\.5, 2\.5, 3\.5", [2.5, 1.5, 3.5], label=Label("t", "x"))
     assert data.num_classes == {"t": 3}
-    prices = [n + 0.25 for n in range(99)]
-    warned(r"t\.x is encoded as hashed words, but 99 of 100 .* numbers, such as 0\.25, and .* 'n/a'", [*prices, "n/a"])
-    warned(r"t\.x is encoded one-hot, but 2 of 2 of its values are numbers, such as '12\.50';", ["12.50", "3"])
+    warned(r"t\.x is read as categories, but 2 of 3 .* numbers, such as '1', and others such as 'x'", ["1", "2", "x"])
     warned(
-        r"t\.x is encoded one-hot, but 2 of 3 .* times, such as '2024-01-02', .* 'x'", ["2024-01-02", "2024-02-01", "x"]
+        r"t\.x is read as categories, but 2 of 3 .* times, such as '2024-01-02', .* 'x'",
+        ["2024-01-02", "2024-02-01", "x"],
     )
-    from_tables({"t": {"zip": ["01234", "00017"], "kind": ["a", "1"], "n": [True, None]}})  # no warning
+    columns = {
+        "zip": ["01234", "00017"],
+        "kind": ["a", "1"],
+        "n": [True, None],
+        "price": ["12.50", "3"],
+        "tags": [["a", "b"], ["a"]],
+    }
+    found = from_tables({"t": columns}).columns["t"]  # no warning
+    assert [column.kind for column in found.values()] == ["category", "category", "number", "number", "categories"]
+    assert found["price"].values.tolist() == [12.5, 3] and found["price"].oddities == "text read as numbers"
+    prices = [*(n + 0.25 for n in range(99)), "n/a"]
+    price = from_tables({"t": {"price": prices}}).columns["t"]["price"]
+    assert price.summary() == "number, 1 of 100 missing, 1 of 100 not numbers such as 'n/a', taken as missing"
+    dates = [*(f"2024-01-{day:02}" for day in range(1, 31)), "soon"]
+    day = from_tables({"t": {"day": dates}}).columns["t"]["day"]
+    assert day.kind == "time" and day.missing.sum() == 1 and np.diff(day.values[:2]).tolist() == [86400]
 
 
 # --------------------------------------------------------------------------------------------------- keys
@@ -413,3 +485,85 @@ def test_dropped_edges_are_counted() -> None:
     tables = {"a": {"id": [1, 2]}, "b": {"a": [2, 3, 4, None]}}
     data = from_tables(tables, {"a": "id"}, [("b", "a", "a")], dangling="drop")
     assert "2  left out: edges b -> a -> a, whose key no row has" in data.summary()
+
+
+# --------------------------------------------------------------------------------------------------- late columns
+
+
+FLIGHTS: dict[str, Any] = {
+    "tables": {
+        "planes": {"tail": ["n1", "n2"], "seats": [50, 180]},
+        "flights": {
+            "tail": ["n1", "n2", "n1", "n9", None],
+            "from": ["JFK", "LGA", "JFK", "EWR", "JFK"],
+            "day": [1, 2, 5, 6, 7],
+            "landed": [3, None, 6, 9, 8],
+            "delay": [4.0, None, 7.0, 8.0, -1.0],
+        },
+    },
+    "primary_keys": {"planes": "tail"},
+    "foreign_keys": [("flights", "tail", "planes")],
+    "time_columns": {"flights": "day"},
+    "known_at": {"flights": {"delay": "landed"}},
+    "dangling": "add",
+}
+
+
+def test_late_columns_are_events() -> None:
+    data = from_tables(**FLIGHTS, kinds={"flights": {"from": "ignore", "tail": "category"}})
+    columns = data.columns["flights"]
+    assert {name: column.kind for name, column in columns.items()} == {
+        "tail": "category", "day": "time", "landed": "time", "delay": "number",
+    }  # fmt: skip
+    assert columns["tail"].categories == ("n1", "n2", "n9")
+    for name in ("delay", "landed"):
+        late = columns[name].known_at
+        assert late is not None and late.tolist() == [3, NEVER, 6, 9, 8]
+    assert columns["day"].known_at is None and columns["day"].unit == "" == data.time_unit
+    event = ("flights", "tail@landed", "planes")
+    assert [side.tolist() for side in data.edges[event]] == [[0, 2, 3], [0, 0, 2]]
+    assert data.edge_times[event].tolist() == [3, 6, 9]
+    assert data.features["flights"].shape == (5, 3)  # the tail one-hot: neither delay nor the time of landing
+    assert data.keys["planes"].tolist() == ["n1", "n2", "n9"]
+    assert data.columns["planes"]["seats"].missing.tolist() == [False, False, True]
+    assert "1  left out: columns of rows of planes that only foreign keys name" in data.summary()
+    assert data.known_from["flights"].tolist() == [1, 2, 5, 6, 7] and "planes" not in data.known_from
+    assert from_tables(**FLIGHTS, fixed_features=False).features == {}
+
+
+def test_categories_are_in_the_order_in_which_they_came_to_be_known() -> None:
+    table = {"at": [5, 1, 3, 3], "state": ["a", "z", "y", "x"]}
+    data = from_tables({"t": table}, time_columns={"t": "at"}, fit_before=4)
+    assert data.columns["t"]["state"].categories == ("z", "x", "y", "a")
+    np.testing.assert_array_equal(data.features["t"], [[0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0]])
+    later = from_tables({"t": {**table, "state": ["0", "z", "y", "x"]}}, time_columns={"t": "at"}, fit_before=4)
+    np.testing.assert_array_equal(later.columns["t"]["state"].values, data.columns["t"]["state"].values)
+
+
+def test_odd_times_and_kinds_are_named() -> None:
+    def fails(message: str, **columns: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            from_tables({"t": columns}, time_columns={"t": "at"} if "at" in columns else {})
+
+    aware = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
+    mixed = r"t\.at: times must all have a zone or none of them, got '2024-01-01T00:00:00\+00:00' and '2024-01-02T00"
+    fails(mixed, at=[aware, datetime.datetime(2024, 1, 2)])
+    fails(mixed, at=["2024-01-01T00:00:00+00:00", "2024-01-02T00:00:00"])
+    fails(r"t\.at must have times as ISO 8601 text, got 'soon'", at=["2024-01-01", "soon"])
+    with pytest.raises(ValueError, match="kinds must be number, time, .* got 'float' for the column t.x"):
+        from_tables({"t": {"x": [1.0]}}, kinds={"t": {"x": "float"}})
+    with pytest.raises(ValueError, match="known_at must name a column of 'flights', .*; got 'arrived'"):
+        from_tables(**{**FLIGHTS, "known_at": {"flights": {"delay": "arrived"}}})
+    with pytest.raises(ValueError, match="the column t.x must have numbers, got values such as 'a'"):
+        from_tables({"t": {"x": ["a", "b"]}}, kinds={"t": {"x": "number"}})
+    with pytest.raises(ValueError, match="primary key t.id must be unique, some values are repeated: 2 rows have 7"):
+        from_tables({"t": {"id": [7, 8, 7]}}, {"t": "id"})
+
+
+def test_vectors_and_lists_keep_their_precision() -> None:
+    rows = np.arange(6, dtype=np.float16).reshape(3, 2)
+    data = from_tables({"t": {"v": rows, "tags": [["b", "a"], [], None]}})
+    vector, tags = data.columns["t"]["v"], data.columns["t"]["tags"]
+    assert vector.kind == "vector" and vector.values.dtype == np.float16
+    assert tags.categories == ("a", "b") and tags.values.tolist() == [1, 0] and tags.missing.tolist() == [0, 0, 1]
+    np.testing.assert_array_equal(data.features["t"], [[0, 1, 1, 1], [2, 3, 0, 0], [4, 5, 0, 0]])

@@ -1,0 +1,247 @@
+"""Columns of tables as `Column`: their kinds are inferred from values, or given."""
+
+from __future__ import annotations
+
+import numbers
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from dejax.datasets._columns import as_numbers, missing_in
+from dejax.datasets._known_from import TimeColumn, time_of_text, times_of_texts
+from dejax.datasets.columns import NEVER, Column, Kind, hashes_of
+
+_LOOKED_AT = 1000  # values of a text column that are tried as numbers and times
+_MOST = 0.9  # the share of them from which on the column is of that kind, and the others are taken as missing
+_ROWS_PER_CATEGORY = 10  # on average, from which on text of many different values is categories nevertheless
+_NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)?([.,]\d+)?(e[+-]?\d+)?", re.IGNORECASE)
+"""A number as text. Text with leading zeros is a name, such as a postcode."""
+
+
+@dataclass(frozen=True, eq=False)
+class RawColumn:
+    """A column as it was given, and what is known about its rows.
+
+    Attributes:
+        name: "table.column", for errors and warnings.
+        values: numbers, booleans, times, rows of numbers, or objects with None where missing.
+        known: int or float [rows], from when on each row is known.
+        fitted: bool[rows], the rows whose values decide about kinds.
+        max_categories: the most different values of text that are categories however few rows have each.
+        known_at: int64[rows], from when on each value is known; None: with its row.
+        time_unit: of the dataset's times.
+    """
+
+    name: str
+    values: np.ndarray
+    known: np.ndarray
+    fitted: np.ndarray
+    max_categories: int
+    known_at: np.ndarray | None = None
+    time_unit: str = "s"
+
+    def typed(self, kind: str | None = None) -> Column:
+        """The column by its kind, which is inferred if it is None.
+
+        Raises:
+            ValueError: values that cannot be of the kind; infinite numbers; lists of several kinds.
+        """
+        values = as_numbers(self.values)
+        if values.dtype.kind not in "biufmMO":
+            raise ValueError(f"the column {self.name} must have numbers, times or text, got {values.dtype}")
+        kind = self._inferred(values) if kind is None else kind
+        makers = {
+            "number": self._numbers,
+            "time": self._times,
+            "category": self._category,
+            "categories": self._categories,
+            "text": self._text,
+            "vector": self._vectors,
+        }
+        if kind not in makers:
+            raise ValueError(f"kinds must be {', '.join(makers)} or ignore, got {kind!r} for the column {self.name}")
+        return makers[kind](values)
+
+    def _column(self, kind: str, values: np.ndarray, missing: np.ndarray, **more: Any) -> Column:
+        return Column(cast(Kind, kind), values, missing, known_at=self.known_at, **more)
+
+    # ------------------------------------------------------------------------------------------ kinds
+
+    def _inferred(self, values: np.ndarray) -> str:
+        if values.ndim == 2:
+            return "vector"
+        if values.dtype.kind != "O":
+            return "time" if values.dtype.kind == "M" else "number"
+        rows = np.flatnonzero(self.fitted & ~missing_in(values))
+        known = values[rows if len(rows) else np.flatnonzero(~missing_in(values))]
+        if len(known) and all(isinstance(value, list | tuple | set | np.ndarray) for value in known[:_LOOKED_AT]):
+            is_row = isinstance(known[0], np.ndarray) and known[0].dtype.kind == "f"
+            return "vector" if is_row or _is_row_of_floats(known) else "categories"
+        some = known[:: max(1, len(known) // _LOOKED_AT)].tolist()
+        others = len({_text_of(value) for value in known.tolist()})
+        few = others <= max(self.max_categories, len(known) // _ROWS_PER_CATEGORY)
+        for kind, what, reads in (("number", "numbers", _is_number), ("time", "times", _is_time)):
+            fit = [value for value in some if reads(value)]
+            if len(fit) >= _MOST * len(some) and fit:
+                return kind
+            if 2 * len(fit) > len(some):
+                odd = next(value for value in some if not reads(value))
+                warnings.warn(
+                    f"the column {self.name} is read as {'categories' if few else 'text'}, but {len(fit)} of "
+                    f"{len(some)} of its values are {what}, such as {fit[0]!r}, and others such as {odd!r}; convert "
+                    f"the column to {what}, with None for missing values, or give its kind, if they are names",
+                    stacklevel=6,
+                )
+                break
+        return "category" if few else "text"
+
+    def _numbers(self, values: np.ndarray) -> Column:
+        missing, oddities = missing_in(values), ""
+        if values.ndim != 1 or values.dtype.kind == "M":
+            raise ValueError(f"the column {self.name} must have numbers, one a row, got {values.dtype}")
+        if values.dtype.kind == "O":
+            found = np.array([np.nan if value is None else _number_of(value) for value in values], np.float64)
+            oddities = self._odd(values, np.isnan(found), "numbers")
+            missing = np.isnan(found)
+        elif values.dtype.kind == "m":
+            found = np.where(missing, np.nan, values / np.timedelta64(1, "s"))
+        else:
+            found = values.astype(np.float64)
+        if np.isinf(found).any():
+            raise ValueError(
+                f"the column {self.name} must be finite, got infinity; replace it by NaN where it means missing"
+            )
+        return self._column("number", found, missing, oddities=oddities, unit="s" if values.dtype.kind == "m" else "")
+
+    def _times(self, values: np.ndarray) -> Column:
+        oddities = ""
+        if values.dtype.kind == "O":
+            found = times_of_texts(self.name, values)
+            oddities = self._odd(values, np.isnat(found), "times")
+            values = found
+        read = TimeColumn.of(self.name, values)
+        if read.values.dtype.kind == "f":
+            raise ValueError(f"the column {self.name} must have whole numbers as times, got fractions; round them")
+        unit = "s" if read.unit == "s" else self.time_unit
+        return self._column("time", read.values, read.missing, unit=unit, oddities=oddities)
+
+    def _odd(self, values: np.ndarray, unread: np.ndarray, what: str) -> str:
+        known = ~missing_in(values)
+        odd = np.flatnonzero(known & unread)
+        if len(odd) == known.sum() and len(odd):
+            raise ValueError(f"the column {self.name} must have {what}, got values such as {values[odd[0]]!r}")
+        parts = [f"text read as {what}"] if all(isinstance(value, str) for value in values[known]) else []
+        if len(odd):
+            shown = f"{len(odd):,} of {known.sum():,} not {what} such as {values[odd[0]]!r}"
+            parts.append(f"{shown}, taken as missing")
+        return ", ".join(parts)
+
+    # ------------------------------------------------------------------------------------------ words
+
+    def _category(self, values: np.ndarray) -> Column:
+        names, codes = _distinct(_texts(values))
+        categories, place = self._in_order(names, codes, np.arange(len(codes)))
+        codes = np.append(place, -1)[codes].astype(np.int32)
+        return self._column("category", codes, codes < 0, categories=categories)
+
+    def _categories(self, values: np.ndarray) -> Column:
+        rows, lengths, missing = _flat_lists(self.name, values)
+        names, codes = _distinct([_text_of(value) for value in rows])
+        categories, place = self._in_order(names, codes, np.repeat(np.arange(len(values)), lengths))
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        codes = place[codes].astype(np.int32) if len(names) else codes
+        return self._column("categories", codes, missing, categories=categories, offsets=offsets)
+
+    def _in_order(
+        self, names: Sequence[str], codes: np.ndarray, rows: np.ndarray
+    ) -> tuple[tuple[str, ...], np.ndarray]:
+        """Categories in the order in which they came to be known, and the place of each name there."""
+        when = self.known if self.known_at is None else np.maximum(self.known, self.known_at)
+        is_float = when.dtype.kind == "f"
+        first = np.full(len(names), np.inf if is_float else NEVER, when.dtype)
+        there = codes >= 0
+        np.minimum.at(first, codes[there], when[rows[there]])
+        order = np.lexsort((np.array(names, str), first)) if len(names) else np.zeros(0, np.int64)
+        place = np.empty(len(names), np.int64)
+        place[order] = np.arange(len(names))
+        return tuple(names[k] for k in order), place
+
+    def _text(self, values: np.ndarray) -> Column:
+        names, codes = _distinct(_texts(values))
+        words = [hashes_of(name) for name in names]
+        words.append(np.zeros(0, np.uint32))  # of missing ones
+        parts = [words[code] for code in codes]
+        offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
+        return self._column("text", np.concatenate([words[-1], *parts]), codes < 0, offsets=offsets)
+
+    def _vectors(self, values: np.ndarray) -> Column:
+        missing = missing_in(values)
+        if values.ndim == 1 and values.dtype.kind == "O":
+            widths = {len(value) for value in values[~missing]}
+            if len(widths) != 1:
+                raise ValueError(f"the column {self.name} must have vectors of one width, got {sorted(widths)[:5]}")
+            none = np.zeros(widths.pop(), np.float32)
+            values = np.stack([none if value is None else np.asarray(value) for value in values])
+        if values.ndim != 2 or values.dtype.kind not in "biuf":
+            raise ValueError(f"the column {self.name} must have vectors of numbers, got {values.dtype}")
+        values = values if values.dtype.kind == "f" else values.astype(np.float32)
+        if np.isinf(values).any():
+            raise ValueError(f"the column {self.name} must be finite, got infinity")
+        return self._column("vector", values, missing)
+
+
+def _texts(values: np.ndarray) -> list[str | None]:
+    missing = missing_in(values)
+    if values.dtype.kind == "f" and values.ndim == 1 and (values[~missing] == np.rint(values[~missing])).all():
+        whole = np.where(missing, 0, values).astype(np.int64).tolist()
+        return [None if gone else str(value) for value, gone in zip(whole, missing.tolist(), strict=True)]
+    items = values.tolist() if values.dtype.kind not in "mM" else values.astype(str).tolist()
+    return [None if gone else _text_of(value) for value, gone in zip(items, missing.tolist(), strict=True)]
+
+
+def _text_of(value: Any) -> str:
+    return value if isinstance(value, str) else value.hex() if isinstance(value, bytes) else str(value)
+
+
+def _distinct(texts: Sequence[str | None]) -> tuple[list[str], np.ndarray]:
+    """The different texts, and the number of each one; -1 for None."""
+    index: dict[str, int] = {}
+    codes = [-1 if text is None else index.setdefault(text, len(index)) for text in texts]
+    return list(index), np.array(codes, np.int64).reshape(-1)
+
+
+def _flat_lists(name: str, values: np.ndarray) -> tuple[list[Any], np.ndarray, np.ndarray]:
+    """The entries of lists, their lengths, and which rows have None. Entries that are None are left out."""
+    missing = missing_in(values)
+    rows: list[list[Any]] = []
+    for value in values.tolist():
+        if value is not None and not isinstance(value, list | tuple | set | frozenset | np.ndarray):
+            raise ValueError(f"the column {name} must have a list of categories in each row, got {value!r}")
+        found = [] if value is None else [entry for entry in value if entry is not None]
+        rows.append(sorted(found, key=str) if isinstance(value, set | frozenset) else found)
+    return [entry for row in rows for entry in row], np.array([len(row) for row in rows], np.int64), missing
+
+
+def _is_row_of_floats(values: np.ndarray) -> bool:
+    lists = [value for value in values[:_LOOKED_AT] if isinstance(value, list | tuple)]
+    return bool(lists) and len({len(v) for v in lists}) == 1 and all(isinstance(n, float) for v in lists for n in v)
+
+
+def _is_number(value: object) -> bool:
+    if not isinstance(value, str):
+        return isinstance(value, numbers.Number)
+    return any(sign.isdecimal() for sign in value) and _NUMBER.fullmatch(value.strip()) is not None
+
+
+def _is_time(value: object) -> bool:
+    return time_of_text(value) is not None
+
+
+def _number_of(value: Any) -> float:
+    if not _is_number(value):
+        return np.nan
+    return float(value.replace(",", ".") if isinstance(value, str) else value)

@@ -1,0 +1,131 @@
+"""Tables in files: SQLite, and folders of Parquet and CSV files."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dejax._optional import optional
+from dejax.datasets._columns import Columns, ForeignKey, objects_of
+
+_SUFFIXES = (".parquet", ".csv", ".csv.gz", ".csv.zip")
+
+Declared = dict[tuple[str, int], list[tuple[str, str, str | None]]]
+"""(table, number) of a foreign key -> for each of its columns the other table, the column, the other table's column."""
+
+
+def read_sqlite(path: Path) -> tuple[dict[str, Columns], dict[str, str], Declared]:
+    """The tables, primary keys of one column, and foreign keys of a SQLite file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"tables must be the path of a SQLite file, {path} does not exist")
+    tables: dict[str, Columns] = {}
+    keys: dict[str, str] = {}
+    declared: Declared = {}
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    try:
+        found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
+        for (table,) in found.fetchall():
+            quoted = '"' + table.replace('"', '""') + '"'
+            info = connection.execute(f"PRAGMA table_info({quoted})").fetchall()
+            cursor = connection.execute(f"SELECT * FROM {quoted}")
+            rows = cursor.fetchall()
+            tables[table] = {column[1]: objects_of([row[i] for row in rows]) for i, column in enumerate(info)}
+            own = [column[1] for column in info if column[5]]
+            if len(own) == 1:
+                keys[table] = own[0]
+            for reference in connection.execute(f"PRAGMA foreign_key_list({quoted})").fetchall():
+                declared.setdefault((table, reference[0]), []).append((reference[2], reference[3], reference[4]))
+    except sqlite3.DatabaseError as error:
+        raise ValueError(f"tables must be a SQLite file: {path}: {error}") from error
+    finally:
+        connection.close()
+    return tables, keys, declared
+
+
+def to_primary_keys(declared: Declared, keys: Mapping[str, str]) -> list[ForeignKey]:
+    """The foreign keys of one column that refer to primary keys of one column; a warning names the others."""
+    references: list[ForeignKey] = []
+    for (table, _), parts in declared.items():
+        other, column, target = parts[0]
+        is_primary = target is None or target.lower() == keys.get(other, target).lower()
+        if len(parts) == 1 and is_primary:
+            references.append((table, column, other))
+        else:
+            columns = ", ".join(part[1] for part in parts)
+            warnings.warn(
+                f"left out the foreign key ({columns}) of {table!r}: it is not to the primary key of {other!r}; "
+                "give `foreign_keys`, and the column that it refers to in `primary_keys`",
+                stacklevel=4,
+            )
+    return references
+
+
+def read_folder(folder: Path) -> dict[str, Any]:
+    """The tables of a folder: a Parquet or CSV file for each, or a folder of the Parquet files of one table.
+
+    Raises:
+        ValueError: no such files, or two for one table.
+        ModuleNotFoundError: pyarrow is missing.
+    """
+    with optional("pyarrow", of=f"reading the tables of the folder {folder}"):
+        import pyarrow.parquet as parquet
+
+    tables: dict[str, Any] = {}
+    for path in sorted(folder.iterdir()):
+        suffix = next((suffix for suffix in _SUFFIXES if path.name.endswith(suffix)), None)
+        is_parts = path.is_dir() and any(path.glob("**/*.parquet"))
+        if suffix is None and not is_parts:
+            continue
+        name = path.name.removesuffix(suffix or "")
+        if name in tables:
+            raise ValueError(
+                f"tables must be one file each, the folder {folder} has two of {name!r}, one is {path.name}"
+            )
+        tables[name] = parquet.read_table(path) if is_parts or suffix == ".parquet" else read_csv(path)
+    if not tables:
+        raise ValueError(f"tables must be a folder with files {', '.join(_SUFFIXES)}, got {folder} without any")
+    return tables
+
+
+def read_csv(path: str | os.PathLike[str]) -> Any:
+    r"""A CSV file as a `pyarrow.Table`. Empty fields and "NA", "N/A", "NULL", "NaN" and the like are missing.
+
+    Args:
+        path: of a `.csv`, `.csv.gz` or `.csv.zip` file, the last with one file inside.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is no CSV file.
+        ModuleNotFoundError: pyarrow is missing.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder, "planes.csv")
+    ...     _ = path.write_text("plane,seats\nN1,55\nN2,NA\n")
+    ...     read_csv(path)["seats"].to_pylist()
+    [55, None]
+    """
+    with optional("pyarrow", of=f"reading {os.fspath(path)}"):
+        import pyarrow.csv as csv
+    with _opened(Path(path)) as file:
+        return csv.read_csv(file, convert_options=csv.ConvertOptions(strings_can_be_null=True))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """What `pyarrow.csv` reads: the path, which says how it is compressed, or the one file in a .zip."""
+    if path.suffix != ".zip":
+        yield path
+        return
+    with zipfile.ZipFile(path) as archive:
+        inside = [name for name in archive.namelist() if name.endswith(".csv")]
+        if len(inside) != 1:
+            raise ValueError(f"{path} must have one CSV file inside, got {len(inside)}")
+        with archive.open(inside[0]) as file:
+            yield file
