@@ -15,11 +15,10 @@ from dejax.pallas.products.weight_gradient import grouped_weight_gradient, split
 from dejax.pallas.special import erf, exp
 from dejax.pallas.traversal.factored import Factored, whole
 from dejax.pallas.traversal.schedule import TraversalSchedule
-from dejax.pallas.traversal.template import FusedSums, Operand, Outputs, Reduction, Segments, map_entries, traverse
+from dejax.pallas.traversal.template import Operand, Outputs, Reduction, Segments, map_entries, traverse
 
 __all__ = [
     "Factored",
-    "FusedSums",
     "GemmEpilogue",
     "GemmGroups",
     "GemmOutput",

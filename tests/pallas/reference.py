@@ -5,7 +5,6 @@ Used interpreted (tests/pallas), lowered for a GPU that is not there (test_lower
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -362,7 +361,6 @@ class Traversal:
     columns: sum of gathered rows times a scalar of each entry, one column of an array of several; writes two scalars of
       the entry side by side.
     scalars: features of rank 0 and a shared scalar.
-    fused sums: sum of gathered rows times an entry value, less twice the same over other entries of the row.
     """
 
     kind: str = "attention"
@@ -409,9 +407,6 @@ class Traversal:
         a["index"][order[sum(self.degrees) :]] = self.nodes  # padding entries: out of range
         if self.chunk is not None:
             a.update(long_segment_table(a["offsets"], self.chunk, self.unused_long_segments))
-        if self.kind == "fused sums":
-            a["others"] = np.concatenate([[0], np.cumsum(self.degrees[::-1])]).astype(np.int32)
-            a["other_order"] = rng.permutation(self.entries).astype(np.int32)
         if self.ordered:  # positions are those of the permuted rows
             for name in ("long_segment_rows", "chunk_row"):
                 if name in a:
@@ -524,23 +519,6 @@ class Traversal:
                 outputs=kernels.Outputs(row_scaled=row_scaled, entries=[((), f32)], rows=[((), f32), ((), f32)]),
                 **options,
             )
-        if kind == "fused sums":
-            x = encode(jnp.asarray(a["x"])) if self.row_scaled else a["x"]
-            sums = kernels.Reduction("sum", (d,))
-            fused_sums = kernels.FusedSums(
-                lambda x, weight: (x * weight[:, :, None],), [x, a["weight"]], [indexed, entry], a["others"],
-                a["other_order"], self.entries, [a["index"]], [sums],
-            )  # fmt: skip
-            return kernels.traverse(
-                lambda x, weight: ((x * weight[:, :, None],), ()),
-                lambda sums, tiles: (sums[0] - 2 * sums[1],),
-                [x, a["weight"]],
-                [indexed, entry],
-                reductions=[sums],
-                fused_sums=fused_sums,
-                outputs=kernels.Outputs(row_scaled=row_scaled, rows=[((d,), self.dtype)]),
-                **options,
-            )
         raise AssertionError(kind)
 
     def reference(self, a: dict[str, np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -567,10 +545,6 @@ class Traversal:
             return [np.stack([reduce(value[m], axis=0) if len(m) else np.zeros(d) for m in members])], []
         if kind == "positioned":
             return [np.stack([f["x"][source[m]].sum(0) * f["scalar"] for m in members])], []
-        if kind == "fused sums":
-            value = f["x"][source] * np.where(a["index"] < self.nodes, f["weight"], 0)[:, None]
-            others = [a["other_order"][s:e] for s, e in itertools.pairwise(a["others"])]
-            return [np.stack([value[m].sum(0) - 2 * value[o].sum(0) for m, o in zip(members, others, strict=True)])], []
         valid = np.zeros(self.entries, bool)
         owner = np.zeros(self.entries, int)
         for r, m in enumerate(members):
@@ -651,12 +625,6 @@ TRAVERSALS = {
     "columns": Traversal(kind="columns"),
     "columns, long segments, rows ordered": Traversal(kind="columns", heads=1, width=17, chunk=4, ordered=True),
     "columns, bfloat16": Traversal(kind="columns", heads=4, dtype=jnp.bfloat16),
-    "fused sums": Traversal(kind="fused sums", width=17, schedule=None),
-    "fused sums, long segments": Traversal(kind="fused sums", chunk=4),
-    "fused sums, row-scaled, long segments, rows ordered": Traversal(
-        kind="fused sums", width=64, chunk=4, ordered=True, row_scaled=True
-    ),
-    "fused sums, bfloat16, rows ordered": Traversal(kind="fused sums", width=16, ordered=True, dtype=jnp.bfloat16),
     "scalars": Traversal(kind="scalars"),
     "scalars, long segments": Traversal(kind="scalars", chunk=3, sorted=True),
     "one row": Traversal(degrees=(7,), chunk=2, schedule=(4, 2, 1)),
@@ -666,7 +634,7 @@ TRAVERSALS = {
     "positioned, row-scaled, long segments, rows ordered": Traversal(
         kind="positioned", width=17, chunk=4, ordered=True, row_scaled=True
     ),
-    "fused sums, row-scaled of 100": Traversal(kind="fused sums", width=100, row_scaled=True, schedule=None),
+    "positioned, row-scaled of 100": Traversal(kind="positioned", width=100, row_scaled=True, schedule=None),
 }
 TRAVERSALS |= {
     f"{name}, counted": replace(TRAVERSALS[name], counted=True)
@@ -676,7 +644,7 @@ TRAVERSALS |= {
         "attention, large scores, long segments of many chunks",
         "edges, width 16, long segments",
         "columns, long segments, rows ordered",
-        "fused sums, row-scaled, long segments, rows ordered",
+        "positioned, row-scaled, long segments, rows ordered",
         "scalars, long segments",
         "one row",
     )

@@ -66,14 +66,6 @@ def test_small_graphs_take_several_entries_a_step_in_few_programs(degree, entrie
     assert (s.rows_per_program, s.entries_per_step, s.num_warps) == expected
 
 
-@pytest.mark.parametrize("degree, entries, expected", [(2.9, 20_851, (2, 1, 1)), (2.4, 65_139, (4, 1, 2)),
-                                                     (1.7, 156_328, (8, 1, 2)), (1.7, 3_152_503, (8, 1, 1)),
-                                                     (7.0, 657_558, (4, 1, 1)), (1.0, None, (8, 1, 1))])  # fmt: skip
-def test_fused_sums_over_other_entries_take_rows_by_their_number(degree, entries, expected):
-    s = traversals.traversal_schedule(64, degree, loads=[(64, True)], num_entries=entries, fused_sums=True)
-    assert (s.rows_per_program, s.entries_per_step, s.num_warps) == expected
-
-
 @pytest.mark.parametrize("positions, expected", [(10, 64), (8_192, 64), (30_000, 128), (10**5, 256), (3 * 10**6, 4096)])
 def test_positions_of_a_split(positions, expected):
     assert schedule.rows_per_split(positions, 7) == expected

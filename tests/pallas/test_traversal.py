@@ -270,20 +270,3 @@ def test_errors_say_what_to_do():
         kernels.traverse(
             same, None, [jnp.zeros((3, 5000))], entry, reductions=[kernels.Reduction("sum", (5000,))], **common
         )
-
-
-def test_fused_sums_read_entries_alone():
-    fused_sums = kernels.FusedSums(
-        lambda v: (v,), [jnp.ones(2)], [kernels.Operand("row")], jnp.arange(3, dtype=jnp.int32), None, 2, [],
-        [kernels.Reduction("max", ())],
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"operand 0 by row, reduction 0, a max"):
-        kernels.traverse(
-            lambda v: ((v,), ()),
-            None,
-            [jnp.ones(2)],
-            [kernels.Operand("entry")],
-            reductions=[kernels.Reduction("sum", ())],
-            fused_sums=fused_sums,
-            segments=kernels.Segments(num_entries=2, num_rows=2, offsets=jnp.arange(3, dtype=jnp.int32)),
-        )

@@ -19,7 +19,7 @@ from dejax import rgnn
 from dejax.rgnn import RelGraph
 from dejax.rgnn.compiler.execute import counts_of
 from dejax.rgnn.ir.inter import Program, is_float
-from dejax.rgnn.passes import INFERENCE, Counts, Cut, differentiated, optimise, run_passes
+from dejax.rgnn.passes import AFTER_BACKWARD, Counts, Cut, differentiated, optimise, run_passes
 from dejax.rgnn.passes.backward import differentiate
 from tests.rgnn.evaluate import evaluate, to_rows
 
@@ -136,7 +136,7 @@ class Compiled:
                 self.compare(f"{stage}, without gradients", evaluate(made, self.graph, self.inputs))
 
         program = optimise(self.program, self.counts, disable, after, exact=self.exact)
-        run_passes(program, INFERENCE, self.counts, disable, after_alone)
+        run_passes(program, AFTER_BACKWARD, self.counts, disable, after_alone)
         halves = differentiated(program, self.wrt, self.counts, disable, after_late, exact=self.exact)
         self.compare("cut", [a for part in run_halves(halves, self.graph, self.given) for a in part])
 

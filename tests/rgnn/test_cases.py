@@ -456,38 +456,6 @@ def test_gradients_of_vectors_fused_with_those_of_weights(
 
 @SLOW
 @pytest.mark.parametrize(
-    ("name", "size", "dtype", "precision", "tolerance"),
-    [
-        ("rgat_one_head", Size(32, 32, 1), "float32", "tf32", TF32),
-        ("rgat", Size(40, 33, 1), "float32", "tf32", TF32),
-        ("rgat", Size(40, 33, 1), "float32", "f32", F32),
-        ("rgat", Size(3, 17, 1), "float32", "f32", F32),
-        ("rgat_one_head", Size(32, 32, 1), "bfloat16", None, BF16),
-    ],
-    ids=str,
-)
-@pytest.mark.usefixtures("fresh_plans")
-def test_scores_fused_with_a_traversal(
-    name: str, size: Size, dtype: str, precision: str | None, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where there are as many pairs as edges; type vectors and rows are rounded."""
-    sunk: list[Traversal] = []
-    original = PallasLowering.traversal
-
-    def traversal(self: PallasLowering, t: Traversal, env: dict[int, Any]) -> None:
-        if t.via == "dst" and any(self.program.ops[i].name == "sum_features" for i in t.body):
-            sunk.append(t)
-        original(self, t, env)
-
-    monkeypatch.setattr(PallasLowering, "traversal", traversal)
-    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes.decompact"), "_MOST_EDGES", 1000)
-    options = dataclasses.replace(PALLAS, precision=precision)
-    check(name, "typical", size, options, dtype, tolerance=tolerance, loop_tables=True)
-    assert sunk
-
-
-@SLOW
-@pytest.mark.parametrize(
     ("name", "size"),
     [
         ("rgat_one_head", Size(16, 16, 1)),

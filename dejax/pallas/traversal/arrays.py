@@ -132,11 +132,10 @@ def traversal_inputs(
     offsets: jax.Array,
     order: jax.Array | None,
     num_entries: int,
-    name: str,
 ) -> list[jax.Array]:
-    """What a traversal of entries reads, in the order in which kernels take it; `name` is the order's in errors."""
+    """What a traversal of entries reads, in the order in which kernels take it."""
     given = [*arrays, *map(not_empty, tables), offsets.astype(jnp.int32)]
-    return given if order is None else [*given, not_empty(as_index(order, name, num_entries))]
+    return given if order is None else [*given, not_empty(as_index(order, "order", num_entries))]
 
 
 def not_empty(array: Any) -> Any:

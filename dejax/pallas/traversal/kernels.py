@@ -15,15 +15,13 @@ from dejax.pallas import _triton
 from dejax.pallas._shapes import lanes
 from dejax.pallas._tiles import both, broadcast, steps, where
 from dejax.pallas.traversal.accumulate import initial, merge, update
-from dejax.pallas.traversal.plan import Array, Plan, Refs, fused_refs, operand_refs, unpack
+from dejax.pallas.traversal.plan import Array, Plan, Refs, operand_refs, unpack
 from dejax.pallas.traversal.rows import (
     WIDE,
     evaluate,
-    fused_bounds,
     indices_at,
     load,
     reduce_entries,
-    reduce_fused,
     store,
     store_outputs,
     tiles_of_rows,
@@ -57,9 +55,8 @@ def _rows(plan: Plan, r: Refs, program: jax.Array, outputs: Sequence[Any]) -> No
         mask = mask & (end - start <= plan.chunk)
         end = where(mask, end, start)
     tiles = tiles_of_rows(plan, r.arrays, r.tables, row, mask)
-    bounds = fused_bounds(r.fused_sums, row, mask)
     merged = reduce_entries(plan, r, tiles, start, end, plan.entries)
-    write_rows(plan, outputs, merged, tiles, row, mask, reduce_fused(plan, r.fused_sums, bounds), r.arrays)
+    write_rows(plan, outputs, merged, tiles, row, mask, r.arrays)
 
 
 def _chunk(plan: Plan, r: Refs, program: jax.Array, partials: Sequence[Any], row_refs: Sequence[Any]) -> None:
@@ -111,14 +108,13 @@ def combine_kernel(*refs: Any, plan: Plan) -> None:
     """The chunks of one long segment merged, and the row's epilogue."""
     (segment_rows, segment_offsets), refs = refs[:2], refs[2:]
     arrays, tables, rest = operand_refs(plan, refs)
-    fused_sums, rest = fused_refs(plan, rest)
     partials = [Array(p) for p in rest[: len(plan.reductions)]]
     outputs = rest[len(plan.reductions) + len(plan.row_outputs) + len(plan.row_scaled) :]
     (program,) = _triton.program_ids()
     segment = program + lanes(1, 0, 1)
     row = _triton.load(segment_rows, (segment,))
     start, end = _triton.load(segment_offsets, (segment,)), _triton.load(segment_offsets, (segment + 1,))
-    _merge_chunks(plan, Refs(arrays, tables, None, None, fused_sums=fused_sums), partials, outputs, row, start, end)
+    _merge_chunks(plan, Refs(arrays, tables, None, None), partials, outputs, row, start, end)
 
 
 def _merge_chunks(
@@ -139,9 +135,8 @@ def _merge_chunks(
     # What the epilogue reads comes while chunks are merged.
     mask = row < plan.num_rows
     tiles = tiles_of_rows(plan, r.arrays, r.tables, row, mask)
-    bounds = fused_bounds(r.fused_sums, row, mask)
     merged = _merged_chunks(plan, partials, start, end)
-    write_rows(plan, outputs, merged, tiles, row, mask, reduce_fused(plan, r.fused_sums, bounds), r.arrays)
+    write_rows(plan, outputs, merged, tiles, row, mask, r.arrays)
 
 
 def _merged_chunks(plan: Plan, partials: Sequence[Array], start: jax.Array, end: jax.Array) -> tuple[jax.Array, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dejax.pallas.traversal.accumulate import Reduction
@@ -72,7 +72,6 @@ class Plan:
     num_tables: int = 0
     has_order: bool = False
     has_row_order: bool = False
-    fused_sums: Plan | None = None  # of the sums over other entries of the same rows
 
     @property
     def needs_entries(self) -> bool:
@@ -103,7 +102,6 @@ class Refs:
     offsets: Any
     order: Any
     row_order: Any = None
-    fused_sums: Refs | None = None
     bounds: Sequence[Any] = ()
     entry_outputs: Sequence[Any] = ()
     outputs: Sequence[Any] = ()
@@ -121,31 +119,17 @@ def operand_refs(plan: Plan, refs: Sequence[Any]) -> tuple[list[Array], Sequence
 
 def unpack(refs: Sequence[Any], plan: Plan, num_aliased: int) -> Refs:
     """The references in the order in which `traverse` passes them."""
-    read, rest = _read_refs(plan, refs)
+    arrays, tables, rest = operand_refs(plan, refs)
+    offsets, rest = rest[0], rest[1:]
+    order, rest = (rest[0], rest[1:]) if plan.has_order else (None, rest)
     row_order, rest = (rest[0], rest[1:]) if plan.has_row_order else (None, rest)
-    fused_sums, rest = fused_refs(plan, rest)
     bounds, rest = _bounds(plan, rest)
     outputs = rest[num_aliased:]
     n = len(plan.entry_outputs)
-    return replace(
-        read, row_order=row_order, fused_sums=fused_sums, bounds=bounds, entry_outputs=outputs[:n], outputs=outputs[n:]
-    )
+    return Refs(arrays, tables, offsets, order, row_order, bounds, outputs[:n], outputs[n:])
 
 
 def _bounds(plan: Plan, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     """Row, start and end of each chunk and, where they are counted, its segment and each segment's chunks."""
     size = (5 if plan.num_counters else 3) if plan.num_chunks else 0
     return refs[:size], refs[size:]
-
-
-def _read_refs(plan: Plan, refs: Sequence[Any]) -> tuple[Refs, Sequence[Any]]:
-    """What a traversal of entries reads, and the references after it."""
-    arrays, tables, rest = operand_refs(plan, refs)
-    offsets, rest = rest[0], rest[1:]
-    order, rest = (rest[0], rest[1:]) if plan.has_order else (None, rest)
-    return Refs(arrays, tables, offsets, order), rest
-
-
-def fused_refs(plan: Plan, refs: Sequence[Any]) -> tuple[Refs | None, Sequence[Any]]:
-    """What the fused sums over other entries of the same rows read, and the references after it."""
-    return (None, refs) if plan.fused_sums is None else _read_refs(plan.fused_sums, refs)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from dejax.pallas._checks import as_index
-from dejax.pallas.traversal.accumulate import Reduction, check_reductions
 from dejax.pallas.traversal.arrays import (
-    check_operands,
     check_row_scaled,
-    check_width,
     declared,
-    exponents_of,
-    flat,
-    traversal_inputs,
 )
-from dejax.pallas.traversal.plan import BY_ROW, SHARED, Operand, Output, Plan
+from dejax.pallas.traversal.plan import SHARED, Operand, Output
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,74 +104,6 @@ class Outputs:
         rows = declared(self.rows)
         check_row_scaled(tuple(self.row_scaled), rows, "row output")
         return Outputs(declared(self.entries), rows, tuple(self.row_scaled), self.covers_all_entries)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FusedSums:
-    """Sums over other entries of the rows of a traversal, fused with it.
-
-    The program that writes a row makes them before the epilogue. One program takes all of a row's entries: they
-    should be few. Fields are as in `traverse`, offsets and order by true row numbers; no operand is read by row.
-
-    Attributes:
-      body: from tiles to a value for each reduction.
-      arrays: as in `traverse`.
-      operands: how each array is read.
-      offsets: int32[num_rows + 1].
-      order: int32[num_entries], or None.
-      num_entries: number of entries.
-      index_tables: int32[num_entries] each.
-      reductions: sums.
-      factored: the body is given wide tiles as `Factored`.
-    """
-
-    body: Callable[..., Any]
-    arrays: Sequence[Any]
-    operands: Sequence[Operand]
-    offsets: jax.Array
-    order: jax.Array | None
-    num_entries: int
-    index_tables: Sequence[jax.Array]
-    reductions: Sequence[Reduction]
-    factored: bool = False
-
-    def planned(self, num_rows: int, entries: int) -> tuple[Plan, list[jax.Array]]:
-        """The plan of its own traversal, with `entries` at a time, and the arrays that a kernel is given for it."""
-        check_reductions(self.reductions)
-        wrong = [
-            f"operand {i} by row" for i, o in enumerate(self.operands) if o.access in BY_ROW and o.access != "late"
-        ]
-        wrong += [f"reduction {i}, a {r.kind}" for i, r in enumerate(self.reductions) if r.kind != "sum"]
-        if wrong:
-            raise ValueError(f"fused_sums must have sums of what is read by entry, got {', '.join(wrong)}")
-        if self.offsets.shape != (num_rows + 1,):
-            raise ValueError(f"fused_sums.offsets must have {num_rows + 1} entries, got shape {self.offsets.shape}")
-        tables = [
-            as_index(t, f"fused_sums.index_tables[{i}]", self.num_entries) for i, t in enumerate(self.index_tables)
-        ]
-        ready, features = check_operands(self.arrays, self.operands, tables, self.num_entries, None)
-        check_width([*features, *(r.shape for r in self.reductions)])
-        plan = Plan(
-            body=lambda *tiles: (tuple(self.body(*tiles)), ()),
-            epilogue=None,
-            operands=tuple(self.operands),
-            features=features,
-            lengths=lengths_of(self.arrays, self.operands),
-            reductions=tuple(self.reductions),
-            entry_outputs=(),
-            row_outputs=(),
-            num_entries=self.num_entries,
-            num_rows=num_rows,
-            rows=1,
-            entries=entries,
-            parts=exponents_of(ready),
-            factored=self.factored,
-            num_tables=len(tables),
-            has_order=self.order is not None,
-        )
-        return plan, traversal_inputs(
-            flat(ready), tables, self.offsets, self.order, self.num_entries, "fused_sums.order"
-        )
 
 
 def lengths_of(arrays: Sequence[Any], operands: Sequence[Operand]) -> tuple[int, ...]:

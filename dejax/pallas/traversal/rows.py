@@ -265,15 +265,13 @@ def write_rows(
     row_tiles: dict[int, jax.Array],
     row: jax.Array,
     mask: jax.Array,
-    fused_sums: tuple[jax.Array, ...],
     arrays: Sequence[Any],
 ) -> None:
     """Runs the epilogue on accumulators [rows, *padded] and stores what it gives; tuples side by side in each row.
 
-    `outputs` are the row outputs, then the exponents of those in `plan.row_scaled`. `fused_sums` are what
-    `reduce_fused` gave.
+    `outputs` are the row outputs, then the exponents of those in `plan.row_scaled`.
     """
-    values: Sequence[Any] = (*results(plan.reductions, merged), *fused_sums)
+    values: Sequence[Any] = results(plan.reductions, merged)
     if plan.epilogue is not None:
         factors = {r.factor for r in plan.reductions}
         late = [i for i in plan.per_row if plan.operands[i].access == "late" and i not in factors]
@@ -342,20 +340,3 @@ def _scaled(
     at = where(mask, index, past)
     _triton.store(exponent_ref, (at, jnp.zeros_like(at)), resized(exponent, mask.shape), mask)
     return tuple(part * inverse for part in parts)
-
-
-def fused_bounds(refs: Refs | None, row: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
-    """Where the other entries of each row begin and end: loaded before the traversal that `reduce_fused` follows."""
-    if refs is None:
-        return ()
-    return _triton.load(refs.offsets, (row,), mask), _triton.load(refs.offsets, (row + 1,), mask)
-
-
-def reduce_fused(plan: Plan, refs: Refs | None, bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """The sums over the other entries of each row: [rows, *padded] each."""
-    if plan.fused_sums is None or refs is None:
-        return ()
-    start, end = bounds
-    # A long segment has the lanes of its program to itself.
-    entries = plan.fused_sums.entries * plan.rows // start.shape[0]
-    return tuple(results(plan.fused_sums.reductions, reduce_entries(plan.fused_sums, refs, {}, start, end, entries)))

@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from dejax.pallas._shapes import next_power_of_two, previous_power_of_two
 from dejax.pallas.machine import H200
 
-# With fewer programs, multiprocessors are left with few.
-_FEW_PROGRAMS = 3500
-
 
 @dataclass(frozen=True, slots=True)
 class TraversalSchedule:
@@ -71,7 +68,6 @@ def traversal_schedule(
     writes_entries: bool = False,
     num_entries: int | None = None,
     longest: int = 16,
-    fused_sums: bool = False,
     interpret: bool = False,
 ) -> TraversalSchedule:
     """The heuristic schedule of a traversal.
@@ -85,7 +81,6 @@ def traversal_schedule(
       writes_entries: whether values are written for each entry.
       num_entries: number of entries; None for many.
       longest: the most entries of a row that is not split.
-      fused_sums: whether there are sums over other entries of the same rows.
       interpret: large tiles, because the interpreter pays for each program and not for lanes.
     """
     if interpret:
@@ -94,8 +89,6 @@ def traversal_schedule(
     num_rows = float("inf") if num_entries is None else num_entries / max(mean_degree, 1e-9)
     if width <= 8:
         return _narrow_schedule(width, mean_degree, num_rows)
-    if fused_sums:
-        return _fused_sums_schedule(width, mean_degree, num_rows)
     reads = _reads(width, loads, row_loads)
     # A slot is one entry of one row.
     slots, most = max(512 // width, min(8, 2048 // width), 1), 8
@@ -176,15 +169,6 @@ def _entries_of_long_rows(entries: int, slots: int, nbytes: int, num_rows: float
             break
         entries *= 2
     return entries
-
-
-def _fused_sums_schedule(width: int, mean_degree: float, num_rows: float) -> TraversalSchedule:
-    """Of sums over other entries of the same rows, too: few rows a program where there are few in all."""
-    rows = max(1, (256 if mean_degree >= 3 else 512) // width)
-    while rows > 1 and num_rows / rows < _FEW_PROGRAMS:
-        rows //= 2
-    large = num_rows > 1_000_000 or mean_degree >= 3
-    return TraversalSchedule(rows, 1, 1 if large or rows * width < 256 else 2, 1)
 
 
 def map_schedule(width: int, *, narrows: bool = False, interpret: bool = False) -> TraversalSchedule:

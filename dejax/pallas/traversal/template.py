@@ -34,11 +34,11 @@ from dejax.pallas.traversal.arrays import (
 )
 from dejax.pallas.traversal.kernels import FEW_CHUNKS, combine_kernel, group_kernel, map_kernel, row_kernel
 from dejax.pallas.traversal.plan import BY_ROW, SHARED, Operand, Output, Plan
-from dejax.pallas.traversal.request import FusedSums, Outputs, Segments, lengths_of
+from dejax.pallas.traversal.request import Outputs, Segments, lengths_of
 from dejax.pallas.traversal.schedule import TraversalSchedule, map_schedule, traversal_schedule
 from dejax.pallas.tuned_tables import bucket, choose, traversal_candidates
 
-__all__ = ["MAX_WIDTH", "FusedSums", "Operand", "Outputs", "Reduction", "Segments", "map_entries", "traverse"]
+__all__ = ["MAX_WIDTH", "Operand", "Outputs", "Reduction", "Segments", "map_entries", "traverse"]
 
 
 def traverse(
@@ -52,7 +52,6 @@ def traverse(
     reductions: Sequence[Reduction] = (),
     outputs: Outputs = Outputs(),
     factored: bool = False,
-    fused_sums: FusedSums | None = None,
     schedule: TraversalSchedule | None = None,
     interpret: bool | None = None,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
@@ -68,10 +67,9 @@ def traverse(
     Args:
       body: from tiles, in the order of `operands`, to (a value for each reduction, a value for each entry output). A
         tuple of tiles of one shape in place of an entry output is stored side by side along the first feature axis.
-      epilogue: from (results of the reductions, and then of those of `fused_sums`, as a tuple of [rows, *features],
-        tiles of the operands in `BY_ROW` as [rows or 1, *features]) to the row outputs; None: the row outputs are the
-        reductions. A tuple of tiles of one shape in place of an output is stored side by side along the first feature
-        axis.
+      epilogue: from (results of the reductions as a tuple of [rows, *features], tiles of the operands in `BY_ROW` as
+        [rows or 1, *features]) to the row outputs; None: the row outputs are the reductions. A tuple of tiles of one
+        shape in place of an output is stored side by side along the first feature axis.
       arrays: [length, *features] with at most two feature axes, or such `RowScaled`; [*features] for `shared`; [length,
         columns] for operands that name `columns`.
       operands: how each array is read.
@@ -81,7 +79,6 @@ def traverse(
       reductions: what is accumulated over the entries of a row, in float32.
       outputs: what is written.
       factored: the body is given wide tiles of entries as `Factored`, and may give such as values of the reductions.
-      fused_sums: sums over other entries of the same rows.
       schedule: the tile; by default the tuned table's, else the heuristic's.
       interpret: run the kernels interpreted; by default where there is no GPU.
 
@@ -96,8 +93,7 @@ def traverse(
     reductions = tuple(reductions)
     check_reductions(reductions)
     if epilogue is None and not outputs.rows:
-        sums = (*reductions, *(fused_sums.reductions if fused_sums else ()))
-        outputs = replace(outputs, rows=tuple((r.shape, jnp.float32) for r in sums))
+        outputs = replace(outputs, rows=tuple((r.shape, jnp.float32) for r in reductions))
     outputs = outputs.declared()
     tables = segments.check(operands, index_tables)
     ready, features = check_operands(arrays, operands, tables, segments.num_entries, segments.num_rows)
@@ -109,7 +105,7 @@ def traverse(
         return tuple(encoded(zeros(row_structs), outputs.row_scaled)), tuple(zeros(entry_structs))
     again = functools.partial(
         traverse, epilogue=epilogue, arrays=arrays, operands=operands, segments=segments, index_tables=tables,
-        reductions=reductions, factored=factored, fused_sums=fused_sums, interpret=interpret,
+        reductions=reductions, factored=factored, interpret=interpret,
     )  # fmt: skip
     # An output without elements cannot be given to a kernel.
     if segments.num_entries == 0 and outputs.entries:
@@ -118,12 +114,9 @@ def traverse(
     if schedule is None:
         shapes = [(math.prod(f), isinstance(a, RowScaled)) for a, f in zip(ready, features, strict=True)]
         schedule = _chosen_schedule(
-            width, segments, operands, shapes, reductions, outputs, fused_sums is not None,
+            width, segments, operands, shapes, reductions, outputs,
             _triton.use_interpreter(interpret), functools.partial(again, body, outputs=outputs),
         )  # fmt: skip
-    other, given = (
-        (None, []) if fused_sums is None else fused_sums.planned(segments.num_rows, schedule.entries_per_step)
-    )
     plan = Plan(
         body=body,
         epilogue=epilogue,
@@ -137,10 +130,9 @@ def traverse(
         row_scaled=tuple(outputs.row_scaled),
         factored=factored,
         num_tables=len(tables),
-        fused_sums=other,
         **_extents(segments, schedule, width, bool(outputs.rows)),
     )
-    return _run(plan, segments, schedule, flat(ready), tables, given, outputs.covers_all_entries, interpret)
+    return _run(plan, segments, schedule, flat(ready), tables, outputs.covers_all_entries, interpret)
 
 
 def _extents(segments: Segments, schedule: TraversalSchedule, width: int, writes_rows: bool) -> dict[str, Any]:
@@ -170,7 +162,6 @@ def _chosen_schedule(
     shapes: Sequence[tuple[int, bool]],
     reductions: Sequence[Reduction],
     outputs: Outputs,
-    fused_sums: bool,
     interpreted: bool,
     again: Callable[..., Any],
 ) -> TraversalSchedule:
@@ -190,11 +181,10 @@ def _chosen_schedule(
         writes_entries=bool(outputs.entries),
         num_entries=segments.num_entries,
         longest=16 if segments.long_segments is None else int(segments.long_segments[0]),
-        fused_sums=fused_sums,
         interpret=interpreted,
     )
     loads = "+".join(sorted(f"{count}{'h' if in_16_bits else ''}" for (count, in_16_bits), _ in counted))
-    sums = "+".join(sorted(str(math.prod(r.shape)) for r in reductions)) + ("b" if fused_sums else "")
+    sums = "+".join(sorted(str(math.prod(r.shape)) for r in reductions))
     fields = choose(
         "traversal",
         f"{loads}>{sums}-{bucket(segments.degree)}-{bucket(segments.num_entries)}",
@@ -211,18 +201,13 @@ def _run(
     schedule: TraversalSchedule,
     arrays: list[jax.Array],
     tables: list[jax.Array],
-    given: list[jax.Array],
     covers_all_entries: bool,
     interpret: bool | None,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """The kernels of a plan: one program for some rows or for a chunk, and where chunks are not counted their merging.
-
-    `given` are the arrays of the sums over other entries of the rows.
-    """
-    shared = traversal_inputs(arrays, tables, segments.offsets, segments.order, segments.num_entries, "order")
+    """The kernels of a plan: a program for some rows or for a chunk; where chunks are not counted, those that merge."""
+    shared = traversal_inputs(arrays, tables, segments.offsets, segments.order, segments.num_entries)
     if segments.row_order is not None:
         shared.append(as_index(segments.row_order, "row_order", segments.num_rows))
-    shared += given
     entry_structs = structs_of(plan.entry_outputs, plan.num_entries)
     row_structs = row_scaled_structs(structs_of(plan.row_outputs, plan.num_rows), plan.row_scaled, plan.num_rows)
     partial_structs = []
@@ -252,7 +237,7 @@ def _run(
     n, end = len(entry_structs), len(entry_structs) + len(row_structs)
     rows, partials = list(found[n:end]), found[end:]
     if plan.num_chunks and rows and not plan.num_counters:
-        rows = _merged(plan, segments, [*arrays, *map(not_empty, tables), *given, *partials], rows, interpret)
+        rows = _merged(plan, segments, [*arrays, *map(not_empty, tables), *partials], rows, interpret)
     return tuple(joined(rows, plan.row_scaled, plan.row_outputs)), tuple(found[:n])
 
 

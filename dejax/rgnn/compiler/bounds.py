@@ -296,7 +296,7 @@ def _loops(model: CostModel) -> dict[int, float]:
         needed = again + 4.0 * counts.edges * bool(read) + 8.0 * counts.nodes
         before = live(program, [o.value for o in read if program.ops[o.name].width >= _WIDE])
         end = "dst" if t.via in ("dst", "destination_pair") else "src" if t.via in ("src", "source_pair") else t.via
-        wide = {a.out for a in t.sums if program.ops[a.out].width >= _WIDE}
+        wide = {a.out for a in t.accumulators if program.ops[a.out].width >= _WIDE}
         same = [p for p in loops if p.end == end and p.sums.isdisjoint(before)]
         if not same:
             loops.append(_Loop(end, wide, number, needed))

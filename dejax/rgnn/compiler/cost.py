@@ -199,18 +199,17 @@ class CostModel:
         ops, rows = self.kernels.program.ops, self.counts.rows
         entries, segments = rows(t.space), rows(VIAS[t.via].coarse) if t.via else 0
         traffic = _Traffic()
-        for each in t.with_fused:
-            self._read_by(traffic, each)
+        self._read_by(traffic, t)
         narrow = [v for v in t.entry_outputs if not _in_order(t) and ops[v].width < 8]
         traffic.memory += sum(entries * self.row_bytes(v) for v in t.entry_outputs if v not in narrow)
         traffic.memory += entries * self.sector(sum(entries * self.row_bytes(v) for v in narrow)) * bool(narrow)
         traffic.memory += sum(segments * self.row_bytes(v) for v in t.row_outputs)
-        flops = sum(rows(each.space) * ops[i].width for each in t.with_fused for i in each.body)
+        flops = entries * sum(ops[i].width for i in t.body)
         m = self.constants
         if t.via is None:
             seconds = self._time(traffic, m.map, flops / m.map_elements_per_second, m.traversal_cache_bytes_per_second)
             return traffic, flops, m.launch_seconds + seconds
-        work = sum(map(self._elements, t.with_fused)) / m.elements_per_second
+        work = self._elements(t) / m.elements_per_second
         seconds = m.traversal_seconds + self._time(traffic, m.traversal, work, m.traversal_cache_bytes_per_second)
         long_segments = not t.via.endswith(".node") or entries >= _PAIRS_OF_LONG_SEGMENTS * segments
         return traffic, flops, seconds + m.long_segments_seconds * long_segments

@@ -55,11 +55,6 @@ LOOPS = (
 )
 # Groupings by destination, whose first rows alone have entries in a part of a divided graph.
 _BY_DESTINATION = ("by_receiver", "destination_pair_by_node")
-# A kernel that reduces over the pairs of nodes of one kind may reduce over those of the other kind, too.
-_ALONGSIDE = {
-    "source_pair_by_node": "destination_pair_by_node",
-    "destination_pair_by_node": "source_pair_by_node",
-}
 # Groupings by type whose entries are sorted by type and node, and the node of each entry.
 _NEAR: tuple[tuple[str, Callable[[Any], Array]], ...] = (
     ("by_edge_type", lambda graph: graph.receivers),
@@ -79,11 +74,9 @@ def with_loop_tables(graph: Any, long_segment_chunk: int) -> Any:
 
 def loop_groupings(graph: Any, long_segment_chunk: int) -> dict[str, Segments]:
     """The groupings of a graph of numpy arrays, with `loop`, `near_tiles` and `near_splits`, by name."""
-    alongside = {name: getattr(graph, other) for name, other in _ALONGSIDE.items()}
     first = {} if graph.num_destinations is None else dict.fromkeys(_BY_DESTINATION, graph.num_destinations)
     makers: dict[str, Callable[[], Segments]] = {
-        name: partial(getattr(graph, name).with_loop, long_segment_chunk, alongside.get(name), first.get(name))
-        for name in LOOPS
+        name: partial(getattr(graph, name).with_loop, long_segment_chunk, first.get(name)) for name in LOOPS
     }
     makers |= {name: partial(getattr(graph, name).with_near_tiles, node(graph)) for name, node in _NEAR}
     groups: dict[str, Segments] = dict(zip(makers, in_threads([*makers.values()], graph.num_edges), strict=True))

@@ -74,24 +74,16 @@ class Segments:
         """Number of entries of each row: int32[rows]."""
         return self.offsets[1:] - self.offsets[:-1]
 
-    def with_loop(
-        self,
-        long_segment_chunk: int = LONG_SEGMENT_CHUNK,
-        alongside: Segments | None = None,
-        first: int | None = None,
-    ) -> Segments:
+    def with_loop(self, long_segment_chunk: int = LONG_SEGMENT_CHUNK, first: int | None = None) -> Segments:
         """The same grouping with `loop`. Where entries are sorted by row, kernels need none: reads are contiguous.
 
         Args:
             long_segment_chunk: the maximum number of entries of a chunk.
-            alongside: another grouping by the same rows, over which a kernel may reduce at the same time. Rows with
-                segments of one length are sorted by the length of their segments there.
             first: so many rows come before all others.
         """
         if self.order is None or self.loop is not None:
             return self
-        others = None if alongside is None else np.asarray(alongside.counts())
-        loop = loop_order(np.asarray(self.offsets), np.asarray(self.order), long_segment_chunk, others, first)
+        loop = loop_order(np.asarray(self.offsets), np.asarray(self.order), long_segment_chunk, first)
         return dataclasses.replace(self, loop=loop)
 
     def with_near_tiles(self, node: Any) -> Segments:

@@ -172,7 +172,6 @@ def loop_order(
     offsets: np.ndarray,
     order: np.ndarray,
     long_segment_chunk: int,
-    others: np.ndarray | None = None,
     first: int | None = None,
 ) -> LoopOrder | None:
     """The order in which kernels take rows, made with numpy; None where there are fewer than two rows or no entries.
@@ -181,7 +180,6 @@ def loop_order(
         offsets: int32[rows + 1].
         order: int32[entries].
         long_segment_chunk: the maximum number of entries of a chunk.
-        others: int32[rows], by which rows with segments of one length are sorted.
         first: so many rows come before all others.
     """
     num_rows, num_entries = offsets.shape[0] - 1, order.shape[0]
@@ -193,9 +191,6 @@ def loop_order(
     if num_entries > _SORTED_THROUGHOUT:
         keys.insert(0, np.arange(num_rows, dtype=np.int32) // _SORTED_BLOCK)
         bounds.insert(0, num_rows // _SORTED_BLOCK + 1)
-    if others is not None:
-        most = int(others.max())
-        keys, bounds = [*keys, most - others], [*bounds, most + 1]
     if first is not None and first < num_rows:
         keys, bounds = [(np.arange(num_rows) >= first).astype(np.int32), *keys], [2, *bounds]
     rows = stable_argsort(keys, bounds)

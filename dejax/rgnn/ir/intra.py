@@ -201,8 +201,6 @@ class Traversal:
       via: the map: its coarse rows are the segments, its fine rows the entries.
       body: operators computed for each entry; `epilogue`, once for each segment.
       entry_outputs: values of entries that it writes; `row_outputs`, reduced values.
-      fused_sums: sums over other entries of the same rows, fused with this traversal, whose epilogue may read them. It
-        has no outputs of its own.
     """
 
     template: ClassVar[str] = "traversal"
@@ -214,20 +212,6 @@ class Traversal:
     epilogue: tuple[int, ...]
     entry_outputs: tuple[int, ...]
     row_outputs: tuple[int, ...]
-    fused_sums: Traversal | None = None
-
-    @property
-    def with_fused(self) -> tuple[Traversal, ...]:
-        """Itself, and the sums that are fused with it."""
-        return (self,) if self.fused_sums is None else (self, self.fused_sums)
-
-    @property
-    def loaded(self) -> tuple[Operand, ...]:
-        return tuple(o for t in self.with_fused for o in t.operands)
-
-    @property
-    def sums(self) -> tuple[Accumulator, ...]:
-        return tuple(a for t in self.with_fused for a in t.accumulators)
 
     @property
     def writes(self) -> tuple[int, ...]:
@@ -235,24 +219,20 @@ class Traversal:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(o.value for o in self.loaded))
+        return tuple(dict.fromkeys(o.value for o in self.operands))
 
     def __str__(self) -> str:
-        lines = [f"traversal over {self.via}" if self.via else f"traversal of each {self.space}", *self._body_lines()]
-        if self.fused_sums is not None:
-            lines += [f"fused with sums over {self.fused_sums.via}", *self.fused_sums._body_lines()]
-        if self.epilogue:
-            lines.append("epilogue " + " ".join(f"%{i}" for i in self.epilogue))
-        lines.append("writes " + " ".join(f"%{i}" for i in self.writes))
-        return "\n      ".join(lines)
-
-    def _body_lines(self) -> list[str]:
-        lines = ["reads " + ", ".join(map(str, self.operands))] if self.operands else []
+        lines = [f"traversal over {self.via}" if self.via else f"traversal of each {self.space}"]
+        if self.operands:
+            lines.append("reads " + ", ".join(map(str, self.operands)))
         if self.body:
             lines.append("body " + " ".join(f"%{i}" for i in self.body))
         if self.accumulators:
             lines.append(" ; ".join(map(str, self.accumulators)))
-        return lines
+        if self.epilogue:
+            lines.append("epilogue " + " ".join(f"%{i}" for i in self.epilogue))
+        lines.append("writes " + " ".join(f"%{i}" for i in self.writes))
+        return "\n      ".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,12 +379,6 @@ def verify_kernels(kernels: Kernels) -> Kernels:
 
 
 def _verify_traversal(program: Program, t: Traversal, where: str) -> None:
-    if t.fused_sums is not None:
-        if t.via is None or t.fused_sums.via is None or VIAS[t.fused_sums.via].coarse != VIAS[t.via].coarse:
-            raise IRError(f"{where}: the traversal that is fused with it is over other rows")
-        if t.fused_sums.writes or t.fused_sums.epilogue:
-            raise IRError(f"{where}: the traversal that is fused with it must not write")
-        _verify_traversal(program, t.fused_sums, where)
     loaded: set[int] = set()
     for o in t.operands:
         if o.when is not None and (o.access != "dense" or o.when not in loaded):
@@ -426,7 +400,7 @@ def _verify_traversal(program: Program, t: Traversal, where: str) -> None:
             raise IRError(f"{where}: %{a.out} is weighted by a score of another shape, %{a.value}")
     if t.via is not None:
         rows = VIAS[t.via].coarse
-        done = loaded | {a.out for a in t.sums}
+        done = loaded | {a.out for a in t.accumulators}
         for i in t.epilogue:
             unknown = [a for a in program.ops[i].args if a not in done and program.ops[a].name != "const"]
             if program.ops[i].space != rows or unknown:
@@ -441,7 +415,7 @@ def print_kernels(kernels: Kernels) -> str:
         lines.append(f"  [{number}] {instance}")
         inner: tuple[int, ...] = ()
         if isinstance(instance, Traversal):
-            inner = (*(i for t in instance.with_fused for i in t.body), *instance.epilogue)
+            inner = (*instance.body, *instance.epilogue)
         elif isinstance(instance, Fallback):
             inner = instance.ops
         lines += [f"        {format_op(i, kernels.program.ops[i])}" for i in inner]

@@ -160,11 +160,10 @@ class RowArrays:
     def count(self, t: Traversal) -> int:
         """The rows that a traversal computes: those of destinations where it reduces to them alone."""
         assert t.via is not None
-        loops = [t] if t.fused_sums is None else [t, t.fused_sums]
-        zero_elsewhere = {a.out for loop in loops for a in loop.accumulators}
+        zero_elsewhere = {a.out for a in t.accumulators}
         if (
             self.graph.num_destinations is not None
-            and all(loop.via in TO_DESTINATIONS for loop in loops)
+            and t.via in TO_DESTINATIONS
             and zero_elsewhere.union(set(t.row_outputs).difference(self._elsewhere)).issuperset(t.row_outputs)
         ):
             return self.graph.num_destinations
@@ -172,9 +171,7 @@ class RowArrays:
 
     def sums_destinations(self, t: Traversal) -> bool:
         """Whether a traversal sums values by node type that are zeros at other nodes than destinations."""
-        alone = (
-            t.via == "ntype" and self.graph.destinations_by_type is not None and not (t.entry_outputs or t.fused_sums)
-        )
+        alone = t.via == "ntype" and self.graph.destinations_by_type is not None and not t.entry_outputs
         short = (o.access == "dense" and isinstance(self.of_destinations.get(o.value), jax.Array) for o in t.operands)
         return alone and all(short)
 

@@ -103,7 +103,7 @@ class TileProgram:
         row_operands = [o for o in self.t.operands if o.access in ONCE_A_SEGMENT]
         tiles = row_tiles[len(row_operands) :]
         env = self.multiplied(dict(zip((o.name for o in row_operands), row_tiles, strict=False)), tiles)
-        env.update((a.out, self.rounded(a.out, v)) for a, v in zip(self.t.sums, totals, strict=True))
+        env.update((a.out, self.rounded(a.out, v)) for a, v in zip(self.t.accumulators, totals, strict=True))
         for i in self.t.epilogue:
             for a in self.program.ops[i].args:
                 if self.program.ops[a].name == "const" and a not in env:

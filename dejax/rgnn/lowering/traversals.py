@@ -31,7 +31,6 @@ class _Call:
     operands: list[kernels.Operand]
     tables: list[jax.Array]
     reductions: tuple[kernels.Reduction, ...]
-    fused_sums: kernels.FusedSums | None
     compute: TileProgram
     side_by_side: Sequence[tuple[int, ...]]
     columns_of: Mapping[int, jax.Array]
@@ -51,7 +50,6 @@ class Traversals(Running):
     def _call(self, t: Traversal, env: dict[int, Any]) -> _Call:
         arrays, operands, tables, columns = self.loaded(t, env)
         side_by_side = self.side_by_side(t)
-        fused_sums = self.fused_sums(t.fused_sums, 0 if t.via is None else self.rows.count(t), env)
         reductions, without = self.reductions(t, arrays, operands, columns)
         # Elements of as many bits as those of the rows that they meet: threads have as many of each.
         reads_row_scaled = any(isinstance(a, kernels.RowScaled) for a in arrays)
@@ -61,7 +59,7 @@ class Traversals(Running):
         arrays += divided.values()
         operands += [kernels.Operand("late")] * len(divided)
         compute = TileProgram(self.program, t, side_by_side, self.row_scaled, numbers, without, stored_at)
-        return _Call(arrays, operands, tables, reductions, fused_sums, compute, side_by_side, columns_of)
+        return _Call(arrays, operands, tables, reductions, compute, side_by_side, columns_of)
 
     def _powers(
         self,
@@ -135,7 +133,6 @@ class Traversals(Running):
                 covers_all_entries=True,
             ),
             factored=True,
-            fused_sums=call.fused_sums,
             interpret=self.interpret,
         )
         found: Any
@@ -260,30 +257,6 @@ class Traversals(Running):
             operands.append(kernels.Operand(access, index, columns, o.part, when))
         return arrays, operands, tables, powers
 
-    def fused_sums(self, t: Traversal | None, rows: int, env: dict[int, Any]) -> kernels.FusedSums | None:
-        if t is None:
-            return None
-        assert t.via is not None
-        group = segments(self.graph, t.via)
-        arrays, operands, tables, powers = self.loaded(t, env)
-        used = without_factors(self.program, t, powers).used
-        for at, o in enumerate(t.operands):
-            if o.name in used:  # the traversal has no tiles to multiply by
-                arrays[at] = replace(arrays[at], columns=powers.pop(o.name)).decode()
-        reductions, _ = self.reductions(t, arrays, operands, powers)
-        body = TileProgram(self.program, t, []).body
-        return kernels.FusedSums(
-            body=lambda *tiles: body(*tiles)[0],
-            arrays=arrays,
-            operands=operands,
-            offsets=first_rows(group.offsets, rows + 1),
-            order=group.order,
-            num_entries=group.num_entries,
-            index_tables=tables,
-            reductions=reductions,
-            factored=True,
-        )
-
     def side_by_side(self, t: Traversal) -> list[tuple[int, ...]]:
         """The entry outputs of a traversal; those that go side by side into one array in one tuple.
 
@@ -306,7 +279,7 @@ class Traversals(Running):
         readers = [instance for instance in self.kernels.instances if value in instance.reads]
         traversals = [t for t in readers if isinstance(t, Traversal)]
         return len(traversals) == len(readers) and all(
-            o.access == "dense" and o.name == value for t in traversals for o in t.loaded if o.value == value
+            o.access == "dense" and o.name == value for t in traversals for o in t.operands if o.value == value
         )
 
     def is_count(self, operand: Operand) -> bool:

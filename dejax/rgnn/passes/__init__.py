@@ -25,7 +25,6 @@ from dejax.rgnn.passes.canonical.split_sums import split_sums
 from dejax.rgnn.passes.compact import compact
 from dejax.rgnn.passes.contract import contract
 from dejax.rgnn.passes.dce import dce
-from dejax.rgnn.passes.decompact import decompact
 from dejax.rgnn.passes.factor_weights import factor_weights
 from dejax.rgnn.passes.fallback import fallback
 from dejax.rgnn.passes.faults import left_out
@@ -91,11 +90,9 @@ AFTER_BACKWARD: tuple[tuple[str, Pass], ...] = (
     ("combine_node_products", combine_node_products),
     ("dce", dce),
 )
-# What runs in place of `AFTER_BACKWARD` where there are no gradients.
-INFERENCE: tuple[tuple[str, Pass], ...] = (("decompact", decompact), ("dce", dce), *AFTER_BACKWARD)
 # What `Options(disable=...)` takes. `backward` off: gradients by JAX's autodiff of the XLA lowering.
 PASSES = (
-    *dict.fromkeys(name for name, _ in (*OPTIMISE, *INFERENCE)),
+    *dict.fromkeys(name for name, _ in (*OPTIMISE, *AFTER_BACKWARD)),
     *("backward", "recompute", "gemm", "row_products", "traversal", "share_scalars", "fallback"),
     *("merge_weight_gradients", "storage"),
 )
@@ -194,7 +191,7 @@ def lower_to_kernels(
     With `inference`, the program is an optimised one of which there are no gradients, and its last passes run first.
     """
     if inference:
-        program = run_passes(program, INFERENCE, counts, disable, watch)
+        program = run_passes(program, AFTER_BACKWARD, counts, disable, watch)
     for left in _TAKEN_APART[:-1]:
         try:
             return _planned(

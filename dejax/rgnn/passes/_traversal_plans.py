@@ -27,7 +27,6 @@ class TraversalPlan:
       accumulators: the reductions.
       epilogue: operators on the reduced rows.
       stored: values of entries that the traversal writes.
-      alongside: sums over other entries of the same rows, fused with this traversal.
     """
 
     via: str | None
@@ -35,7 +34,6 @@ class TraversalPlan:
     accumulators: list[Accumulator] = field(default_factory=list)
     epilogue: list[int] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
-    alongside: TraversalPlan | None = None
 
     @property
     def roots(self) -> list[int]:
@@ -49,7 +47,7 @@ class TraversalPlan:
 
     @property
     def sums(self) -> set[int]:
-        return {a.out for a in self.accumulators} | (set() if self.alongside is None else self.alongside.sums)
+        return {a.out for a in self.accumulators}
 
     @property
     def results(self) -> set[int]:
@@ -148,8 +146,7 @@ class Fusion:
 
     def reads(self, traversal: TraversalPlan) -> list[int]:
         """The arrays that a traversal loads."""
-        found = [o.value for o in (*self.operands(traversal)[1], *self.epilogue_operands(traversal))]
-        return found if traversal.alongside is None else found + self.reads(traversal.alongside)
+        return [o.value for o in (*self.operands(traversal)[1], *self.epilogue_operands(traversal))]
 
     def narrows(self, value: int) -> bool:
         """Whether an operator sums rows to much narrower ones: an inner product."""

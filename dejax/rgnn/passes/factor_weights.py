@@ -12,7 +12,6 @@ from __future__ import annotations
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.ir.templates import takes_narrow_rows
-from dejax.rgnn.passes._distribute import distribute
 from dejax.rgnn.passes._rewrite import Counts, rebuild
 
 
@@ -47,4 +46,4 @@ def factor_weights(program: Program, counts: Counts) -> Program:
         total = builder.op("outer", new[rows], args[1], spec=str(sums), via=via, dtype=op.dtype)
         return builder.op("linear", total, new[weight], spec=str(weights), via="self")
 
-    return distribute(rebuild(program, visit, new), counts)
+    return rebuild(program, visit, new)

@@ -6,18 +6,14 @@
   Inner products that several traversals need are computed and stored once (`_share_scalars.py`,
   `_share_inner_products.py`).
 - Operators on the reduced rows become the epilogue of the traversal.
-- Sums over a node's source pairs and destination pairs are one instance (`_fuse_pair_sums.py`).
 - Traversals without a reduction compute rows of nodes that other traversals gather (`_node_maps.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dejax.rgnn.ir.inter import ROWWISE, VIAS, Op, Space
 from dejax.rgnn.ir.intra import Accumulator, Kernels, Term, Traversal
 from dejax.rgnn.ir.templates import can_weigh, refusal
-from dejax.rgnn.passes._fuse_pair_sums import fuse_pair_sums
 from dejax.rgnn.passes._node_maps import add_node_maps, skip_unreached_rows
 from dejax.rgnn.passes._rewrite import Counts, factors
 from dejax.rgnn.passes._share_inner_products import products_to_share, store_common_summands
@@ -71,7 +67,6 @@ def _plan(fusion: Fusion, share: bool, epilogues_first: bool) -> None:
 
 
 def _finished(fusion: Fusion) -> Kernels:
-    fuse_pair_sums(fusion)
     made = [_traversal(fusion, traversal) for traversal in fusion.traversals]
     return Kernels(fusion.program, (*fusion.kernels.instances, *made))
 
@@ -256,10 +251,6 @@ def _traversal(fusion: Fusion, traversal: TraversalPlan) -> Traversal:
     program = fusion.program
     body, operands = fusion.operands(traversal)
     operands = [*skip_unreached_rows(fusion, traversal, operands), *fusion.epilogue_operands(traversal)]
-    # The sums alongside go to the epilogue, and are not written themselves.
-    alongside = (
-        None if traversal.alongside is None else replace(_traversal(fusion, traversal.alongside), row_outputs=())
-    )
     produced = sorted(traversal.sums) + traversal.epilogue
     return Traversal(
         via=traversal.via,
@@ -270,7 +261,6 @@ def _traversal(fusion: Fusion, traversal: TraversalPlan) -> Traversal:
         epilogue=tuple(traversal.epilogue),
         entry_outputs=tuple(traversal.stored),
         row_outputs=tuple(v for v in produced if v in program.outputs or _read_outside(fusion, v, traversal)),
-        fused_sums=alongside,
     )
 
 

@@ -248,10 +248,10 @@ def storage(
         if isinstance(t, Traversal):
             names = _in_inner_products(kernels, t)
             rounded |= names
-            elsewhere |= {o.name for o in t.loaded} - names
+            elsewhere |= {o.name for o in t.operands} - names
     rounded -= elsewhere
     if counts is not None:
-        traversals = [each for t in kernels.instances if isinstance(t, Traversal) for each in t.with_fused]
+        traversals = [t for t in kernels.instances if isinstance(t, Traversal)]
         many = [t for t in traversals if t.via is not None and counts.rows(t.space) >= _MANY_ENTRIES]
         rounded.update(*(_vectors_of_sums(kernels, t) for t in many))
     return Kernels(kernels.program, kernels.instances, frozenset(found), frozenset(rounded))

@@ -89,16 +89,6 @@ def test_reductions_wait_for_their_longest_segment() -> None:
             assert 3e-6 < cost.seconds < 20e-6
 
 
-def test_operators_of_fused_reductions_count() -> None:
-    task = task_of("rgat", MANY)
-    _, _, backward = execute.training_tasks(task, execute.differentiable_positions(task))
-    kernels = execute.inference_kernels(backward)
-    ((number, loop),) = ((n, t) for n, t in enumerate(kernels.instances) if isinstance(t, Traversal) and t.fused_sums)
-    body = lambda t: MANY.rows(t.space) * sum(kernels.program.ops[i].width for i in t.body)  # noqa: E731
-    assert body(loop.fused_sums) > 0
-    assert CostModel(kernels, MANY).costs()[number].flops == body(loop) + body(loop.fused_sums)
-
-
 def test_gradients_of_shared_weights_read_their_rows_once() -> None:
     """GraphSAGE's: two weights and a bias meet the rows of one gradient."""
     params = {"neighbour": jnp.zeros((64, 64)), "root": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}
