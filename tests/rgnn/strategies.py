@@ -213,8 +213,9 @@ def check_tables(graph: RelGraph, edges: EdgeList, *, exact: bool, chunk: int = 
     if all(len(found) <= 1 for found in of_type) and (exact or edges.num_node_types == 1):
         assert graph.edge_type_by_source is not None
         source_types = [next(iter(found), 0) for found in of_type]
+        ordered = edges.num_node_types == 1
         check_segments(
-            graph.edge_type_by_source, source_types, edges.num_node_types, exact=exact, chunk=chunk, ordered=not exact
+            graph.edge_type_by_source, source_types, edges.num_node_types, exact=exact, chunk=chunk, ordered=ordered
         )
     else:
         assert graph.edge_type_by_source is None

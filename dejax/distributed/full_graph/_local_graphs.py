@@ -111,7 +111,8 @@ def _by_source(source_types: np.ndarray | None, spec: GraphSpec) -> Segments | N
         return None
     order = np.argsort(source_types, kind="stable").astype(np.int32)
     offsets = np.searchsorted(source_types[order], np.arange(spec.num_node_types + 1)).astype(np.int32)
-    return make_segments(source_types.astype(np.int32), order, offsets, long_segment_chunk=spec.long_segment_chunk)
+    by_source = {"by_source": (source_types.astype(np.int32), order, offsets)}
+    return make_segments(by_source, long_segment_chunk=spec.long_segment_chunk)["by_source"]
 
 
 def _regrouped(tables: Mapping[str, Any], sizes: Sizes, spec: GraphSpec) -> dict[str, Segments]:
@@ -127,7 +128,4 @@ def _regrouped(tables: Mapping[str, Any], sizes: Sizes, spec: GraphSpec) -> dict
         arrays[by_node] = extended(index, size, spec.num_nodes), np.concatenate([order, extra]), offsets
         index, order, offsets = arrays[by_type]
         arrays[by_type] = extended(index, size, spec.all_edge_types), order, offsets
-    return {
-        name: make_segments(*some, long_segment_chunk=spec.long_segment_chunk, typed=name in _TYPED)
-        for name, some in arrays.items()
-    }
+    return make_segments(arrays, long_segment_chunk=spec.long_segment_chunk, typed=_TYPED)

@@ -1,135 +1,25 @@
-"""The numpy builder of `RelGraph`: every table of a full graph, made once on the host.
+"""The tables of a `RelGraph`, made from its edges: one description, which numpy or XLA carries out.
 
-No step loops over edges or types in Python, and none makes a nodes-by-types table.
+The operations come from `sorting` (numpy, on the host, once for a graph: tables have their exact sizes) or from
+`sorting_traced` (inside `jax.jit`). Inside jit sizes are static bounds that follow from the lengths of the arrays: as
+many pairs as edges, `edges // (chunk + 1)` long segments, `entries // block + types` tiles. Unused entries point one
+past the end and stand in no segment, so that kernels, which walk segments, never meet them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax import Array
 
-from dejax.rgnn.graphs.segments import Segments, make_segments
-from dejax.rgnn.graphs.sorting import expand, offsets_of, offsets_of_sorted, runs_of, stable_argsort
+from dejax.rgnn.graphs import sorting, sorting_traced
+from dejax.rgnn.graphs.segments import Grouping, Segments, bounded_segments, make_segments
 from dejax.rgnn.graphs.spec import Edges, GraphSpec, add_relations
-
-
-def _padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
-    """`values` as int32, followed by `fill` up to `size` elements."""
-    if values.shape[0] == size:
-        return values.astype(np.int32, copy=False)
-    out = np.full(size, fill, np.int32)
-    out[: values.shape[0]] = values
-    return out
-
-
-def _padded_order(order: np.ndarray, size: int) -> np.ndarray:
-    """`order` of the valid elements, followed by the padding elements up to `size`."""
-    if order.shape[0] == size:
-        return order
-    return np.concatenate([order, np.arange(order.shape[0], size, dtype=np.int32)])
-
-
-@dataclass(frozen=True, slots=True)
-class _EndTables:
-    """The groupings by one end of the edges, sender or receiver."""
-
-    edges_by_node: Segments
-    edges_by_pair: Segments
-    pairs_by_node: Segments
-    pairs_by_type: Segments
-
-
-def _end_tables(node: np.ndarray, edge_type: np.ndarray, order: np.ndarray | None, spec: GraphSpec) -> _EndTables:
-    """Groups canonical edges by node and by unique (edge type, node) pair.
-
-    Args:
-        node: int32[edges], one end of each edge; `num_nodes` for padding edges, which come last.
-        edge_type: int32[valid edges], ascending.
-        order: int32[valid edges], sorts them by type and node; None where they are sorted.
-        spec: counts.
-    """
-    num_nodes, num_edge_types = spec.num_nodes, spec.all_edge_types
-    size, valid = node.shape[0], edge_type.shape[0]
-    sorted_node = node[:valid] if order is None else node[order]
-    run, starts = runs_of(edge_type, sorted_node)  # `order` keeps edges sorted by type
-    index = run
-    if order is not None:
-        index = np.empty(valid, np.int32)
-        index[order] = run
-    num_pairs = starts.shape[0]
-    offsets = np.append(starts, np.int32(valid)).astype(np.int32)
-    pair_node, pair_type = sorted_node[starts], edge_type[starts]
-    pair_order = stable_argsort([pair_node], [num_nodes])
-    pair_offsets = offsets_of(pair_node, num_nodes)
-    # Within a node, pairs and canonical edges both ascend by type, so joining the edges of its pairs gives its edges.
-    # This saves a second sort of all edges.
-    edges_by_node, begins = expand(pair_order, offsets)
-    if order is not None:
-        edges_by_node = order[edges_by_node]
-    make = partial(make_segments, long_segment_chunk=spec.long_segment_chunk)
-    return _EndTables(
-        edges_by_node=make(node, _padded_order(edges_by_node, size), begins[pair_offsets]),
-        edges_by_pair=make(
-            _padded(index, size, num_pairs), None if order is None else _padded_order(order, size), offsets
-        ),
-        pairs_by_node=make(pair_node, pair_order, pair_offsets),
-        pairs_by_type=make(pair_type, None, offsets_of_sorted(pair_type, num_edge_types), typed=True),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Canonical:
-    """The edges in canonical order.
-
-    Attributes:
-        senders: int32[edges], `num_nodes` for padding edges.
-        receivers: int32[edges], `num_nodes` for padding edges.
-        edge_ids: int32[edges], the user's edge at each position; padding edges last.
-        types: int32[valid edges], ascending.
-    """
-
-    senders: np.ndarray
-    receivers: np.ndarray
-    edge_ids: np.ndarray
-    types: np.ndarray
-
-
-def _canonical(edges: Edges, spec: GraphSpec) -> _Canonical:
-    """Sorts the valid edges by (type, receiver, sender); padding edges follow in the user's order."""
-    keys = [edges.edge_type, edges.receivers, edges.senders]
-    bounds = [spec.all_edge_types, spec.num_nodes, spec.num_nodes]
-    if edges.mask is None:
-        edge_ids = order = stable_argsort(keys, bounds)
-        edge_type = edges.edge_type
-    else:
-        valid_ids = np.flatnonzero(edges.mask).astype(np.int32)
-        order = valid_ids[stable_argsort([key[valid_ids] for key in keys], bounds)]
-        edge_ids = np.concatenate([order, np.flatnonzero(~edges.mask).astype(np.int32)])
-        edge_type = edges.edge_type[order]
-    senders, receivers = edges.senders[edge_ids], edges.receivers[edge_ids]
-    senders[order.shape[0] :] = receivers[order.shape[0] :] = spec.num_nodes
-    counts = np.bincount(edge_type, minlength=spec.all_edge_types)
-    return _Canonical(senders, receivers, edge_ids, np.repeat(np.arange(spec.all_edge_types, dtype=np.int32), counts))
-
-
-def _node_types(node_type: np.ndarray | None, node_mask: np.ndarray | None, spec: GraphSpec) -> np.ndarray:
-    """int32[nodes]: the type of each node; `num_node_types` for padding nodes."""
-    # A copy: jax may alias a numpy array on the CPU, and this one is the caller's.
-    types = np.zeros(spec.num_nodes, np.int32) if node_type is None else node_type.astype(np.int32, copy=True)
-    if node_mask is not None:
-        types[~node_mask] = spec.num_node_types
-    return types
-
-
-def _by_node_type(node_type: np.ndarray, spec: GraphSpec) -> Segments:
-    """Nodes grouped by type."""
-    is_sorted = bool((node_type[1:] >= node_type[:-1]).all())
-    order = None if is_sorted else stable_argsort([node_type], [spec.num_node_types + 1])
-    offsets = offsets_of(node_type, spec.num_node_types)
-    return make_segments(node_type, order, offsets, long_segment_chunk=spec.long_segment_chunk, typed=True)
 
 
 def build(edges: Edges, node_type: np.ndarray | None, node_mask: np.ndarray | None, spec: GraphSpec) -> dict[str, Any]:
@@ -144,57 +34,276 @@ def build(edges: Edges, node_type: np.ndarray | None, node_mask: np.ndarray | No
     edges = add_relations(np, edges, node_mask, spec)
     if edges.mask is not None and edges.mask.all():
         edges = edges._replace(mask=None)
-    if node_mask is not None and node_mask.all():
-        node_mask = None
-    canonical = _canonical(edges, spec)
-    num_edges, types = canonical.edge_ids.shape[0], canonical.types
-    edge_positions = np.empty(num_edges, np.int32)
-    edge_positions[canonical.edge_ids] = np.arange(num_edges, dtype=np.int32)
-    edge_type = _padded(types, num_edges, spec.all_edge_types)
-    by_source = stable_argsort([types, canonical.senders[: types.shape[0]]], [spec.all_edge_types, spec.num_nodes])
-    source = _end_tables(canonical.senders, types, by_source, spec)
-    destination = _end_tables(canonical.receivers, types, None, spec)
-    node_type = _node_types(node_type, node_mask, spec)
-    type_offsets = offsets_of_sorted(types, spec.all_edge_types)
+    # Copies: jax may alias a numpy array on the CPU, and these are the caller's.
+    types = np.zeros(spec.num_nodes, np.int32) if node_type is None else node_type.astype(np.int32, copy=True)
+    if node_mask is not None:
+        types[~node_mask] = spec.num_node_types
+        node_mask = None if node_mask.all() else node_mask.copy()
+    found = _tables(sorting, edges, types, spec, nodes_sorted=False)
+    mask = None if edges.mask is None else found["edge_type"] < spec.all_edge_types
+    return {**found, "node_mask": node_mask, "edge_mask": mask}
+
+
+@partial(jax.jit, static_argnames=("spec", "nodes_sorted"))
+def build_traced(
+    edges: Edges, node_type: Array | None, node_mask: Array | None, spec: GraphSpec, nodes_sorted: bool
+) -> dict[str, Any]:
+    """The fields of a `RelGraph` that are arrays, in the sizes of their static bounds.
+
+    Args:
+        edges: int32[edges] each, of checked shapes; the mask is bool[edges] or None.
+        node_type: int32[nodes]; None: all 0.
+        node_mask: bool[nodes], False for padding nodes; None where there is none.
+        spec: counts, names and additions.
+        nodes_sorted: whether nodes are known to be sorted by type.
+    """
+    xp = sorting_traced.xp
+    # Values cannot be checked inside jit, but a read out of bounds must not follow from them: edges and nodes with ids
+    # or types out of range are padding.
+    valid = (edges.edge_type >= 0) & (edges.edge_type < spec.num_edge_types)
+    for ends in (edges.senders, edges.receivers):
+        valid &= (ends >= 0) & (ends < spec.num_nodes)
+        if node_mask is not None and spec.num_nodes:
+            valid &= node_mask[ends]
+    if node_type is None:
+        node_type = xp.zeros(spec.num_nodes, xp.int32)
+    node_valid = (node_type >= 0) & (node_type < spec.num_node_types)
+    if node_mask is not None:
+        node_valid &= node_mask
+    edges = edges._replace(mask=valid if edges.mask is None else edges.mask & valid)
+    edges = add_relations(xp, edges, node_mask, spec)
+    types = xp.where(node_valid, node_type, spec.num_node_types)
+    found = _tables(sorting_traced, edges, types, spec, nodes_sorted)
+    return {**found, "node_mask": node_mask, "edge_mask": found["edge_type"] < spec.all_edge_types}
+
+
+def _tables(ops: ModuleType, edges: Edges, node_type: Any, spec: GraphSpec, nodes_sorted: bool) -> dict[str, Any]:
+    """The fields of a `RelGraph` without its masks.
+
+    Args:
+        ops: `sorting` or `sorting_traced`.
+        edges: added edges included.
+        node_type: int32[nodes]; `num_node_types` for padding nodes.
+        spec: counts, names and additions.
+        nodes_sorted: whether nodes are known to be sorted by type.
+    """
+    canonical = _canonical(ops, edges, spec)
+    by_node_type = _by_node_type(ops, node_type, spec, ops.known_ascending(node_type, nodes_sorted))
     return {
         "senders": canonical.senders,
         "receivers": canonical.receivers,
-        "edge_type": edge_type,
+        "edge_type": canonical.edge_type,
         "edge_ids": canonical.edge_ids,
-        "edge_positions": edge_positions,
+        "edge_positions": canonical.edge_positions,
         "node_type": node_type,
-        "node_mask": None if node_mask is None else node_mask.copy(),
-        "edge_mask": None if edges.mask is None else np.arange(num_edges) < types.shape[0],
-        "by_sender": source.edges_by_node,
-        "by_receiver": destination.edges_by_node,
-        "by_source_pair": source.edges_by_pair,
-        "by_destination_pair": destination.edges_by_pair,
-        "by_edge_type": make_segments(
-            edge_type, None, type_offsets, long_segment_chunk=spec.long_segment_chunk, typed=True
-        ),
-        "source_pair_by_node": source.pairs_by_node,
-        "destination_pair_by_node": destination.pairs_by_node,
-        "source_pair_by_type": source.pairs_by_type,
-        "destination_pair_by_type": destination.pairs_by_type,
-        "by_node_type": _by_node_type(node_type, spec),
-        "edge_type_by_source": _edge_type_by_source(node_type, source.pairs_by_node, source.pairs_by_type, spec),
+        **_segments(ops, canonical, by_node_type, spec),
     }
 
 
-def _edge_type_by_source(
-    node_type: np.ndarray, pairs_by_node: Segments, pairs_by_type: Segments, spec: GraphSpec
-) -> Segments | None:
-    """Edge types grouped by the node type of their sources; None where one has sources of several node types."""
-    found = np.zeros(spec.all_edge_types, np.int32)  # type 0 for edge types without edges
-    if spec.num_node_types > 1:
-        offsets = pairs_by_type.offsets
-        some = np.flatnonzero(offsets[1:] > offsets[:-1])
-        of_pair = node_type[pairs_by_node.index]
-        if some.size:
-            found[some] = np.minimum.reduceat(of_pair, offsets[some])
-            if (np.maximum.reduceat(of_pair, offsets[some]) != found[some]).any():
-                return None
-    order = stable_argsort([found], [max(spec.num_node_types, 1)])
-    return make_segments(
-        found, order, offsets_of(found, spec.num_node_types), long_segment_chunk=spec.long_segment_chunk
+class _Sorted(NamedTuple):
+    """Edges sorted by one of their ends, and by type where that is equal.
+
+    Attributes:
+        order: int32[edges], canonical positions in that order.
+        node: int32[edges], the end by which edges are sorted, in that order.
+        edge_type: int32[edges], the types in that order.
+    """
+
+    order: Any
+    node: Any
+    edge_type: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Canonical:
+    """The edges in canonical order, and the other orders in which they are grouped.
+
+    Attributes:
+        senders: int32[edges], canonical, `num_nodes` for padding edges; so are the next two, with their bounds.
+        receivers: int32[edges].
+        edge_type: int32[edges].
+        edge_ids: int32[edges], the user's edge at each canonical position.
+        edge_positions: int32[edges], the inverse.
+        source_order: canonical positions sorted by (type, sender, receiver).
+        by_receiver: edges sorted by (receiver, type, sender); None where the order follows from that of pairs.
+        by_sender: edges sorted by (sender, type, receiver), or None.
+    """
+
+    senders: Any
+    receivers: Any
+    edge_type: Any
+    edge_ids: Any
+    edge_positions: Any
+    source_order: Any
+    by_receiver: _Sorted | None = None
+    by_sender: _Sorted | None = None
+
+
+def _canonical(ops: ModuleType, edges: Edges, spec: GraphSpec) -> _Canonical:
+    """Sorts the edges; padding edges come last, in the user's order.
+
+    In exact sizes edges are sorted twice, by (type, receiver, sender) and by (type, sender): the orders by node follow
+    from those of pairs, of which there are fewer than edges. Under static bounds there are as many pairs as edges. Then
+    each order is a sort of another one by a single short key, which XLA does by radix.
+    """
+    node_bound, type_bound = spec.num_nodes + 1, spec.all_edge_types + 1
+    senders, receivers, edge_type, mask = edges
+    if mask is not None:
+        senders = ops.xp.where(mask, senders, np.int32(spec.num_nodes))
+        receivers = ops.xp.where(mask, receivers, np.int32(spec.num_nodes))
+        edge_type = ops.xp.where(mask, edge_type, np.int32(spec.all_edge_types))
+    if ops.EXACT:
+        bounds = (type_bound, node_bound, node_bound)
+        (edge_type,), edge_ids = ops.stable_sort((edge_type, receivers, senders), bounds, wanted=1)
+        senders, receivers = ops.take(senders, edge_ids), ops.take(receivers, edge_ids)
+        source_order = ops.stable_argsort((edge_type, senders), (type_bound, node_bound))
+        return _Canonical(senders, receivers, edge_type, edge_ids, ops.inverse(edge_ids), source_order)
+    bounds = (node_bound, type_bound, node_bound)
+    (receiver_there, type_there), ids = ops.stable_sort((receivers, edge_type, senders), bounds, wanted=2)
+    edge_type, edge_ids = ops.sort_pairs(type_there, type_bound, ids)
+    edge_type = edge_type.astype(np.int32)
+    senders, receivers = ops.take(senders, edge_ids), ops.take(receivers, edge_ids)
+    edge_positions = ops.inverse(edge_ids)
+    by_receiver = _Sorted(ops.take(edge_positions, ids), receiver_there, type_there)
+    sender_there, sender_order = ops.sort_pairs(senders, node_bound)
+    by_sender = _Sorted(sender_order, sender_there, ops.take(edge_type, sender_order))
+    _, source_order = ops.sort_pairs(by_sender.edge_type, type_bound, sender_order)
+    return _Canonical(senders, receivers, edge_type, edge_ids, edge_positions, source_order, by_receiver, by_sender)
+
+
+def _by_node_type(ops: ModuleType, node_type: Any, spec: GraphSpec, is_sorted: bool) -> Grouping:
+    order, sorted_type = None, node_type
+    if not is_sorted:
+        sorted_type, order = ops.sort_pairs(node_type, spec.num_node_types + 1)
+    return node_type, order, ops.row_offsets(sorted_type.astype(np.int32), spec.num_node_types)
+
+
+def _segments(
+    ops: ModuleType, edges: _Canonical, by_node_type: Grouping, spec: GraphSpec
+) -> dict[str, Segments | None]:
+    """The groupings with their tables."""
+    type_offsets = ops.row_offsets(edges.edge_type, spec.all_edge_types)
+    ends = partial(_end_groupings, ops, edge_type=edges.edge_type, type_offsets=type_offsets, spec=spec)
+    source = ends(edges.senders, order=edges.source_order, by_node=edges.by_sender)
+    destination = ends(edges.receivers, order=None, by_node=edges.by_receiver)
+    # Tables that different passes over a graph read are made apart: those of forward, of backward, of pairs.
+    make = partial(make_segments if ops.EXACT else bounded_segments, long_segment_chunk=spec.long_segment_chunk)
+    by_edge_type = (edges.edge_type, None, type_offsets)
+    tables: dict[str, Segments | None] = {
+        **make(
+            {"by_receiver": destination.edges_by_node, "by_edge_type": by_edge_type, "by_node_type": by_node_type},
+            typed=("by_edge_type", "by_node_type"),
+        ),
+        **make({"by_sender": source.edges_by_node}),
+        **make(
+            {
+                "by_source_pair": source.edges_by_pair,
+                "source_pair_by_node": source.pairs_by_node,
+                "source_pair_by_type": source.pairs_by_type,
+                "by_destination_pair": destination.edges_by_pair,
+                "destination_pair_by_node": destination.pairs_by_node,
+                "destination_pair_by_type": destination.pairs_by_type,
+            },
+            typed=("source_pair_by_type", "destination_pair_by_type"),
+        ),
+        "edge_type_by_source": None,
+    }
+    by_source = _edge_type_by_source(ops, by_node_type[0], source, spec)
+    return tables if by_source is None else tables | make({"edge_type_by_source": by_source})
+
+
+class _EndGroupings(NamedTuple):
+    """The groupings by one end of the edges, sender or receiver, and by pair of that end and the type."""
+
+    edges_by_node: Grouping
+    edges_by_pair: Grouping
+    pairs_by_node: Grouping
+    pairs_by_type: Grouping
+
+
+def _end_groupings(
+    ops: ModuleType,
+    node: Any,
+    *,
+    order: Any,
+    by_node: _Sorted | None,
+    edge_type: Any,
+    type_offsets: Any,
+    spec: GraphSpec,
+) -> _EndGroupings:
+    """Groups canonical edges by one of their ends.
+
+    Unused pairs have the node `num_nodes`, the type `all_edge_types` and no edges.
+
+    Args:
+        ops: `sorting` or `sorting_traced`.
+        node: int32[edges], that end of each edge; `num_nodes` for padding edges.
+        order: int32[edges], sorts the edges by type and node; None where they are sorted so.
+        by_node: the edges sorted by node; None where the order follows from that of the pairs.
+        edge_type: int32[edges], the types of the edges, ascending.
+        type_offsets: where the edges of each type begin.
+        spec: counts.
+    """
+    xp, size = ops.xp, node.shape[0]
+    position = xp.arange(size, dtype=np.int32)
+    num_valid = type_offsets[-1]
+    valid = position < num_valid
+    sorted_node = node if order is None else ops.take(node, order)
+    begins = ops.begins_run(edge_type, sorted_node)
+    if by_node is None:
+        before = ops.count_before(begins)
+    else:  # The sums of both orders are made together, as six kernels.
+        before, before_by_node = ops.count_before(xp.stack([begins, ops.begins_run(by_node.edge_type, by_node.node)]))
+    num_pairs = ops.rows_of(before[num_valid], size)
+    pair = xp.where(valid, before[1:] - 1, np.int32(num_pairs))
+    index = pair if order is None else ops.put(xp.zeros_like(pair), order, pair, unique=True)
+    offsets = ops.put_where(
+        xp.full(num_pairs + 1, num_valid, np.int32), (before[1:] > before[:-1]) & valid, pair, position
     )
+    # An unused pair begins at a padding edge, which has the right node and type, or past the end.
+    pair_node = ops.take_or(sorted_node, offsets[:-1], spec.num_nodes)
+    pair_type = ops.take_or(edge_type, offsets[:-1], spec.all_edge_types)
+    # Within a node, edges and pairs both ascend by type: each of the orders by node gives the other one.
+    if by_node is None:
+        pair_order = ops.stable_argsort([pair_node], [spec.num_nodes])
+        pair_offsets = ops.offsets_of(pair_node, spec.num_nodes)
+        node_order, begins = ops.expand(pair_order, offsets, size)
+        if order is not None:
+            node_order = ops.take(order, node_order)
+        node_offsets = ops.take(begins, pair_offsets)
+    else:
+        node_order = by_node.order
+        node_offsets = ops.row_offsets(by_node.node.astype(np.int32), spec.num_nodes)
+        first = (before_by_node[1:] > before_by_node[:-1]) & valid
+        number = xp.arange(num_pairs, dtype=np.int32)
+        pair_order = ops.put_where(number, first, before_by_node[:-1], ops.take(index, node_order))
+        pair_offsets = ops.take(before_by_node, node_offsets)
+    return _EndGroupings(
+        edges_by_node=(node, node_order, node_offsets),
+        edges_by_pair=(index, order, offsets),
+        pairs_by_node=(pair_node, pair_order, pair_offsets),
+        pairs_by_type=(pair_type, None, ops.take(before, type_offsets)),
+    )
+
+
+def _edge_type_by_source(ops: ModuleType, node_type: Any, source: _EndGroupings, spec: GraphSpec) -> Grouping | None:
+    """Edge types grouped by the node type of their sources.
+
+    None where an edge type has sources of several node types, and under static bounds, where it is unknown whether one
+    has, unless there is a single node type.
+    """
+    if spec.num_node_types <= 1:
+        offsets = ops.xp.array([0, spec.all_edge_types][: spec.num_node_types + 1], np.int32)
+        return ops.xp.zeros(spec.all_edge_types, np.int32), None, offsets
+    if not ops.EXACT:
+        return None
+    (pair_node, _, _), (_, _, offsets) = source.pairs_by_node, source.pairs_by_type
+    found = np.zeros(spec.all_edge_types, np.int32)  # type 0 for edge types without edges
+    some = np.flatnonzero(offsets[1:] > offsets[:-1])
+    if some.size:
+        of_pair = node_type[pair_node]
+        found[some] = np.minimum.reduceat(of_pair, offsets[some])
+        if (np.maximum.reduceat(of_pair, offsets[some]) != found[some]).any():
+            return None
+    sorted_types, order = ops.sort_pairs(found, spec.num_node_types)
+    return found, order, ops.row_offsets(sorted_types, spec.num_node_types)

@@ -18,7 +18,7 @@ from jax import Array
 
 from dejax.rgnn.graphs.packed import packed_tiles
 from dejax.rgnn.graphs.rel_graph import RelGraph
-from dejax.rgnn.graphs.segments import Segments, bounded_segments, make_segments
+from dejax.rgnn.graphs.segments import Grouping, Segments, bounded_segments, make_segments
 from dejax.rgnn.graphs.slots import Places, SlotSpec, first_groups_of, first_of_nodes_of, places_of
 from dejax.rgnn.graphs.sorting_traced import (
     begins_run,
@@ -68,9 +68,9 @@ def graphs_of_slots(many: Sequence[tuple[Sequence[Array], Array, SlotSpec]]) -> 
     """
     edges = [_receiver_side(senders, spec) for senders, _, spec in many]
     sources = [_source_side(own, spec) for own, (_, _, spec) in zip(edges, many, strict=True)]
-    groupings: dict[tuple[int, str], _Grouping] = {}
-    typed: dict[tuple[int, str], _Grouping] = {}
-    by_sender: dict[tuple[int, str], _Grouping] = {}
+    groupings: dict[tuple[int, str], Grouping] = {}
+    typed: dict[tuple[int, str], Grouping] = {}
+    by_sender: dict[tuple[int, str], Grouping] = {}
     for n, (own, source) in enumerate(zip(edges, sources, strict=True)):
         groupings[n, "by_source_pair"] = source.pop("by_source_pair")
         by_sender[n, "by_sender"] = source.pop("by_sender")
@@ -96,7 +96,7 @@ def _graph(edges: _Edges, tables: dict[str, Any], node_mask: Array, spec: SlotSp
     by_type = np.array(spec.source_types, np.int32)
     order = np.argsort(by_type, kind="stable").astype(np.int32)
     bounds = np.searchsorted(by_type[order], np.arange(len(names) + 1)).astype(np.int32)
-    by_source = make_segments(by_type, order, bounds, long_segment_chunk=spec.long_segment_chunk)
+    of_types = make_segments({"by_source": (by_type, order, bounds)}, long_segment_chunk=spec.long_segment_chunk)
     node_type, by_node_type = _by_node_type(spec, spec.num_nodes)
     of_destinations = None if spec.num_destinations is None else _by_node_type(spec, spec.num_destinations)[1]
     graph_spec = GraphSpec(
@@ -114,15 +114,11 @@ def _graph(edges: _Edges, tables: dict[str, Any], node_mask: Array, spec: SlotSp
         "node_type": node_type,
         "by_node_type": by_node_type,
         "destinations_by_type": of_destinations,
-        "edge_type_by_source": by_source,
+        "edge_type_by_source": of_types["by_source"],
         "node_mask": node_mask,
         "edge_mask": edges.columns["edge_type"] < len(spec.edge_type_names),
     }
     return RelGraph._made(jax.tree.map(jnp.asarray, fields), graph_spec)
-
-
-_Grouping = tuple[Array, Array | None, Array]
-"""Index, order and offsets of a `Segments`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +136,7 @@ class _Edges:
     columns: dict[str, Array]
     type_offsets: Array
     tables: dict[str, Segments]
-    typed: dict[str, _Grouping]
+    typed: dict[str, Grouping]
     slots: Array
 
 
@@ -290,7 +286,7 @@ def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _Edges:
     }
     first_groups = first_groups_of(spec)
     type_offsets = take(start, first_groups)
-    typed: dict[str, _Grouping] = {
+    typed: dict[str, Grouping] = {
         "by_edge_type": (columns["edge_type"], None, type_offsets),
         "destination_pair_by_type": (pair_type, None, take(pair, first_groups)),
     }

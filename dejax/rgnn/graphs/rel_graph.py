@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from dejax._pytrees import pytree
-from dejax.rgnn.graphs import build, build_traced, checks
+from dejax.rgnn.graphs import build, checks
 from dejax.rgnn.graphs.loop_tables import on_device, with_loop_tables
 from dejax.rgnn.graphs.packed import PackedTables
 from dejax.rgnn.graphs.relations import join_bipartite, join_relations
@@ -355,7 +355,7 @@ class RelGraph:
             node_type = checks.check_size(checks.as_traced_ids(node_type, "node_type"), num_nodes)
         edges = edges._replace(mask=checks.as_traced_mask(edge_mask, num_valid_edges, "edge", num_edges))
         node_mask = checks.as_traced_mask(node_mask, num_valid_nodes, "node", num_nodes)
-        return cls._made(build_traced.build(edges, node_type, node_mask, spec, nodes_sorted), spec)
+        return cls._made(build.build_traced(edges, node_type, node_mask, spec, nodes_sorted), spec)
 
     @classmethod
     def from_bipartite(
@@ -430,7 +430,7 @@ class RelGraph:
         if bounded:
             nodes_sorted = (node_type is None and node_mask is None) or spec.node_type_counts is not None
             with jax.ensure_compile_time_eval():
-                return cls._made(build_traced.build(edges, node_type, node_mask, spec, nodes_sorted), spec)
+                return cls._made(build.build_traced(edges, node_type, node_mask, spec, nodes_sorted), spec)
         graph = cls._made(build.build(edges, node_type, node_mask, spec), spec)
         return graph.with_loop_tables(spec.long_segment_chunk) if jax.default_backend() == "gpu" else on_device(graph)
 

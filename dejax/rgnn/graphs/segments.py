@@ -30,6 +30,8 @@ from dejax.rgnn.graphs.tables import (
 
 _STATIC: dict[str, Any] = {"static": True}
 Key = TypeVar("Key", bound=Hashable)
+Grouping = tuple[Any, Any, Any]
+"""Index, order (or None) and offsets of a `Segments`."""
 # The maximum number of positions of a split in `near_splits`. There must be several times as many splits as programs
 # that run at once: RGCN's weight gradient on 12.7 M pairs took 1.29 ms by type, 1.10 ms with 2,048, 1.18 ms with 1,024.
 _NEAR_SPLIT = 2048
@@ -126,24 +128,35 @@ def near_split_table(offsets: np.ndarray, num_entries: int) -> SplitTable:
     return split_table(offsets, num_entries, _NEAR_SPLIT)
 
 
-def make_segments(index: Any, order: Any, offsets: Any, *, long_segment_chunk: int, typed: bool = False) -> Segments:
-    """A `Segments` of numpy arrays with its long segments and, where its rows are types (`typed`), its tiles."""
-    num_entries = index.shape[0]
-    chunk = chunk_of(long_segment_chunk, num_entries, typed)
-    return Segments(
-        index=index,
-        order=order,
-        offsets=offsets,
-        long_segments=long_segment_table(offsets, chunk, num_entries),
-        tiles=tuple(tile_table(offsets, block, num_entries) for block in TILE_BLOCKS) if typed else (),
-        splits=split_table(offsets, num_entries) if typed else None,
-        num_rows=offsets.shape[0] - 1,
-        num_entries=num_entries,
-    )
+def make_segments(
+    groupings: Mapping[Key, Grouping], *, long_segment_chunk: int, typed: Collection[Key] = ()
+) -> dict[Key, Segments]:
+    """Groupings of numpy arrays with their long segments and, where their rows are types, their tiles and splits.
+
+    Args:
+        groupings: index, order (or None) and offsets of each grouping.
+        long_segment_chunk: the maximum number of entries of a chunk.
+        typed: the groupings whose rows are types.
+    """
+    found = {}
+    for name, (index, order, offsets) in groupings.items():
+        entries, rows_are_types = index.shape[0], name in typed
+        chunk = chunk_of(long_segment_chunk, entries, rows_are_types)
+        found[name] = Segments(
+            index=index,
+            order=order,
+            offsets=offsets,
+            long_segments=long_segment_table(offsets, chunk, entries),
+            tiles=tuple(tile_table(offsets, block, entries) for block in TILE_BLOCKS) if rows_are_types else (),
+            splits=split_table(offsets, entries) if rows_are_types else None,
+            num_rows=offsets.shape[0] - 1,
+            num_entries=entries,
+        )
+    return found
 
 
 def bounded_segments(
-    groupings: Mapping[Key, tuple[Array, Array | None, Array]],
+    groupings: Mapping[Key, Grouping],
     *,
     long_segment_chunk: int,
     typed: Collection[Key] = (),

@@ -1,6 +1,6 @@
-"""Sorting and grouping of many small integers inside `jax.jit`.
+"""Sorting and grouping of many small integers inside `jax.jit`: the operations of `build` in static sizes.
 
-Operators are chosen for what XLA does fast on a GPU:
+`sorting` has the same operations for numpy, in exact sizes. Operators are chosen for what XLA does fast on a GPU:
 - A sort of one unsigned key with one value is a radix sort, with one pass per byte of the key. Several keys, or signed
   keys of 8 or 16 bits, are sorted by comparisons.
 - A cumulative sum is a few kernels.
@@ -18,6 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+xp = jnp
+EXACT = False
+"""Whether tables have the sizes of this graph, not the largest that arrays of its sizes allow."""
+
 _WORD = 1 << 32
 _READ = jax.lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0,), start_index_map=(0,))
 _WRITE = jax.lax.ScatterDimensionNumbers(
@@ -25,15 +29,32 @@ _WRITE = jax.lax.ScatterDimensionNumbers(
 )
 
 
+def rows_of(count: Any, most: int) -> int:
+    """How many rows a table has of which `count` are used, `most` at most: `most`."""
+    return most
+
+
+def known_ascending(values: Array, known: bool) -> bool:
+    """Whether `values` are known to ascend."""
+    return known
+
+
 def take(values: Any, index: Any) -> Array:
     """`values[index]` of one axis, for an index in range: without the operations that wrap negative numbers.
 
     These are two thirds of the operations of a graph's tables, and jax takes longer to trace them than the rest.
     """
-    index = jnp.asarray(index)
+    values, index = jnp.asarray(values), jnp.asarray(index)
+    if not values.shape[0]:
+        return jnp.zeros(index.shape, values.dtype)  # no index is in range, so there is none
     index = jax.lax.expand_dims(index, (index.ndim,))
     mode = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    return jax.lax.gather(jnp.asarray(values), index, _READ, slice_sizes=(1,), mode=mode)
+    return jax.lax.gather(values, index, _READ, slice_sizes=(1,), mode=mode)
+
+
+def take_or(values: Array, index: Array, fill: int) -> Array:
+    """`values[index]`, and `fill` for an index past the end."""
+    return values.at[index].get(mode="fill", fill_value=fill)
 
 
 def put(base: Array, place: Array, values: Any, unique: bool = False) -> Array:
@@ -44,25 +65,30 @@ def put(base: Array, place: Array, values: Any, unique: bool = False) -> Array:
     return jax.lax.scatter(base, place, values, _WRITE, unique_indices=unique, mode=mode)
 
 
-def sort_pairs(key: Array, bound: int, values: Array) -> tuple[Array, Array]:
+def sort_pairs(key: Array, bound: int, values: Array | None = None) -> tuple[Array, Array]:
     """Keys and values in the stable order by key; keys in the shortest unsigned dtype that holds them.
 
     Args:
         key: non-negative integers, [size].
         bound: an exclusive upper bound of the keys, at most 2^32.
-        values: [size].
+        values: [size]; None: the positions, int32.
     """
+    if values is None:
+        values = jnp.arange(key.shape[0], dtype=jnp.int32)
     dtype = next(t for t in (jnp.uint8, jnp.uint16, jnp.uint32) if bound - 1 <= jnp.iinfo(t).max)
     sorted_key, sorted_values = jax.lax.sort((key.astype(dtype), values), num_keys=1, is_stable=True)
     return sorted_key, sorted_values
 
 
-def stable_sort(columns: Sequence[Array], bounds: Sequence[int]) -> tuple[list[Array], Array]:
+def stable_sort(
+    columns: Sequence[Array], bounds: Sequence[int], wanted: int | None = None
+) -> tuple[list[Array], Array]:
     """The stable order by `columns`, the most significant first, and the columns in that order.
 
     Args:
         columns: non-negative int32[size] each.
         bounds: for each column an exclusive upper bound of its values, at most 2^31.
+        wanted: so many columns are returned, the first ones; None: all.
 
     Returns:
         The sorted columns, and int32[size], positions in sorted order.
@@ -89,7 +115,7 @@ def stable_sort(columns: Sequence[Array], bounds: Sequence[int]) -> tuple[list[A
     for column in reversed(groups[0]):
         found.insert(0, (word % jnp.uint32(bounds[column])).astype(jnp.int32))
         word = word // jnp.uint32(bounds[column])
-    return found, order
+    return found[:wanted], order
 
 
 def inverse(order: Array) -> Array:
