@@ -209,7 +209,7 @@ def _segments(
         "edge_type_by_source": None,
     }
     by_source = _edge_type_by_source(ops, by_node_type[0], source, spec)
-    return tables if by_source is None else tables | make({"edge_type_by_source": by_source})
+    return tables if by_source is None else {**tables, **make({"edge_type_by_source": by_source})}
 
 
 class _EndGroupings(NamedTuple):
