@@ -1,16 +1,19 @@
 """Knowledge graphs as text files of triples: WN18RR, FB15k-237 and others in their layout.
 
-A folder has `train.txt`, `valid.txt` and `test.txt`; each line is `head<tab>relation<tab>tail` (any white space without
-tabs also separates). Entities and relations are names, or numbers. Where `entities.dict` and `relations.dict` are there
-(`number<tab>name` lines), they number the names; else names are numbered in alphabetical order over all three files.
+A folder has `train.txt`, `valid.txt` and `test.txt`, or one file `triples.txt`, which is divided into the three. A line
+is `head<tab>relation<tab>tail` (any white space without tabs also separates). Entities and relations are names, or
+numbers. Where `entities.dict` and `relations.dict` are there (`number<tab>name` lines), they number the names; else
+names are numbered in alphabetical order over all files.
 
-Links that state the same fact in two files, and inverse relations, are left as they are: WN18RR and FB15k-237 were made
-from WN18 and FB15k to be without them.
+Where three files are given, links that state the same fact in two of them, and inverse relations, are left as they are:
+WN18RR and FB15k-237 were made from WN18 and FB15k to be without them. The division of one file keeps all triples of a
+pair of entities together, in either direction, so that no inverse of a test triple is trained on.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +25,7 @@ from dejax.datasets._progress import Progress
 NAMES = ("wn18rr", "fb15k-237", "wn18", "fb15k", "yago3-10")
 """Folders' names that `load_triples` looks for in $DEJAX_DATA; any folder in the layout can be given."""
 ENTITY = "entity"
+_ONE_FILE = {"all": ("triples.txt", "triples.tsv")}
 _FILES = {split: (f"{split}.txt", f"{split}.tsv") for split in ("train", "valid", "test")}
 
 
@@ -30,16 +34,21 @@ def load_triples(
     folder: str | os.PathLike[str] | None = None,
     *,
     numbers: bool | None = None,
+    shares: tuple[float, float] = (0.1, 0.1),
+    seed: int = 0,
     progress: bool | None = None,
 ) -> HeteroDataset:
     r"""Reads a knowledge graph for link prediction: one node type "entity", a relation for each predicate.
 
     Args:
         name: the name of the dataset, and of the folder in $DEJAX_DATA.
-        folder: has the three files, itself or in a sub-folder `name`; $DEJAX_DATA by default.
+        folder: has the three files or `triples.txt`, itself or in a sub-folder `name`; $DEJAX_DATA by default.
         numbers: whether entities and relations are numbers from 0 on, as they stand in the files. None: they are if all
             of them are numbers without leading zeros, at least half of the numbers up to the greatest one occur, and
             there is no `entities.dict`. Other numbers are names.
+        shares: the shares of triples for validation and test, where there is one file. Fewer are taken if the others
+            would lack an entity or a relation.
+        seed: of that division.
         progress: draw bars; None draws on a terminal only.
 
     Returns:
@@ -47,7 +56,8 @@ def load_triples(
 
     Raises:
         FileNotFoundError: no folder is given, or it lacks a file.
-        ValueError: a line without three parts, a name that a `.dict` file lacks, or no training triple.
+        ValueError: a line without three parts, a name that a `.dict` file lacks, no training triple, or shares
+            below 0 or of 1 and more together.
 
     >>> import pathlib, tempfile
     >>> from dejax.datasets import load_triples
@@ -58,14 +68,18 @@ def load_triples(
     >>> data.num_nodes, data.triples("test")
     ({'entity': 2}, array([[0, 0, 1]]))
     """
-    found = find_files(name, _FILES, folder)
+    if min(shares) < 0 or sum(shares) >= 1:
+        raise ValueError(f"shares must be two numbers from 0 on, below 1 together, got {shares}")
+    found = _find(name, folder)
     if found is None:
         raise FileNotFoundError(
-            f"{name!r} is read from its folder with train.txt, valid.txt and test.txt: give the folder, "
-            f"load_triples({name!r}, folder=...), or its parent in the environment variable DEJAX_DATA"
+            f"{name!r} is read from its folder with train.txt, valid.txt and test.txt, or triples.txt: give the "
+            f"folder, load_triples({name!r}, folder=...), or its parent in the environment variable DEJAX_DATA"
         )
-    read = {split: _read(found[split], progress) for split in _FILES}
-    home = found["train"].parent
+    read = {split: _read(path, progress) for split, path in found.items()}
+    home = next(iter(found.values())).parent
+    if "all" in read:
+        read = _divided(read["all"], shares, np.random.default_rng(seed))
     entities = _numbering(
         home / "entities.dict", [column for table in read.values() for column in (table[0], table[2])], numbers
     )
@@ -73,7 +87,7 @@ def load_triples(
     edges = {split: _by_relation(table, entities, relations) for split, table in read.items()}
     every: dict[Relation, Ends] = {(ENTITY, relation, ENTITY): _NO_ENDS for relation in relations}
     if not edges["train"]:
-        raise ValueError(f"{found['train']} must have a triple, it is empty")
+        raise ValueError(f"{next(iter(found.values()))} must have a triple, it is empty")
     return HeteroDataset(
         name=name,
         num_nodes={ENTITY: len(entities)},
@@ -85,6 +99,43 @@ def load_triples(
         description=f"Knowledge graph {name} of {len(entities)} entities and {len(relations)} relations. Task: the "
         "head or the tail of a triple.",
     )
+
+
+def _find(name: str, folder: str | os.PathLike[str] | None) -> dict[str, Path] | None:
+    """The three files, or the one file under "all"; None if no folder is given and $DEJAX_DATA has neither."""
+    try:
+        one = find_files(name, _ONE_FILE, folder)
+    except FileNotFoundError:
+        one = None  # the error that a user sees is that of the three files
+    return one or find_files(name, _FILES, folder)
+
+
+def _divided(
+    table: tuple[list[str], list[str], list[str]], shares: tuple[float, float], rng: np.random.Generator
+) -> dict[str, tuple[list[str], list[str], list[str]]]:
+    """Triples by split: all of a pair of entities in one, and each entity and relation in one for training."""
+    triples = list(dict.fromkeys(zip(*table, strict=True)))
+    of_pair: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
+    for head, relation, tail in triples:
+        of_pair.setdefault((min(head, tail), max(head, tail)), []).append((head, relation, tail))
+    # How many training triples still have an entity (as ("e", name)) or a relation (as ("r", name)).
+    named = [[("e", head), ("r", relation), ("e", tail)] for head, relation, tail in triples]
+    left = Counter(name for names in named for name in set(names))
+    wanted = [round(share * len(triples)) for share in shares]
+    split: dict[str, list[tuple[str, str, str]]] = {"train": [], "valid": [], "test": []}
+    pairs = list(of_pair.values())
+    for number in rng.permutation(len(pairs)):
+        group = pairs[number]
+        taken = Counter(name for h, r, t in group for name in {("e", h), ("r", r), ("e", t)})
+        spare = all(left[name] > count for name, count in taken.items())
+        fits = [s for s, most in zip(("valid", "test"), wanted, strict=True) if len(split[s]) + len(group) <= most]
+        if spare and fits:
+            left -= taken
+        split[fits[0] if spare and fits else "train"] += group
+    return {
+        name: ([h for h, _, _ in rows], [r for _, r, _ in rows], [t for _, _, t in rows])
+        for name, rows in split.items()
+    }
 
 
 _NO_ENDS = (np.zeros(0, np.int32), np.zeros(0, np.int32))

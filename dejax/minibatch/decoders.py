@@ -88,6 +88,7 @@ class Decoder:
         query_tail: (heads, relations) -> float[..., k], what a true tail is like.
         query_head: (tails, relations) -> float[..., k], what a true head is like.
         distance: whether candidates are compared by distance, not by an inner product.
+        pairs: whether an entity's vector holds complex numbers: real parts, then imaginary parts.
         margin: what a distance is subtracted from.
         relation_width: (width of entities) -> width of relations; 0 if there are none.
 
@@ -103,13 +104,17 @@ class Decoder:
     query_tail: Callable[[Array, Array | None], Array]
     query_head: Callable[[Array, Array | None], Array]
     distance: bool = False
+    pairs: bool = False
     margin: float = 0.0
     relation_width: Callable[[int], int] = lambda width: width
 
     def score(self, head: Array, relation: Array | None, tail: Array) -> Array:
         """The scores, float[...], of heads, relations and tails, which are float[..., d]."""
-        query = self.query_tail(head, relation)
-        return self.margin - _distance(query, tail) if self.distance else (query * tail).sum(-1)
+        return self.similarity(self.query_tail(head, relation), tail)
+
+    def similarity(self, query: Array, candidate: Array) -> Array:
+        """The scores, float[...], of queries and candidates, which are float[..., k]."""
+        return self.margin - _distance(query, candidate) if self.distance else (query * candidate).sum(-1)
 
     def score_all(self, query: Array, candidates: Array) -> Array:
         """float[n, candidates] from queries float[n, k] and candidates float[candidates, k], without TF32."""
@@ -127,7 +132,37 @@ def rotate_decoder(margin: float = 0.0) -> Decoder:
     >>> link_ranks(rotate_decoder(margin=9.0), entities, relations, entities, [[0, 0, 1]]).head
     array([1.])
     """
-    return Decoder("rotate", _rotated, _rotated_back, distance=True, margin=margin, relation_width=lambda w: w // 2)
+    return Decoder(
+        "rotate", _rotated, _rotated_back, distance=True, pairs=True, margin=margin, relation_width=lambda w: w // 2
+    )
+
+
+def reciprocal(decoder: Decoder) -> Decoder:
+    """A decoder whose relations have a second vector, by which heads are asked for (Lacroix et al., arXiv 1806.07297).
+
+    A head of (?, r, t) is found as the tail of (t, r^-1, ?), where r^-1 is a relation of its own. A relation's vector
+    is that of r, then that of r^-1. `score` is the score of the tail.
+
+    >>> import jax.numpy as jnp
+    >>> from dejax.minibatch import DECODERS, link_ranks, reciprocal
+    >>> entities, relations = jnp.array([[1.0, 0.0], [0.0, 1.0]]), jnp.array([[0.0, 0.0, 1.0, 1.0]])
+    >>> link_ranks(reciprocal(DECODERS["distmult"]), entities, relations, entities, [[0, 0, 0]]).head
+    array([1.])
+    """
+
+    def half(relation: Array | None, second: bool) -> Array | None:
+        if relation is None:
+            raise ValueError(f"reciprocal: {decoder.name} has no relations, so there are no inverse ones; leave it out")
+        width = relation.shape[-1] // 2
+        return relation[..., width:] if second else relation[..., :width]
+
+    return dataclasses.replace(
+        decoder,
+        name=f"reciprocal {decoder.name}",
+        query_tail=lambda head, relation: decoder.query_tail(head, half(relation, False)),
+        query_head=lambda tail, relation: decoder.query_tail(tail, half(relation, True)),
+        relation_width=lambda width: 2 * decoder.relation_width(width),
+    )
 
 
 def _complex_product(x: Array, y: Array | None) -> Array:
@@ -175,7 +210,7 @@ def _times(x: Array, y: Array | None) -> Array:
 DECODERS: dict[str, Decoder] = {
     "dot": Decoder("dot", lambda x, _: x, lambda x, _: x, relation_width=lambda _: 0),
     "distmult": Decoder("distmult", _times, _times),
-    "complex": Decoder("complex", _complex_product, _conjugate_product),
+    "complex": Decoder("complex", _complex_product, _conjugate_product, pairs=True),
     "rotate": rotate_decoder(),
 }
 """Decoders by name: dot, distmult, complex, rotate."""

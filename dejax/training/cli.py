@@ -84,7 +84,13 @@ def _add_data_and_model(p: argparse.ArgumentParser) -> None:
     data.add_argument("--no-reverse", dest="reverse", action="store_false", default=None, help="no reverse relations")
     data.add_argument("--typed-nodes", action="store_true", default=None, help="stdlib, RDF: keep the types of nodes")
     model = p.add_argument_group("model")
-    model.add_argument("--model", "--layer", choices=(*MODELS, "mlp"), default="rgcn", help="default: rgcn")
+    model.add_argument(
+        "--model",
+        "--layer",
+        choices=(*MODELS, "mlp", "embeddings"),
+        default="rgcn",
+        help="default: rgcn; --links: embeddings, which the decoder reads without layers",
+    )
     model.add_argument("--hidden", type=int, metavar="N", help="width of the hidden layers, all heads together")
     model.add_argument("--layers", type=int, metavar="N", help="relational layers")
     model.add_argument("--heads", type=int, metavar="N", help="attention heads (rgat, hgt)")
@@ -150,6 +156,10 @@ def _add_samples_and_links(p: argparse.ArgumentParser) -> None:
     some.add_argument("--negatives", type=int, metavar="N", help="wrong ends of each edge; default: 128")
     some.add_argument("--negative-kind", choices=NEGATIVES, help="default: uniform")
     some.add_argument("--loss", choices=LOSSES, help="of links; default: softmax")
+    some.add_argument(
+        "--reciprocal", action=argparse.BooleanOptionalAction, help="a second vector of each relation, for heads"
+    )
+    some.add_argument("--n3", type=float, help="weight of the nuclear 3-norm of an edge's vectors")
     some.add_argument("--eval-edges", type=int, metavar="N", help="validation edges of an evaluation; 0: all")
 
 

@@ -42,7 +42,7 @@ def load(task: str, name: str | None, folder: str | None = None, *, typed_nodes:
     | links | stdlib | the standard library's code graph; `calls` edges are predicted | none |
     | | wn18rr, fb15k-237, ... | triples | `folder` or $DEJAX_DATA |
     | | synthetic-triples, synthetic-triples-0.01 | planted structure, the size of FB15k-237 times a number | none |
-    | | none | a folder of `HeteroDataset.save`, or with train.txt, valid.txt and test.txt | `folder` |
+    | | none | a folder of `HeteroDataset.save`, or of triples as `load_triples` reads them | `folder` |
 
     Args:
         task: one of `TASKS`.

@@ -71,7 +71,7 @@ class Negatives:
     def draw(self, rng: np.random.Generator, steps: int, batch: int) -> np.ndarray:
         """int32[steps, n]: for each type of `types`, each `SHARING` edges and each negative a node of the type."""
         kind = self.settings.negative_kind
-        if kind == "in_batch":
+        if kind in ("in_batch", "all"):
             return np.zeros((steps, 0), np.int32)
         chunks, k = -(-batch // SHARING), self.settings.negatives
         bounds = self.first if kind == "uniform" else self._bounds
@@ -126,7 +126,9 @@ class LinkTask(TrainingTask):
         options: Options,
         print_table: Callable[[str], None] | None = None,
     ) -> None:
-        self.settings, self.options, self.sampled = settings, options, not settings.full_batch
+        self.settings, self.options = settings, options
+        # Without layers no neighbours are read.
+        self.sampled = bool(settings.layers) and not settings.full_batch
         self.graph = graph = data if isinstance(data, LinkGraph) else LinkGraph.of(data)
         self.decoder, self.negatives = decoder_of(settings), Negatives(graph, settings)
         self.seeds_per_epoch = len(graph.train)
@@ -137,7 +139,7 @@ class LinkTask(TrainingTask):
         if graph.features is not None:
             features = FeatureStore.from_arrays({NODE: graph.features})
         arrays = {"edge_type": jnp.asarray(graph.edge_type), "node_type": jnp.asarray(graph.node_type)}
-        if settings.full_batch:
+        if settings.layers and settings.full_batch:
             arrays |= {"senders": jnp.asarray(graph.senders), "receivers": jnp.asarray(graph.receivers)}
         self.world = World(graph.topology, features, arrays)
         self.capacities = None
@@ -218,6 +220,10 @@ class LinkTask(TrainingTask):
             graphs: list[Any] = [(block.graph, block.num_destinations) for block in blocks]
             return StepView(graphs, sample.node_ids, sample.seed_positions, sample.lost.sum(dtype=jnp.int32))
         edges, count = data["edge_type"].shape[0], self.graph.num_nodes
+        ids = {NODE: jnp.arange(count, dtype=jnp.int32)}
+        positions, lost = {NODE: seeds_of(seeds)}, jnp.zeros((), jnp.int32)
+        if not self.settings.layers:
+            return StepView([], ids, positions, lost)
         # Places beyond the lists, those of padding, are dropped; half of the lists are reverses.
         gone = jnp.where((seeds["kept"] >= 0), seeds["edge"], edges)
         kept = jnp.ones(edges, bool).at[jnp.concatenate([gone, gone + edges // 2])].set(False, mode="drop")
@@ -229,8 +235,7 @@ class LinkTask(TrainingTask):
             num_edge_types=relations,
             edge_mask=kept,
         )
-        ids = {NODE: jnp.arange(count, dtype=jnp.int32)}
-        return StepView([(graph, None)] * self.settings.layers, ids, {NODE: seeds_of(seeds)}, jnp.zeros((), jnp.int32))
+        return StepView([(graph, None)] * self.settings.layers, ids, positions, lost)
 
     def loss(
         self, model: Any, view: StepView, x: dict[str, Array], seeds: Any, data: Any, key: Array
@@ -238,23 +243,38 @@ class LinkTask(TrainingTask):
         """The loss of each edge against its negatives."""
         place_key, dropout_key = jax.random.split(key)
         node_type = data["node_type"][jnp.maximum(view.ids[NODE], 0)]
-        h = model.encode(view.graphs, model.inputs(x[NODE], node_type), rngs=nnx.Rngs(dropout=dropout_key))
-        h = h[view.positions[NODE]]
-        count = self.batch_size
+        every = model.encode(view.graphs, model.inputs(x[NODE], node_type), rngs=nnx.Rngs(dropout=dropout_key))
+        h = every[view.positions[NODE]]
+        count, decoder = self.batch_size, self.decoder
         own, right, others = h[:count], h[count : 2 * count], h[count:]
         r, flipped = model.relation(jnp.maximum(seeds["relation"], 0)), jnp.asarray(_flipped(count))
-        kind = jnp.maximum(seeds["kind"], 0)
-        places, there = self.negatives.places(place_key, seeds["true"], kind, seeds["wrong"])
-        positive = self._scores(own, r, right, flipped)
-        r = None if r is None else r[:, None]
-        negative = self._scores(own[:, None], r, others[places], flipped[:, None])
-        mask = seeds["kept"] >= 0
-        loss = softmax_cross_entropy if self.settings.loss == "softmax" else binary_cross_entropy
-        return loss(positive, negative, mask=mask, negative_mask=there), (mask.sum(dtype=jnp.int32), {})
+        query = jnp.where(flipped[:, None], decoder.query_head(own, r), decoder.query_tail(own, r))
+        positive = decoder.similarity(query, right)
+        kind, mask = jnp.maximum(seeds["kind"], 0), seeds["kept"] >= 0
+        if self.settings.negative_kind == "all":
+            negative = decoder.score_all(query, every)
+            other = jnp.arange(every.shape[0]) != seeds["true"][:, None]
+            there = mask[:, None] & other & (node_type == kind[:, None])
+        else:
+            places, there = self.negatives.places(place_key, seeds["true"], kind, seeds["wrong"])
+            negative = decoder.similarity(query[:, None], others[places])
+        of_batch = softmax_cross_entropy if self.settings.loss == "softmax" else binary_cross_entropy
+        loss = of_batch(positive, negative, mask=mask, negative_mask=there)
+        if self.settings.n3:
+            loss += self.settings.n3 * self._cubes(mask, own, right, None if decoder.distance else r)  # not of angles
+        return loss, (mask.sum(dtype=jnp.int32), {})
 
-    def _scores(self, kept: Array, relation: Array | None, other: Array, flipped: Array) -> Array:
-        score = self.decoder.score
-        return jnp.where(flipped, score(other, relation, kept), score(kept, relation, other))
+    def _cubes(self, mask: Array, *ends: Array | None) -> Array:
+        """The mean over edges of the sum of |x|^3, the nuclear 3-norm (Lacroix et al., arXiv 1806.07297)."""
+        hidden, total = self.settings.hidden, jnp.zeros((), jnp.float32)
+        for x in ends:
+            if x is None:
+                continue
+            square = jnp.square(x.reshape(x.shape[0], -1, hidden))
+            if self.decoder.pairs:
+                square = square[..., : hidden // 2] + square[..., hidden // 2 :]
+            total += jnp.where(mask[:, None, None], square * jnp.sqrt(jnp.maximum(square, 1e-30)), 0).sum()
+        return total / jnp.maximum(mask.sum(), 1)
 
     # -------------------------------------------------------------------------------------------- ranks
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dejax._optional import optional
-from dejax.minibatch import DECODERS, Block, Decoder, InferenceBatch, rotate_decoder
+from dejax.minibatch import DECODERS, Block, Decoder, InferenceBatch, reciprocal, rotate_decoder
 from dejax.minibatch.nnx import InputProjection
 from dejax.offload import offload
 from dejax.rgnn import Options, RelGraph
@@ -339,7 +339,8 @@ class SampledClassifier(nnx.Module):
 
 def decoder_of(settings: Settings) -> Decoder:
     """The decoder of the settings."""
-    return rotate_decoder(settings.margin) if settings.decoder == "rotate" else DECODERS[settings.decoder]
+    decoder = rotate_decoder(settings.margin) if settings.decoder == "rotate" else DECODERS[settings.decoder]
+    return reciprocal(decoder) if settings.reciprocal else decoder
 
 
 class LinkModel(nnx.Module):

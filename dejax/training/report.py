@@ -19,7 +19,14 @@ from dejax.training.trainer import Trainer
 FORMAT = 2
 """The version of the JSON. It increases when a field changes its meaning."""
 
-MODEL_NAMES = {"rgcn": "R-GCN", "rgat": "RGAT", "hgt": "HGT", "sage": "GraphSAGE", "mlp": "MLP"}
+MODEL_NAMES = {
+    "rgcn": "R-GCN",
+    "rgat": "RGAT",
+    "hgt": "HGT",
+    "sage": "GraphSAGE",
+    "mlp": "MLP",
+    "embeddings": "Embeddings",
+}
 _PATH_OPTIONS = ("--data", "--out")
 _SPLITS = {"test": "test", "valid": "validation", "train": "training nodes"}
 
@@ -156,14 +163,18 @@ def _seen(settings: dict[str, Any]) -> str:
     """What a step sees."""
     if settings["task"] == "nodes" or settings["full_batch"]:
         return "a step sees the whole graph"
+    if not settings["fan_outs"]:
+        return "nodes have a vector each, without layers"
     return f"fan-outs {', '.join(map(str, settings['fan_outs']))}"
 
 
 def _how(results: dict[str, Any]) -> list[str]:
     settings = results["settings"]
     if settings["task"] == "links":
+        number, kind = settings["negatives"], settings["negative_kind"]
+        negatives = "all other nodes are negatives" if kind == "all" else f"{number} negatives ({kind})"
         return [
-            f"{settings['decoder']}, {settings['negatives']} negatives ({settings['negative_kind']}); filtered ranks, "
+            f"{settings['decoder']}, {negatives}; filtered ranks, "
             "heads and tails together, among all nodes of the right type"
         ]
     return {

@@ -1,5 +1,6 @@
 """Knowledge graphs from text files."""
 
+import numpy as np
 import pytest
 
 from dejax.datasets import load_triples
@@ -106,3 +107,29 @@ def test_a_dictionary_with_a_name_twice(tmp_path) -> None:
 def test_a_mark_of_the_byte_order_is_no_part_of_a_name(tmp_path) -> None:
     write(tmp_path, {**FILES, "train": "\ufeff" + FILES["train"]})
     assert load_triples("x", tmp_path).node_names["entity"] == ("/m/a", "/m/b", "/m/c d", "/m/new")
+
+
+def test_one_file_is_divided_without_leaks(tmp_path) -> None:
+    """No pair of entities is in two splits, in either direction; training knows every entity and relation."""
+    rng = np.random.default_rng(0)
+    rows = [(f"e{a}", f"r{r}", f"e{b}") for a, r, b in rng.integers(0, [30, 4, 30], (500, 3))]
+    rows += (
+        [(tail, "inverse", head) for head, relation, tail in rows if relation == "r0"] + rows[:20] + [("x", "y", "z")]
+    )
+    write(tmp_path, {"triples": "".join(f"{h}\t{r}\t{t}\n" for h, r, t in rows)})
+    data = load_triples("one", tmp_path, shares=(0.1, 0.2), seed=3)
+    found = {split: {tuple(row) for row in data.triples(split).tolist()} for split in ("train", "valid", "test")}
+    sizes = {split: len(rows) for split, rows in found.items()}
+    assert sum(sizes.values()) == len(set(rows)) and sizes["valid"] == 60 and 110 < sizes["test"] <= 119
+    pairs = {split: {(min(h, t), max(h, t)) for h, _, t in rows} for split, rows in found.items()}
+    assert (
+        not pairs["train"] & pairs["valid"]
+        and not pairs["train"] & pairs["test"]
+        and not pairs["valid"] & pairs["test"]
+    )
+    assert {x for h, _, t in found["train"] for x in (h, t)} == set(range(data.num_nodes["entity"]))
+    assert {r for _, r, _ in found["train"]} == set(range(len(data.target_relations)))
+    again = load_triples("one", tmp_path, shares=(0.1, 0.2), seed=3)
+    np.testing.assert_array_equal(again.triples("test"), data.triples("test"))
+    with pytest.raises(ValueError, match="shares must be two numbers"):
+        load_triples("one", tmp_path, shares=(0.5, 0.5))

@@ -13,6 +13,7 @@ from dejax.minibatch import (
     distmult,
     dot,
     link_ranks,
+    reciprocal,
     rotate,
     rotate_decoder,
     softmax_cross_entropy,
@@ -58,6 +59,10 @@ def test_decoders(name: str) -> None:
     np.testing.assert_allclose(np.diag(tails), want, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(np.diag(heads), want, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(tails, REFERENCE[name](h[:, None], r[:, None], t[None]), rtol=2e-5, atol=2e-5)
+    if name != "dot":  # heads are asked for as tails of the inverse relation
+        both = reciprocal(decoder)
+        asked = both.score_all(both.query_head(t, jnp.concatenate([0 * r, r], axis=1)), jnp.asarray(h))
+        np.testing.assert_allclose(np.diag(asked), REFERENCE[name](t, r, h), rtol=2e-5, atol=2e-5)
     # Leading axes broadcast.
     np.testing.assert_allclose(FUNCTIONS[name](h[:, None], r[:, None], t[None]), tails, rtol=2e-5, atol=2e-5)
 

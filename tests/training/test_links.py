@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dejax.minibatch import DECODERS
 from dejax.training import Trainer, resolve
 from dejax.training.link_graph import LinkGraph
 from dejax.training.links import Negatives
@@ -93,6 +94,49 @@ def test_decoders_and_features(decoder):
         losses += [] if found is None else found.loss
     ranks = trainer.task.ranks(trainer, state, "test")
     assert len(losses) == 2 and np.isfinite(losses).all() and ranks.tail.size == ranks.head.size == 14
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [pytest.param("distmult", marks=pytest.mark.slow), pytest.param("rotate", marks=pytest.mark.slow), "complex"],
+)
+def test_vectors_against_all_nodes(decoder):
+    """Without layers, with all nodes as negatives, reciprocal relations and the nuclear norm: the loss, from numpy."""
+    settings = resolve(
+        "small", "embeddings", task="links", decoder=decoder, hidden=8, batch_size=50, epochs=12, n3=0.02
+    )
+    data = links(features={})
+    trainer = Trainer(settings, data)
+    task, state = trainer.task, trainer.init(0)
+    assert not task.sampled and settings.reciprocal
+    seeds = {name: jnp.asarray(some[0]) for name, some in task.order(0, 0).items()}
+    nodes, relations = state.embeddings["node"].table.numpy().copy(), np.asarray(state.params["relations"][...])
+    view, model = task.view(None, task.world.data, seeds, None), trainer.merged(state.params)
+    loss, _ = task.loss(model, view, {"node": jnp.asarray(nodes)}, seeds, task.world.data, jax.random.key(0))
+    graph, half, expected = task.graph, relations.shape[1] // 2, []
+    base = DECODERS[decoder]
+    for n in np.flatnonzero(np.asarray(seeds["kept"]) >= 0):
+        kept, true = nodes[seeds["kept"][n]], nodes[seeds["true"][n]]
+        r = relations[seeds["relation"][n]]
+        own = r[half:] if n % 2 else r[:half]  # every other edge asks for its head
+        scores = np.asarray(base.score(kept[None], jnp.asarray(own)[None], jnp.asarray(nodes)), np.float64)
+        scores = scores[graph.node_type == graph.node_type[int(seeds["true"][n])]]
+        right = float(base.score(kept, jnp.asarray(own), jnp.asarray(true)))
+        vectors = [kept, true] if decoder == "rotate" else [kept, true, r[:half], r[half:]]
+        modulus = [np.abs(v if decoder == "distmult" else v[:4] + 1j * v[4:]) for v in vectors]
+        expected.append(np.log(np.exp(scores).sum()) - right + 0.02 * sum((m**3).sum() for m in modulus))
+    np.testing.assert_allclose(loss, np.mean(expected), rtol=1e-5)
+    losses = [x for _, found in trainer.run(state, 12) if found is not None for x in found.loss]
+    assert losses[-1] < losses[0]
+
+
+def test_settings_of_vectors_alone():
+    with pytest.raises(ValueError, match="fan_outs must be left out"):
+        resolve("small", "embeddings", task="links", fan_outs=(3,))
+    with pytest.raises(ValueError, match="negative_kind 'all' must stand with full_batch"):
+        resolve("small", "sage", task="links", negative_kind="all")
+    with pytest.raises(ValueError, match="reciprocal must stand with a decoder that has relations"):
+        resolve("small", "sage", task="links", decoder="dot", reciprocal=True)
 
 
 def test_a_graph_without_edges_to_predict():
