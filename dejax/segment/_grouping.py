@@ -14,7 +14,7 @@ from jax import Array
 from dejax._byte_order import native_order
 from dejax._int32 import clipped_to_int32
 from dejax._pytrees import pytree
-from dejax.pallas.segments.reduce import Segments
+from dejax.pallas.segments.reduce import SegmentBounds
 from dejax.pallas.segments.schedule import chunk_of
 from dejax.pallas.segments.search import segment_offsets
 
@@ -41,8 +41,8 @@ class Grouping(NamedTuple):
         return self.offsets.shape[0] - 1
 
     @property
-    def segments(self) -> Segments:
-        return Segments(self.offsets, self.first, self.last, self.ids.shape[0])
+    def segments(self) -> SegmentBounds:
+        return SegmentBounds(self.offsets, self.first, self.last, self.ids.shape[0])
 
 
 def as_ids(ids: Any) -> Array:

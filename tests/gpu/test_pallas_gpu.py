@@ -171,9 +171,9 @@ def test_rows_past_2_to_the_32_bytes():
         lambda t: ((t,), ()),
         None,
         [table],
-        [kernels.Operand("indexed", 0)],
+        [kernels.TileOperand("indexed", 0)],
         index_tables=[index],
         reductions=[kernels.Reduction("sum", (width,))],
-        segments=kernels.Segments(offsets=jnp.arange(5, dtype=jnp.int32), num_entries=4, num_rows=4),
+        segments=kernels.RowSegments(offsets=jnp.arange(5, dtype=jnp.int32), num_entries=4, num_rows=4),
     )
     assert np.array_equal(total, expected)

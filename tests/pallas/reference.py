@@ -415,10 +415,10 @@ class Traversal:
 
     def run(self, a: dict[str, Any], interpret: bool | None = None) -> tuple[tuple, tuple]:
         kind, h, d = self.kind, self.heads, self.width
-        entry, indexed, row, shared = (kernels.Operand(s, 0 if s == "indexed" else None) for s in
+        entry, indexed, row, shared = (kernels.TileOperand(s, 0 if s == "indexed" else None) for s in
                                       ("entry", "indexed", "row", "shared"))  # fmt: skip
         names = (*LONG_SEGMENT_NAMES, "chunk_segment") if self.counted else LONG_SEGMENT_NAMES
-        segments = kernels.Segments(
+        segments = kernels.RowSegments(
             offsets=a["offsets"],
             num_entries=self.entries,
             num_rows=len(self.degrees),
@@ -474,7 +474,7 @@ class Traversal:
                 lambda x, scalar: ((x * scalar,), ()),
                 None,
                 [x, a["scalar"]],
-                [kernels.Operand("positioned", 0), shared],
+                [kernels.TileOperand("positioned", 0), shared],
                 reductions=[kernels.Reduction("sum", (d,))],
                 outputs=kernels.Outputs(row_scaled=row_scaled, rows=[((d,), self.dtype)]),
                 **options,
@@ -497,7 +497,7 @@ class Traversal:
             )
         if kind == "columns":
             columns = jnp.concatenate([jnp.asarray(a["weight"])[:, None], jnp.asarray(a["score"])], axis=1)
-            scalar, scores = (kernels.Operand("entry", columns=c) for c in ((0, ()), (1, (h,))))
+            scalar, scores = (kernels.TileOperand("entry", columns=c) for c in ((0, ()), (1, (h,))))
             return kernels.traverse(
                 lambda x, w, s: ((x * w[:, :, None],), ((w[:, :, None], 2 * w[:, :, None]), (s, s + w[:, :, None]))),
                 None,

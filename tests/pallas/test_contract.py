@@ -70,7 +70,7 @@ def test_map_entries(shape, dtype):
     index = rng.integers(0, 7, 37).astype(np.int32)
     index[5] = 7  # a padding entry: reads zeros
     scale = jnp.float32(3.0)
-    access = [kernels.Operand("indexed", 0), kernels.Operand("entry"), kernels.Operand("shared")]
+    access = [kernels.TileOperand("indexed", 0), kernels.TileOperand("entry"), kernels.TileOperand("shared")]
 
     def run(x):
         return kernels.map_entries(

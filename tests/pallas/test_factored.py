@@ -76,13 +76,15 @@ def test_a_body_that_takes_factors(row_scaled):
         body,
         None,
         [table, count],
-        [kernels.Operand("indexed", 0), kernels.Operand("entry")],
+        [kernels.TileOperand("indexed", 0), kernels.TileOperand("entry")],
         index_tables=[jnp.asarray(index)],
         reductions=[kernels.Reduction("sum", (20,))],
         factored=True,
         schedule=kernels.TraversalSchedule(2, 4, 1, 1),
         interpret=True,
-        segments=kernels.Segments(offsets=jnp.asarray(offsets), order=None, num_entries=int(offsets[-1]), num_rows=4),
+        segments=kernels.RowSegments(
+            offsets=jnp.asarray(offsets), order=None, num_entries=int(offsets[-1]), num_rows=4
+        ),
     )
     assert set(seen) == {kernels.Factored}
     taken = np.asarray(table.decode() if row_scaled else rows)
@@ -92,7 +94,7 @@ def test_a_body_that_takes_factors(row_scaled):
 
 def test_one_instruction_multiplies_and_adds():
     def text(interpret):
-        kernel = _triton._for(lambda x, y, z: _triton.multiply_add(x, y, z), interpret)
+        kernel = _triton._traced(lambda x, y, z: _triton.multiply_add(x, y, z), interpret, {})
         return str(jax.make_jaxpr(kernel)(tile(), tile(1), tile(2)))
 
     assert "fma.rn.f32" in text(False) and "fma.rn.f32" not in text(True)

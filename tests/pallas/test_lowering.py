@@ -141,8 +141,8 @@ def test_vmap(case):
 def test_map_entries(shape):
     def run(x, y, index):
         return kernels.map_entries(
-            lambda a, b: (a * b,), [x, y], [kernels.Operand("indexed", 0), kernels.Operand("entry")], num_entries=100,
-            index_tables=[index], outputs=[(shape, jnp.bfloat16)], interpret=False,
+            lambda a, b: (a * b,), [x, y], [kernels.TileOperand("indexed", 0), kernels.TileOperand("entry")],
+            num_entries=100, index_tables=[index], outputs=[(shape, jnp.bfloat16)], interpret=False,
         )  # fmt: skip
 
     text = lower(run, jnp.zeros((7, *shape)), jnp.zeros((100, *shape)), jnp.zeros((100,), jnp.int32))

@@ -42,10 +42,10 @@ def _weighted(scores: list[float], chunk: int | None = None):
         lambda s, v: ((s, jnp.ones((1, 1)), v), ()),
         None,
         [score, value],
-        [kernels.Operand("entry")] * 2,
+        [kernels.TileOperand("entry")] * 2,
         reductions=reductions,
         schedule=kernels.TraversalSchedule(1, 2, 1, 1),
-        segments=kernels.Segments(
+        segments=kernels.RowSegments(
             offsets=jnp.array([0, n], jnp.int32), num_entries=n, num_rows=1, long_segments=long_segments
         ),
     )
@@ -82,7 +82,7 @@ def test_chunks_are_merged_in_groups(width):
             lambda s, x: ((s, jnp.ones((1, 1)), x, x * s[wide]), ()),
             None,
             [score, rows],
-            [kernels.Operand("entry")] * 2,
+            [kernels.TileOperand("entry")] * 2,
             reductions=[
                 kernels.Reduction("max", ()),
                 kernels.Reduction("weighted", (), 0),
@@ -90,7 +90,7 @@ def test_chunks_are_merged_in_groups(width):
                 kernels.Reduction("sum", width),
             ],
             schedule=kernels.TraversalSchedule(2, 2, 1, 1),
-            segments=kernels.Segments(offsets=jnp.asarray(offsets), num_entries=26, num_rows=4, long_segments=cut),
+            segments=kernels.RowSegments(offsets=jnp.asarray(offsets), num_entries=26, num_rows=4, long_segments=cut),
         )
         return found
 
@@ -117,10 +117,10 @@ def test_ties_count_the_largest(chunk):
         lambda s: ((s, jnp.ones((1, 1, 2))), ()),
         None,
         [jnp.asarray(scores)],
-        [kernels.Operand("entry")],
+        [kernels.TileOperand("entry")],
         reductions=[kernels.Reduction("max", (2,)), kernels.Reduction("ties", (2,), 0)],
         schedule=kernels.TraversalSchedule(1, 2, 1, 1),
-        segments=kernels.Segments(
+        segments=kernels.RowSegments(
             offsets=jnp.asarray(offsets),
             num_entries=6,
             num_rows=2,
@@ -136,10 +136,10 @@ def test_values_that_are_not_finite_outside_a_row_do_not_leak():
         lambda w: ((1 / w, 1 / w), (1 / w,)),
         None,
         [jnp.array([2.0, 4.0, 0.5])],
-        [kernels.Operand("entry")],
+        [kernels.TileOperand("entry")],
         reductions=[kernels.Reduction("sum", ()), kernels.Reduction("max", ())],
         schedule=kernels.TraversalSchedule(2, 4, 1, 1),
-        segments=kernels.Segments(offsets=jnp.array([0, 2, 2], jnp.int32), num_entries=3, num_rows=2),
+        segments=kernels.RowSegments(offsets=jnp.array([0, 2, 2], jnp.int32), num_entries=3, num_rows=2),
         outputs=kernels.Outputs(entries=[((), jnp.float32)]),
     )
     assert np.array_equal(rows[0], [0.75, 0.0]) and np.array_equal(rows[1], [0.5, 0.0])
@@ -151,9 +151,9 @@ def test_integer_operands_stay_integers():
         lambda i, flag: ((jnp.where(flag, i % 3, 0).astype(jnp.float32),), ()),
         None,
         [jnp.array([4, 5, 7], jnp.int32), jnp.array([True, True, False])],
-        [kernels.Operand("entry"), kernels.Operand("entry")],
+        [kernels.TileOperand("entry"), kernels.TileOperand("entry")],
         reductions=[kernels.Reduction("sum", ())],
-        segments=kernels.Segments(offsets=jnp.array([0, 3], jnp.int32), num_entries=3, num_rows=1),
+        segments=kernels.RowSegments(offsets=jnp.array([0, 3], jnp.int32), num_entries=3, num_rows=1),
     )
     assert float(rows[0][0]) == 3.0
 
@@ -178,8 +178,8 @@ def test_a_map_uses_rows_as_it_writes_them(shape):
 
     def run(x):
         return kernels.map_entries(
-            body, [x], [kernels.Operand("entry")], num_entries=37, outputs=[(shape, jnp.float32), ((), jnp.float32)],
-            row_scaled_outputs=(0,),
+            body, [x], [kernels.TileOperand("entry")], num_entries=37,
+            outputs=[(shape, jnp.float32), ((), jnp.float32)], row_scaled_outputs=(0,),
         )  # fmt: skip
 
     rows, total = interpreted(run)(x)
@@ -189,7 +189,7 @@ def test_a_map_uses_rows_as_it_writes_them(shape):
     np.testing.assert_allclose(total, found.reshape(37, -1).sum(1), rtol=1e-6)
     with pytest.raises(ValueError, match="row_scaled_outputs names output 1, which is bfloat16"):
         kernels.map_entries(
-            lambda a: (a, a), [x], [kernels.Operand("entry")], num_entries=37,
+            lambda a: (a, a), [x], [kernels.TileOperand("entry")], num_entries=37,
             outputs=[(shape, jnp.float32), (shape, jnp.bfloat16)], row_scaled_outputs=(1,), interpret=True,
         )  # fmt: skip
 
@@ -209,11 +209,11 @@ def test_tiles_side_by_side_in_rows_that_are_stored_longer(request, parts, warps
             lambda x, weight: ((x * weight[:, :, None],), ()),
             lambda sums, tiles: (tuple(sums[0] * (i + 1) for i in range(parts)),),
             [a["x"], a["weight"]],
-            [kernels.Operand("indexed", 0), kernels.Operand("entry")],
+            [kernels.TileOperand("indexed", 0), kernels.TileOperand("entry")],
             index_tables=[a["index"]],
             reductions=[kernels.Reduction("sum", (case.width,))],
             schedule=kernels.TraversalSchedule(*case.schedule, 1),
-            segments=kernels.Segments(
+            segments=kernels.RowSegments(
                 offsets=a["offsets"],
                 order=a["order"],
                 num_entries=case.entries,
@@ -234,32 +234,36 @@ def test_a_map_reads_rows_where_a_count_is_not_zero():
     x = np.random.default_rng(0).standard_normal((37, 16)).astype(np.float32)
     count = (np.arange(37) % 3).astype(np.float32)
     x[::3] = np.nan
-    access = [kernels.Operand("entry"), kernels.Operand("entry", when=0)]
+    access = [kernels.TileOperand("entry"), kernels.TileOperand("entry", when=0)]
 
     def run(x, access=access):
         body = lambda c, a: (a + c[..., None],)  # noqa: E731
         return kernels.map_entries(body, [count, x], access, num_entries=37, outputs=[((16,), jnp.float32)])
 
     np.testing.assert_array_equal(interpreted(run)(x)[0], np.where(count[:, None] > 0, x + count[:, None], 0))
-    for wrong in (kernels.Operand("entry", when=1), kernels.Operand("shared", when=0)):
+    for wrong in (kernels.TileOperand("entry", when=1), kernels.TileOperand("shared", when=0)):
         with pytest.raises(ValueError, match=r"operands\[1\].when must name an operand before it"):
             interpreted(functools.partial(run, access=[access[0], wrong]))(x)
 
 
 def test_errors_say_what_to_do():
     x, offsets = jnp.zeros((3, 2)), jnp.array([0, 3], jnp.int32)
-    entry = [kernels.Operand("entry")]
-    common = {"segments": kernels.Segments(offsets=offsets, num_entries=3, num_rows=1)}
+    entry = [kernels.TileOperand("entry")]
+    common = {"segments": kernels.RowSegments(offsets=offsets, num_entries=3, num_rows=1)}
     same = lambda t: ((t,), ())  # noqa: E731
     with pytest.raises(ValueError, match=r"arrays\[0\] must have 4 entries"):
-        kernels.traverse(same, None, [x], entry, segments=kernels.Segments(offsets=offsets, num_entries=4, num_rows=1))
+        kernels.traverse(
+            same, None, [x], entry, segments=kernels.RowSegments(offsets=offsets, num_entries=4, num_rows=1)
+        )
     with pytest.raises(ValueError, match="offsets must have num_rows"):
-        kernels.traverse(same, None, [x], entry, segments=kernels.Segments(offsets=offsets, num_entries=3, num_rows=3))
+        kernels.traverse(
+            same, None, [x], entry, segments=kernels.RowSegments(offsets=offsets, num_entries=3, num_rows=3)
+        )
     with pytest.raises(ValueError, match="index tables"):
-        kernels.traverse(same, None, [x], [kernels.Operand("indexed", 0)], **common)
+        kernels.traverse(same, None, [x], [kernels.TileOperand("indexed", 0)], **common)
     with pytest.raises(ValueError, match="access must be one of entry, position, indexed, positioned, shared, row"):
-        kernels.traverse(same, None, [x], [kernels.Operand("column")], **common)
-    columns = kernels.Operand("row", columns=(0, (2,)))
+        kernels.traverse(same, None, [x], [kernels.TileOperand("column")], **common)
+    columns = kernels.TileOperand("row", columns=(0, (2,)))
     with pytest.raises(ValueError, match=r"operands\[0\].columns must name columns of a 2-dimensional array by entry"):
         kernels.traverse(same, None, [jnp.zeros((1, 2))], [columns], **common)
     with pytest.raises(ValueError, match="score must be the number of a max reduction"):

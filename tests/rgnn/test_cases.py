@@ -20,7 +20,8 @@ from dejax.rgnn.compiler.execute import counts_of
 from dejax.rgnn.graphs import tables
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Traversal, WeightGradient
-from dejax.rgnn.lowering.pallas import Columns, PallasLowering
+from dejax.rgnn.lowering.pallas import PallasLowering
+from dejax.rgnn.lowering.running import SharedColumns
 from dejax.rgnn.passes import Counts, save
 from tests.cases import slow_but
 from tests.rgnn.cases import CASES, MODELS, Size
@@ -492,7 +493,7 @@ def test_scalars_of_others_in_xla(side_by_side: list[int], monkeypatch: pytest.M
     original = PallasLowering.traversal
 
     def traversal(self: PallasLowering, t: Traversal, env: dict[int, Any]) -> None:
-        if any(isinstance(env[v], Columns) for v in t.reads):
+        if any(isinstance(env[v], SharedColumns) for v in t.reads):
             raise NotImplementedError("as if it were too wide")
         original(self, t, env)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dejax.pallas.segments.reduce import KINDS, Segments, segment_reduce
+from dejax.pallas.segments.reduce import KINDS, SegmentBounds, segment_reduce
 from dejax.pallas.segments.schedule import chunk_of
 from dejax.pallas.segments.search import segment_offsets
 from tests.pallas.test_lowering import lower
@@ -26,7 +26,7 @@ def test_lowering(dtype, kind, size):
     chunks = -(-entries // chunk_of(entries))
 
     def reduce(data, ids, order, scale, first, last):
-        groups = Segments(segment_offsets(ids, segments, interpret=False), first, last, entries)
+        groups = SegmentBounds(segment_offsets(ids, segments, interpret=False), first, last, entries)
         scaled = {} if dtype == "uint64" else {"scale": scale, "edges": order}
         return segment_reduce(kind, data, groups, rows=order, **scaled, interpret=False)
 

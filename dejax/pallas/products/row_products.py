@@ -37,7 +37,7 @@ from dejax.pallas.products.schedule import WeightGradientSchedule, row_product_s
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _RowProductPlan:
     """Static facts of one call; `widths` are those of each x, `arithmetics` how each is multiplied."""
 
     schedule: WeightGradientSchedule
@@ -138,7 +138,7 @@ def _plan(
     masked: bool,
     precision: str,
     schedule: WeightGradientSchedule | None,
-) -> _Plan:
+) -> _RowProductPlan:
     (rows, *heads, n), widths = y.shape, tuple(x.shape[-1] for x in xs)
     exact = [arithmetic(precision, x.dtype, y.dtype) == "exact" for x in xs]
     dtypes = [_triton.product_dtype(x.dtype, y.dtype, precision) for x in xs]
@@ -146,14 +146,14 @@ def _plan(
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
         schedule = row_product_schedule(max(widths), n, widest, exact=any(exact))
     plan = functools.partial(
-        _Plan, schedule, rows, math.prod(heads), widths, n, masked=masked, total=total,
+        _RowProductPlan, schedule, rows, math.prod(heads), widths, n, masked=masked, total=total,
         arithmetics=tuple(zip(exact, dtypes, strict=True)),
     )  # fmt: skip
     tiles = math.prod(plan(per_part=rows).tiles)
     return plan(per_part=rows_per_part(rows, tiles, schedule.block_rows))
 
 
-def _kernel(*refs: Any, c: _Plan) -> None:
+def _kernel(*refs: Any, c: _RowProductPlan) -> None:
     count = len(c.widths)
     part, block_n, head, block = _triton.program_ids(*c.tiles)
     if count == 1:
@@ -166,7 +166,13 @@ def _kernel(*refs: Any, c: _Plan) -> None:
 
 
 def _sum_part(
-    refs: Sequence[Any], c: _Plan, number: int, part: jax.Array, head: jax.Array, block_k: jax.Array, block_n: jax.Array
+    refs: Sequence[Any],
+    c: _RowProductPlan,
+    number: int,
+    part: jax.Array,
+    head: jax.Array,
+    block_k: jax.Array,
+    block_n: jax.Array,
 ) -> None:
     """Sums the products of a part for a tile of one result, and the rows of y for the first tile of its columns."""
     s, count, width = c.schedule, len(c.widths), c.widths[number]

@@ -30,7 +30,7 @@ _MERGED = 2048
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Segments:
+class SegmentBounds:
     """Sorted positions and their segments.
 
     Attributes:
@@ -51,7 +51,7 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _ReducePlan:
     """Static facts of one reduction."""
 
     kind: str
@@ -124,7 +124,7 @@ def accumulator(dtype: Any) -> Any:
 def segment_reduce(
     kind: str,
     data: jax.Array,
-    segments: Segments,
+    segments: SegmentBounds,
     *,
     rows: jax.Array | None = None,
     scale: jax.Array | None = None,
@@ -174,7 +174,7 @@ def segment_reduce(
     if count == 0 or width == 0 or entries == 0 or data.shape[0] == 0:
         return jnp.full((count, width), identity(kind, out_dtype), out_dtype)
     chunk = chunk_of(entries)
-    plan = _Plan(
+    plan = _ReducePlan(
         kind=kind,
         num_entries=entries,
         num_segments=count,
@@ -196,9 +196,9 @@ _FLOATS = tuple(jnp.dtype(t) for t in (jnp.float16, jnp.bfloat16, jnp.float32, j
 
 
 def _call(
-    plan: _Plan,
+    plan: _ReducePlan,
     data: jax.Array,
-    segments: Segments,
+    segments: SegmentBounds,
     given: Sequence[jax.Array],
     interpret: bool | None,
 ) -> jax.Array:
@@ -231,7 +231,7 @@ def _call(
     return merged
 
 
-def _reduce_kernel(*refs: Any, plan: _Plan) -> None:
+def _reduce_kernel(*refs: Any, plan: _ReducePlan) -> None:
     """Chunks first, because they take longest; then `rows` segments a program."""
     data, offsets, *rest = refs
     named = [n for n, used in (("rows", plan.has_rows), ("edges", plan.has_edges), ("scale", plan.scales)) if used]
@@ -247,7 +247,7 @@ def _reduce_kernel(*refs: Any, plan: _Plan) -> None:
     _triton.when(lax.ge(program, chunks), lambda: _reduce_rows(plan, r, out, lax.sub(program, chunks), block))
 
 
-def _reduce_rows(plan: _Plan, r: _Refs, out: Any, program: jax.Array, block: jax.Array) -> None:
+def _reduce_rows(plan: _ReducePlan, r: _Refs, out: Any, program: jax.Array, block: jax.Array) -> None:
     rows = plan.schedule.rows
     row = lax.add(lax.mul(program, np.int32(rows)), lanes(rows, 0, 1))
     mask = lax.lt(row, np.int32(plan.num_segments))
@@ -260,7 +260,7 @@ def _reduce_rows(plan: _Plan, r: _Refs, out: Any, program: jax.Array, block: jax
     _store(plan, out, where(mask, row, np.int32(plan.num_segments)), mask, block, found)
 
 
-def _long(plan: _Plan, offsets: Any, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _long(plan: _ReducePlan, offsets: Any, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Whether the segment `row` ([1]) is long, where it begins and where it ends."""
     known = within(row, plan.num_segments, lax.ge(row, np.int32(0)))
     start = _triton.load(offsets, (row,), known)
@@ -268,7 +268,7 @@ def _long(plan: _Plan, offsets: Any, row: jax.Array) -> tuple[jax.Array, jax.Arr
     return both(known, lax.gt(lax.sub(end, start), np.int32(plan.chunk))), start, end
 
 
-def _reduce_chunk(plan: _Plan, r: _Refs, parts: Any, program: jax.Array, block: jax.Array) -> None:
+def _reduce_chunk(plan: _ReducePlan, r: _Refs, parts: Any, program: jax.Array, block: jax.Array) -> None:
     """Two parts: of the long segment that began before the chunk, and of the one that begins in it."""
     number = lax.broadcast(program, (1,))
     begin = lax.mul(number, np.int32(plan.chunk))
@@ -284,7 +284,7 @@ def _reduce_chunk(plan: _Plan, r: _Refs, parts: Any, program: jax.Array, block: 
         _store(plan, parts, where(mask, row, np.int32(2 * plan.num_chunks)), mask, block, found)
 
 
-def _merge_kernel(offsets: Any, last: Any, parts: Any, _: Any, out: Any, *, plan: _Plan) -> None:
+def _merge_kernel(offsets: Any, last: Any, parts: Any, _: Any, out: Any, *, plan: _ReducePlan) -> None:
     """The long segment that begins in a chunk, if there is one: its parts, in their order."""
     program, block = _triton.program_ids(plan.blocks)
     number = lax.broadcast(program, (1,))
@@ -314,11 +314,11 @@ def _both(mask: jax.Array, other: jax.Array | None) -> jax.Array:
     return mask if other is None else both(mask, other)
 
 
-def _or_nothing(plan: _Plan, valid: jax.Array, tile: jax.Array) -> jax.Array:
+def _or_nothing(plan: _ReducePlan, valid: jax.Array, tile: jax.Array) -> jax.Array:
     return where(valid, tile, plan.nothing(tile.shape))
 
 
-def _columns(plan: _Plan, block: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def _columns(plan: _ReducePlan, block: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """The features of a program, [1, 1, width], and which of them exist; None where all do."""
     size = plan.schedule.width
     columns = lanes(size, 2, 3)
@@ -327,7 +327,9 @@ def _columns(plan: _Plan, block: jax.Array) -> tuple[jax.Array, jax.Array | None
     return columns, None if plan.width % size == 0 else lax.lt(columns, np.int32(plan.width))
 
 
-def _reduced(plan: _Plan, r: _Refs, start: jax.Array, end: jax.Array, entries: int, block: jax.Array) -> jax.Array:
+def _reduced(
+    plan: _ReducePlan, r: _Refs, start: jax.Array, end: jax.Array, entries: int, block: jax.Array
+) -> jax.Array:
     """[rows, width]: positions `start` to `end` of each row, `entries` at a time.
 
     Indices of the next step are loaded before rows of this one are used: the two wait for memory together.
@@ -364,7 +366,7 @@ def _reduced(plan: _Plan, r: _Refs, start: jax.Array, end: jax.Array, entries: i
 
 
 def _scales(
-    plan: _Plan, r: _Refs, edge: jax.Array, columns: jax.Array, valid: jax.Array, inside: jax.Array | None
+    plan: _ReducePlan, r: _Refs, edge: jax.Array, columns: jax.Array, valid: jax.Array, inside: jax.Array | None
 ) -> jax.Array:
     """The scales of entries: [rows, entries, 1] or one for each feature."""
     edge = with_axes(edge, 1)
@@ -375,7 +377,7 @@ def _scales(
     return _triton.load(r.scale, (edge, columns), _both(valid, inside)).astype(plan.accumulator)
 
 
-def _store(plan: _Plan, ref: Any, row: jax.Array, mask: jax.Array, block: jax.Array, value: jax.Array) -> None:
+def _store(plan: _ReducePlan, ref: Any, row: jax.Array, mask: jax.Array, block: jax.Array, value: jax.Array) -> None:
     """Stores [rows, width] to rows of an array; masked ones name the row past its end."""
     columns, inside = _columns(plan, block)
     columns, mask = lax.reshape(columns, (1, plan.schedule.width)), mask[:, None]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from dejax.pallas._checks import FLOATS, as_index
 from dejax.pallas._shapes import padded, padded_size
 from dejax.pallas.formats.row_scaled import RowScaled, encode, of_stored, stored
-from dejax.pallas.traversal.plan import BY_ROW, SHARED, Operand, Output
+from dejax.pallas.traversal.plan import BY_ROW, SHARED, Output, TileOperand
 
 # Padded features of one row that a program can hold: 8 warps of 32 threads with 16 elements each.
 MAX_WIDTH = 4096
@@ -37,7 +37,7 @@ def check_width(shapes: Sequence[tuple[int, ...]]) -> int:
 
 def check_operands(
     arrays: Sequence[Any],
-    operands: Sequence[Operand],
+    operands: Sequence[TileOperand],
     index_tables: Sequence[jax.Array],
     num_entries: int,
     num_rows: int | None,

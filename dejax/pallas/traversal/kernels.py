@@ -15,7 +15,7 @@ from dejax.pallas import _triton
 from dejax.pallas._shapes import lanes
 from dejax.pallas._tiles import both, broadcast, steps, where
 from dejax.pallas.traversal.accumulate import initial, merge, update
-from dejax.pallas.traversal.plan import Array, Plan, Refs, operand_refs, unpack
+from dejax.pallas.traversal.plan import Array, LoopPlan, Refs, operand_refs, unpack
 from dejax.pallas.traversal.rows import (
     WIDE,
     evaluate,
@@ -28,11 +28,11 @@ from dejax.pallas.traversal.rows import (
     write_rows,
 )
 
-# Chunks of a long segment that are merged at once where they are fewer than `Plan.combined`.
+# Chunks of a long segment that are merged at once where they are fewer than `LoopPlan.combined`.
 FEW_CHUNKS = 8
 
 
-def row_kernel(*refs: Any, plan: Plan, num_aliased: int) -> None:
+def row_kernel(*refs: Any, plan: LoopPlan, num_aliased: int) -> None:
     """Chunks of long segments, one a program, first: they take longest. Then `plan.rows` rows side by side."""
     r = unpack(refs, plan, num_aliased)
     (program,) = _triton.program_ids()
@@ -45,7 +45,7 @@ def row_kernel(*refs: Any, plan: Plan, num_aliased: int) -> None:
     _triton.when(program >= plan.num_chunks, lambda: _rows(plan, r, program - plan.num_chunks, row_refs))
 
 
-def _rows(plan: Plan, r: Refs, program: jax.Array, outputs: Sequence[Any]) -> None:
+def _rows(plan: LoopPlan, r: Refs, program: jax.Array, outputs: Sequence[Any]) -> None:
     row = program * plan.rows + lanes(plan.rows, 0, 1)
     mask = row < plan.num_rows
     start, end = _triton.load(r.offsets, (row,), mask), _triton.load(r.offsets, (row + 1,), mask)
@@ -59,7 +59,7 @@ def _rows(plan: Plan, r: Refs, program: jax.Array, outputs: Sequence[Any]) -> No
     write_rows(plan, outputs, merged, tiles, row, mask, r.arrays)
 
 
-def _chunk(plan: Plan, r: Refs, program: jax.Array, partials: Sequence[Any], row_refs: Sequence[Any]) -> None:
+def _chunk(plan: LoopPlan, r: Refs, program: jax.Array, partials: Sequence[Any], row_refs: Sequence[Any]) -> None:
     """One chunk of a long segment: its partial accumulators, maxima of nothing as -inf; and its entry outputs.
 
     The program's rows take the chunk's entries in turns. With counters, the last chunk of a long segment to get here
@@ -92,7 +92,7 @@ def _chunk(plan: Plan, r: Refs, program: jax.Array, partials: Sequence[Any], row
     _triton.when(used, merge_if_last)
 
 
-def _store_partials(plan: Plan, partials: Sequence[Any], program: jax.Array, accs: Sequence[jax.Array]) -> None:
+def _store_partials(plan: LoopPlan, partials: Sequence[Any], program: jax.Array, accs: Sequence[jax.Array]) -> None:
     """Stores a chunk's accumulators: those of the program's rows, [rows, *padded], merged."""
     merged = merge(plan.reductions, tuple(a[None] for a in accs))
     for ref, reduction, value in zip(partials, plan.reductions, merged, strict=True):
@@ -104,7 +104,7 @@ def _store_partials(plan: Plan, partials: Sequence[Any], program: jax.Array, acc
         store(ref, lax.broadcast(program, sides), first, reduction.shape, plan.num_chunks, spread)
 
 
-def combine_kernel(*refs: Any, plan: Plan) -> None:
+def combine_kernel(*refs: Any, plan: LoopPlan) -> None:
     """The chunks of one long segment merged, and the row's epilogue."""
     (segment_rows, segment_offsets), refs = refs[:2], refs[2:]
     arrays, tables, rest = operand_refs(plan, refs)
@@ -118,7 +118,7 @@ def combine_kernel(*refs: Any, plan: Plan) -> None:
 
 
 def _merge_chunks(
-    plan: Plan,
+    plan: LoopPlan,
     r: Refs,
     partials: Sequence[Array],
     outputs: Sequence[Any],
@@ -139,7 +139,9 @@ def _merge_chunks(
     write_rows(plan, outputs, merged, tiles, row, mask, r.arrays)
 
 
-def _merged_chunks(plan: Plan, partials: Sequence[Array], start: jax.Array, end: jax.Array) -> tuple[jax.Array, ...]:
+def _merged_chunks(
+    plan: LoopPlan, partials: Sequence[Array], start: jax.Array, end: jax.Array
+) -> tuple[jax.Array, ...]:
     """The accumulators of the chunks from `start` to `end`, merged in their order: [1, *padded shape] each."""
 
     def combined(accs: tuple[jax.Array, ...], entries: int, first: jax.Array, last: jax.Array) -> tuple[jax.Array, ...]:
@@ -168,7 +170,7 @@ def _merged_chunks(plan: Plan, partials: Sequence[Array], start: jax.Array, end:
     return merge(plan.reductions, accs)
 
 
-def group_kernel(*refs: Any, plan: Plan) -> None:
+def group_kernel(*refs: Any, plan: LoopPlan) -> None:
     """The accumulators of one group of chunks, which are stored as those of a chunk."""
     groups, rest = refs[0], refs[1:]
     partials, outputs = rest[: len(plan.reductions)], rest[len(plan.reductions) :]
@@ -178,7 +180,7 @@ def group_kernel(*refs: Any, plan: Plan) -> None:
     _store_partials(plan, outputs, program, _merged_chunks(plan, [Array(p) for p in partials], start, end))
 
 
-def map_kernel(*refs: Any, plan: Plan) -> None:
+def map_kernel(*refs: Any, plan: LoopPlan) -> None:
     """`plan.entries` entries side by side; the axis of rows has size 1."""
     arrays, tables, outputs = operand_refs(plan, refs)
     (program,) = _triton.program_ids()

@@ -16,7 +16,7 @@ SHARED = ("shared", "each_slot", "late", "times_row")
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class TileOperand:
     """How a traversal reads an array.
 
     Attributes:
@@ -46,12 +46,12 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoopPlan:
     """Static facts of one traversal. Arrays have a leading axis here, of size 1 where they are shared."""
 
     body: Callable[..., Any]
     epilogue: Callable[..., Any] | None
-    operands: tuple[Operand, ...]
+    operands: tuple[TileOperand, ...]
     features: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
     reductions: tuple[Reduction, ...]
@@ -107,7 +107,7 @@ class Refs:
     outputs: Sequence[Any] = ()
 
 
-def operand_refs(plan: Plan, refs: Sequence[Any]) -> tuple[list[Array], Sequence[Any], Sequence[Any]]:
+def operand_refs(plan: LoopPlan, refs: Sequence[Any]) -> tuple[list[Array], Sequence[Any], Sequence[Any]]:
     """The operands, whose exponents follow them, the tables, and the references after those."""
     n = len(plan.operands)
     exponent_refs = iter(refs[n:])
@@ -117,7 +117,7 @@ def operand_refs(plan: Plan, refs: Sequence[Any]) -> tuple[list[Array], Sequence
     return arrays, rest[: plan.num_tables], rest[plan.num_tables :]
 
 
-def unpack(refs: Sequence[Any], plan: Plan, num_aliased: int) -> Refs:
+def unpack(refs: Sequence[Any], plan: LoopPlan, num_aliased: int) -> Refs:
     """The references in the order in which `traverse` passes them."""
     arrays, tables, rest = operand_refs(plan, refs)
     offsets, rest = rest[0], rest[1:]
@@ -129,7 +129,7 @@ def unpack(refs: Sequence[Any], plan: Plan, num_aliased: int) -> Refs:
     return Refs(arrays, tables, offsets, order, row_order, bounds, outputs[:n], outputs[n:])
 
 
-def _bounds(plan: Plan, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+def _bounds(plan: LoopPlan, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     """Row, start and end of each chunk and, where they are counted, its segment and each segment's chunks."""
     size = (5 if plan.num_counters else 3) if plan.num_chunks else 0
     return refs[:size], refs[size:]

@@ -13,11 +13,11 @@ from dejax.pallas.traversal.arrays import (
     check_row_scaled,
     declared,
 )
-from dejax.pallas.traversal.plan import SHARED, Operand, Output
+from dejax.pallas.traversal.plan import SHARED, Output, TileOperand
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Segments:
+class RowSegments:
     """Which entries belong to which row: the entries of row r are `order[offsets[r]:offsets[r + 1]]`.
 
     Attributes:
@@ -69,7 +69,7 @@ class Segments:
         """Entries of a row on average."""
         return self.num_entries / self.num_rows
 
-    def check(self, operands: Sequence[Operand], index_tables: Sequence[jax.Array]) -> list[jax.Array]:
+    def check(self, operands: Sequence[TileOperand], index_tables: Sequence[jax.Array]) -> list[jax.Array]:
         """The index tables as int32; raises ValueError where lengths do not fit."""
         if self.offsets.shape != (self.num_rows + 1,):
             raise ValueError(
@@ -106,6 +106,6 @@ class Outputs:
         return Outputs(declared(self.entries), rows, tuple(self.row_scaled), self.covers_all_entries)
 
 
-def lengths_of(arrays: Sequence[Any], operands: Sequence[Operand]) -> tuple[int, ...]:
+def lengths_of(arrays: Sequence[Any], operands: Sequence[TileOperand]) -> tuple[int, ...]:
     """The rows of each array; 1 where all programs read one row."""
     return tuple(1 if o.access in SHARED else a.shape[0] for a, o in zip(arrays, operands, strict=True))

@@ -17,7 +17,7 @@ from dejax.pallas._tiles import as_integers, both, broadcast, resized, steps, wh
 from dejax.pallas.formats.row_scaled import exponents, inverse_power, power, raised, without_padding
 from dejax.pallas.traversal.accumulate import initial, merge, results, update
 from dejax.pallas.traversal.factored import Factored
-from dejax.pallas.traversal.plan import Array, Output, Plan, Refs
+from dejax.pallas.traversal.plan import Array, LoopPlan, Output, Refs
 
 # Features from which on a tile comes as `Factored`, and is stored from threads of one entry.
 WIDE = 16
@@ -68,9 +68,9 @@ def load(
 
 
 def _tile(
-    plan: Plan, arrays: Sequence[Array], i: int, index: jax.Array, mask: jax.Array | None, factored: bool = False
+    plan: LoopPlan, arrays: Sequence[Array], i: int, index: jax.Array, mask: jax.Array | None, factored: bool = False
 ) -> Any:
-    """Operand `i` at rows `index` of its array."""
+    """TileOperand `i` at rows `index` of its array."""
     operand = plan.operands[i]
     column = None if operand.columns is None else operand.columns[0]
     first = 0 if operand.part is None else operand.part[0]
@@ -94,7 +94,7 @@ def store(
 
 
 def tiles_of_rows(
-    plan: Plan, arrays: Sequence[Any], tables: Sequence[Any], row: jax.Array, mask: jax.Array
+    plan: LoopPlan, arrays: Sequence[Any], tables: Sequence[Any], row: jax.Array, mask: jax.Array
 ) -> dict[int, jax.Array]:
     """[rows, 1, *padded] or, for shared operands, [1, 1, *padded] tiles; by operand number."""
     tiles = {}
@@ -118,20 +118,20 @@ def tiles_of_rows(
     return tiles
 
 
-def _spread(plan: Plan, arrays: Sequence[Any], i: int, rows: int, entries: int) -> jax.Array:
+def _spread(plan: LoopPlan, arrays: Sequence[Any], i: int, rows: int, entries: int) -> jax.Array:
     """An array without a leading axis as the tile [rows, entries, *padded], each slot loaded by its own threads."""
     index = lanes(rows, 0, 2) * 0 + lanes(entries, 1, 2) * 0
     return load(arrays[i], index, None, plan.features[i])
 
 
-def _needed_tables(plan: Plan) -> tuple[tuple[int, str], ...]:
+def _needed_tables(plan: LoopPlan) -> tuple[tuple[int, str], ...]:
     """Which index tables the body reads, and whether by position or by entry."""
     found = ((o.index, o.access) for o in plan.operands if o.access in ("indexed", "positioned"))
     return tuple(dict.fromkeys((index, access) for index, access in found if index is not None))
 
 
 def indices_at(
-    plan: Plan, tables: Sequence[Any], order: Any, position: jax.Array, mask: jax.Array
+    plan: LoopPlan, tables: Sequence[Any], order: Any, position: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Entry ids, then the entries of `_needed_tables`, at [rows, entries] positions."""
     entry = position if order is None or not plan.needs_entries else _triton.load(order, (position,), mask)
@@ -140,7 +140,7 @@ def indices_at(
 
 
 def evaluate(
-    plan: Plan,
+    plan: LoopPlan,
     arrays: Sequence[Array],
     row_tiles: dict[int, jax.Array],
     position: jax.Array,
@@ -212,7 +212,7 @@ def _store_parts(ref: Any, index: jax.Array, mask: jax.Array, whole: tuple[int, 
 
 
 def reduce_entries(
-    plan: Plan,
+    plan: LoopPlan,
     refs: Refs,
     row_tiles: dict[int, jax.Array],
     start: jax.Array,
@@ -259,7 +259,7 @@ def reduce_entries(
 
 
 def write_rows(
-    plan: Plan,
+    plan: LoopPlan,
     outputs: Sequence[Any],
     merged: Sequence[jax.Array],
     row_tiles: dict[int, jax.Array],

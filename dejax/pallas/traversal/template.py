@@ -33,21 +33,21 @@ from dejax.pallas.traversal.arrays import (
     zeros,
 )
 from dejax.pallas.traversal.kernels import FEW_CHUNKS, combine_kernel, group_kernel, map_kernel, row_kernel
-from dejax.pallas.traversal.plan import BY_ROW, SHARED, Operand, Output, Plan
-from dejax.pallas.traversal.request import Outputs, Segments, lengths_of
+from dejax.pallas.traversal.plan import BY_ROW, SHARED, LoopPlan, Output, TileOperand
+from dejax.pallas.traversal.request import Outputs, RowSegments, lengths_of
 from dejax.pallas.traversal.schedule import TraversalSchedule, map_schedule, traversal_schedule
 from dejax.pallas.tuned_tables import bucket, choose, traversal_candidates
 
-__all__ = ["MAX_WIDTH", "Operand", "Outputs", "Reduction", "Segments", "map_entries", "traverse"]
+__all__ = ["MAX_WIDTH", "TileOperand", "Outputs", "Reduction", "RowSegments", "map_entries", "traverse"]
 
 
 def traverse(
     body: Callable[..., Any],
     epilogue: Callable[..., Any] | None,
     arrays: Sequence[Any],
-    operands: Sequence[Operand],
+    operands: Sequence[TileOperand],
     *,
-    segments: Segments,
+    segments: RowSegments,
     index_tables: Sequence[jax.Array] = (),
     reductions: Sequence[Reduction] = (),
     outputs: Outputs = Outputs(),
@@ -59,8 +59,8 @@ def traverse(
 
     The body sees several rows and several entries of each at once: tiles of shape [rows, entries, *features] for
     `entry`, `indexed`, `position` and `positioned` operands, [rows, 1, *features] for `row` and `row_indexed`, [1, 1,
-    *features] for `shared` ones (`Operand` has what else there is, and what comes as None), each feature axis padded to
-    the next power of two with zeros (`feature_mask` tells which lanes are padding). Floating tiles are float32. The
+    *features] for `shared` ones (`TileOperand` has what else there is and what comes as None), each feature axis padded
+    to the next power of two with zeros (`feature_mask` tells which lanes are padding). Floating tiles are float32. The
     body must be elementwise over the two leading axes and may leave them at size 1. Results are the same in every run:
     there are no atomic additions. The contract test is `tests/pallas/test_contract.py::test_traverse`.
 
@@ -117,7 +117,7 @@ def traverse(
             width, segments, operands, shapes, reductions, outputs,
             _triton.use_interpreter(interpret), functools.partial(again, body, outputs=outputs),
         )  # fmt: skip
-    plan = Plan(
+    plan = LoopPlan(
         body=body,
         epilogue=epilogue,
         operands=tuple(operands),
@@ -135,7 +135,7 @@ def traverse(
     return _run(plan, segments, schedule, flat(ready), tables, outputs.covers_all_entries, interpret)
 
 
-def _extents(segments: Segments, schedule: TraversalSchedule, width: int, writes_rows: bool) -> dict[str, Any]:
+def _extents(segments: RowSegments, schedule: TraversalSchedule, width: int, writes_rows: bool) -> dict[str, Any]:
     """The fields of a plan that say how many rows, entries and chunks there are, and how many a program takes."""
     cut = segments.cut
     counted = segments.counted and writes_rows
@@ -157,8 +157,8 @@ def _extents(segments: Segments, schedule: TraversalSchedule, width: int, writes
 
 def _chosen_schedule(
     width: int,
-    segments: Segments,
-    operands: Sequence[Operand],
+    segments: RowSegments,
+    operands: Sequence[TileOperand],
     shapes: Sequence[tuple[int, bool]],
     reductions: Sequence[Reduction],
     outputs: Outputs,
@@ -196,8 +196,8 @@ def _chosen_schedule(
 
 
 def _run(
-    plan: Plan,
-    segments: Segments,
+    plan: LoopPlan,
+    segments: RowSegments,
     schedule: TraversalSchedule,
     arrays: list[jax.Array],
     tables: list[jax.Array],
@@ -242,7 +242,11 @@ def _run(
 
 
 def _merged(
-    plan: Plan, segments: Segments, operands: Sequence[jax.Array], rows: Sequence[jax.Array], interpret: bool | None
+    plan: LoopPlan,
+    segments: RowSegments,
+    operands: Sequence[jax.Array],
+    rows: Sequence[jax.Array],
+    interpret: bool | None,
 ) -> list[jax.Array]:
     """The row outputs with those of long segments, which further kernels merge from their chunks."""
     assert segments.cut is not None
@@ -266,7 +270,7 @@ def _merged(
 
 
 def _in_groups(
-    plan: Plan, groups: jax.Array, partials: Sequence[jax.Array], interpret: bool | None
+    plan: LoopPlan, groups: jax.Array, partials: Sequence[jax.Array], interpret: bool | None
 ) -> Sequence[jax.Array]:
     """The accumulators of each group of chunks."""
     num_groups = groups.shape[0] - 1
@@ -285,7 +289,7 @@ def _in_groups(
 def map_entries(
     body: Callable[..., Any],
     arrays: Sequence[Any],
-    operands: Sequence[Operand],
+    operands: Sequence[TileOperand],
     *,
     num_entries: int,
     index_tables: Sequence[jax.Array] = (),
@@ -331,7 +335,7 @@ def map_entries(
     narrows = bool(row_scaled) and not any(isinstance(a, RowScaled) for a in ready)
     schedule = schedule or map_schedule(width, narrows=narrows, interpret=interpreted)
     block = schedule.rows_per_program * schedule.entries_per_step
-    plan = Plan(
+    plan = LoopPlan(
         body=lambda *tiles: ((), tuple(body(*tiles))),
         epilogue=None,
         operands=tuple(operands),

@@ -30,7 +30,7 @@ from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Program, is_float
 from dejax.rgnn.ir.intra import Fallback, Kernels
 from dejax.rgnn.lowering.node_rows import ALL_ROWS, NodeRows, RowArrays
-from dejax.rgnn.lowering.pallas import Columns, PallasLowering
+from dejax.rgnn.lowering.pallas import PallasLowering, SharedColumns
 from dejax.rgnn.lowering.segments import num_rows, segment_sum, valid_rows, where_rows
 from dejax.rgnn.lowering.xla import Evaluator
 from dejax.rgnn.options import Options
@@ -249,7 +249,7 @@ def kernel_name(name: str, number: int) -> str:
 
 
 def _decoded(array: Any) -> jax.Array:
-    if isinstance(array, Columns):
+    if isinstance(array, SharedColumns):
         return array.whole()
     return array.decode() if isinstance(array, RowScaled) else array
 

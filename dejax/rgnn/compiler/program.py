@@ -30,7 +30,7 @@ from dejax.rgnn.options import Options
 if TYPE_CHECKING:
     from dejax.pallas.tuner import Measure
     from dejax.rgnn.compiler.explain import Explanation
-    from dejax.rgnn.compiler.tune import Report
+    from dejax.rgnn.compiler.tune import TuningReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Program:
         measure: Measure | None = None,
         progress: Callable[[str], None] | None = None,
         **kwargs: Any,
-    ) -> Report:
+    ) -> TuningReport:
         """Finds the fastest schedules for the program's kernels on a graph, and stores them for later runs.
 
         Each kernel of the forward and backward pass runs with some dozens of tile sizes and numbers of warps on the

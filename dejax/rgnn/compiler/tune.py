@@ -18,7 +18,7 @@ from dejax.rgnn.lowering.segments import num_rows
 
 
 @dataclass(frozen=True)
-class Report:
+class TuningReport:
     """The schedules that tuning found; printing it shows a table.
 
     Attributes:
@@ -50,7 +50,7 @@ def tune(
     save: bool,
     measure: Measure | None,
     progress: Callable[[str], None],
-) -> Report:
+) -> TuningReport:
     """Runs each kernel of a task, forward and backward, with every candidate; see `Program.tune`."""
     if graph.is_traced or any(isinstance(x, jax.core.Tracer) for x in inputs):
         raise TypeError("tune must be called with concrete arrays, got traced ones; call it outside jit, grad and vmap")
@@ -66,7 +66,7 @@ def tune(
         path = tuned_tables.cache_file()
         tuner.save(path)
         execute.forget_compiled()
-    return Report(tuple(tuner.found.values()), path)
+    return TuningReport(tuple(tuner.found.values()), path)
 
 
 def _training(task: CompileTask, graph: RelGraph, inputs: tuple[jax.Array, ...]) -> None:

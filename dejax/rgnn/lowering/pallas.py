@@ -14,11 +14,11 @@ import dejax.pallas as kernels
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.intra import Gemm, Instance, RowProducts, Traversal, WeightGradient
 from dejax.rgnn.lowering.products import Products
-from dejax.rgnn.lowering.running import Columns
+from dejax.rgnn.lowering.running import SharedColumns
 from dejax.rgnn.lowering.segments import segment_sum
 from dejax.rgnn.lowering.traversals import Traversals
 
-__all__ = ["Columns", "PallasLowering"]
+__all__ = ["PallasLowering", "SharedColumns"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # A kernel sums matrices by type where there are at least so many types, of at most so many matrices each on average.
@@ -29,7 +29,7 @@ class PallasLowering(Products, Traversals):
     """Runs instances on arrays."""
 
     def run(self, instance: Instance, env: dict[int, Any]) -> None:
-        """Adds what the instance writes to `env`, whose values are arrays, `RowScaled` or `Columns`."""
+        """Adds what the instance writes to `env`, whose values are arrays, `RowScaled` or `SharedColumns`."""
         for v in (*instance.reads, *instance.writes):
             if self.program.ops[v].dtype not in _DTYPES:
                 raise NotImplementedError(f"no kernel for {self.program.ops[v].dtype}")

@@ -20,7 +20,7 @@ from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.intra import Gemm, Operand, RowProducts, WeightGradient
 from dejax.rgnn.ir.row_sums import row_sums
 from dejax.rgnn.ir.templates import by_head
-from dejax.rgnn.lowering.running import Columns, Running
+from dejax.rgnn.lowering.running import Running, SharedColumns
 from dejax.rgnn.lowering.segments import segments, valid_rows
 
 
@@ -228,7 +228,7 @@ class Products(Running):
 
 
 def _decoded(rows: Any) -> jax.Array:
-    if isinstance(rows, Columns):
+    if isinstance(rows, SharedColumns):
         return rows.whole()
     return rows.decode() if isinstance(rows, kernels.RowScaled) else rows
 

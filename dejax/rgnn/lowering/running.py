@@ -22,7 +22,7 @@ from dejax.rgnn.passes.storage import encoded_values
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class SharedColumns:
     """A narrow value as columns of an array that others share, float32[rows, columns]."""
 
     array: jax.Array

@@ -14,7 +14,7 @@ from dejax.rgnn.ir.inter import VIAS, Space
 from dejax.rgnn.ir.intra import Operand, Traversal
 from dejax.rgnn.ir.templates import ONCE_A_SEGMENT
 from dejax.rgnn.lowering.factors import WithoutFactors, without_factors
-from dejax.rgnn.lowering.running import Columns, Running
+from dejax.rgnn.lowering.running import Running, SharedColumns
 from dejax.rgnn.lowering.segments import first_rows, num_rows, segments
 from dejax.rgnn.lowering.tiles import TileProgram
 from dejax.rgnn.passes.storage import linear_in, may_round
@@ -28,7 +28,7 @@ class _Call:
     """The arguments of a traversal; `columns_of` are the powers of two of columns of row outputs in 16 bits."""
 
     arrays: list[Any]
-    operands: list[kernels.Operand]
+    operands: list[kernels.TileOperand]
     tables: list[jax.Array]
     reductions: tuple[kernels.Reduction, ...]
     compute: TileProgram
@@ -57,7 +57,7 @@ class Traversals(Running):
         numbers = self._powers(t, arrays, operands, columns, without)
         stored_at = {v: len(arrays) - len(t.operands) + i for i, v in enumerate(divided)}
         arrays += divided.values()
-        operands += [kernels.Operand("late")] * len(divided)
+        operands += [kernels.TileOperand("late")] * len(divided)
         compute = TileProgram(self.program, t, side_by_side, self.row_scaled, numbers, without, stored_at)
         return _Call(arrays, operands, tables, reductions, compute, side_by_side, columns_of)
 
@@ -65,7 +65,7 @@ class Traversals(Running):
         self,
         t: Traversal,
         arrays: list[Any],
-        operands: list[kernels.Operand],
+        operands: list[kernels.TileOperand],
         columns: dict[int, jax.Array],
         without: WithoutFactors,
     ) -> dict[Any, int]:
@@ -79,7 +79,7 @@ class Traversals(Running):
         def add(key: Any, array: jax.Array, access: str, of: int | None = None) -> int:
             numbers[key] = len(arrays) - len(t.operands)
             arrays.append(array)
-            operands.append(kernels.Operand(access, of))
+            operands.append(kernels.TileOperand(access, of))
             return len(arrays) - 1
 
         at = {o.name: i for i, o in enumerate(t.operands)}
@@ -147,15 +147,15 @@ class Traversals(Running):
         ):
             for i, v in enumerate(values):
                 op = ops[v]
-                env[v] = Columns(array, i * op.width, op.shape, op.dtype) if len(values) > 1 else array
+                env[v] = SharedColumns(array, i * op.width, op.shape, op.dtype) if len(values) > 1 else array
 
-    def _segments(self, t: Traversal, rows: int) -> kernels.Segments:
+    def _segments(self, t: Traversal, rows: int) -> kernels.RowSegments:
         """The segments of the first so many rows, which are the first ones in `loop`, too."""
         assert t.via is not None
         own = self.graph.destinations_by_type if self.rows.sums_destinations(t) else None
         group = segments(self.graph, t.via) if own is None else own
         ordered = group.loop or group
-        return kernels.Segments(
+        return kernels.RowSegments(
             offsets=first_rows(ordered.offsets, rows + 1),
             num_entries=num_rows(self.graph, t.space) if own is None else own.num_entries,
             num_rows=rows,
@@ -165,7 +165,7 @@ class Traversals(Running):
         )
 
     def reductions(
-        self, t: Traversal, arrays: list[Any], operands: list[kernels.Operand], powers: dict[int, jax.Array]
+        self, t: Traversal, arrays: list[Any], operands: list[kernels.TileOperand], powers: dict[int, jax.Array]
     ) -> tuple[tuple[kernels.Reduction, ...], WithoutFactors]:
         """The sums of a traversal, and which of its values are computed without the powers of two of columns.
 
@@ -179,7 +179,7 @@ class Traversals(Running):
             if a.out in sums:
                 factor = len(arrays)
                 arrays.append(powers[sums[a.out]].reshape(shape))
-                operands.append(kernels.Operand("late"))
+                operands.append(kernels.TileOperand("late"))
             found.append(kernels.Reduction(a.kind, shape, a.score, factor))
         return tuple(found), without
 
@@ -200,7 +200,7 @@ class Traversals(Running):
 
     def loaded(
         self, t: Traversal, env: dict[int, Any]
-    ) -> tuple[list[Any], list[kernels.Operand], list[jax.Array], dict[int, jax.Array]]:
+    ) -> tuple[list[Any], list[kernels.TileOperand], list[jax.Array], dict[int, jax.Array]]:
         """The arrays that a traversal reads, how it reads each, and the index tables by which it does.
 
         Rows in 16 bits come without the powers of two of their columns, which are last, by operand.
@@ -210,7 +210,7 @@ class Traversals(Running):
         rows = None if t.via is None else self.rows.count(t)
         numbers: dict[str, int] = {}
         arrays: list[Any] = []
-        operands: list[kernels.Operand] = []
+        operands: list[kernels.TileOperand] = []
         gathered_arrays = self.gathered_side_by_side(t, env)
         short = self.rows.sums_destinations(t)
         for o in t.operands:
@@ -220,7 +220,7 @@ class Traversals(Running):
             elif short:
                 array = self.rows.of_destinations[o.value]
             part = gathered_arrays.get(o.name, array)
-            if isinstance(part, Columns):
+            if isinstance(part, SharedColumns):
                 array, columns = part.array, (part.first, part.shape)
             index = None
             access = {"dense": "entry", "gathered": "indexed"}.get(o.access, o.access)
@@ -235,7 +235,7 @@ class Traversals(Running):
                 counts = self.graph.loop_tables.get(f"{t.via}:#{o.via}")
                 if counts is not None and columns is None and self.is_count(o):
                     arrays.append(counts)
-                    operands.append(kernels.Operand("position"))
+                    operands.append(kernels.TileOperand("position"))
                     continue
                 by_position = self.graph.loop_tables.get(f"{t.via}:{o.via}")
                 if o.via not in numbers:
@@ -254,7 +254,7 @@ class Traversals(Running):
                 array = replace(array, columns=None)
             arrays.append(array)
             when = None if o.when is None else [each.name for each in t.operands].index(o.when)
-            operands.append(kernels.Operand(access, index, columns, o.part, when))
+            operands.append(kernels.TileOperand(access, index, columns, o.part, when))
         return arrays, operands, tables, powers
 
     def side_by_side(self, t: Traversal) -> list[tuple[int, ...]]:
@@ -287,7 +287,7 @@ class Traversals(Running):
         op = self.program.ops[operand.value]
         return op.name == "count" and op.attr("via") == operand.via and op.dtype == "float32"
 
-    def gathered_side_by_side(self, t: Traversal, env: dict[int, Any]) -> dict[int, Columns]:
+    def gathered_side_by_side(self, t: Traversal, env: dict[int, Any]) -> dict[int, SharedColumns]:
         """Narrow values that are gathered from the same rows, side by side in one array: one sector instead of several.
 
         Returns:
@@ -301,7 +301,7 @@ class Traversals(Running):
                 assert o.via is not None
                 if f"{t.via}:#{o.via}" not in self.graph.loop_tables or not self.is_count(o):
                     groups.setdefault(o.via, []).append(o)
-        found: dict[int, Columns] = {}
+        found: dict[int, SharedColumns] = {}
         for via, members in groups.items():
             rows = num_rows(self.graph, VIAS[via].coarse)
             if len(members) < 2 or num_rows(self.graph, t.space) < rows or rows == 0:
@@ -312,6 +312,6 @@ class Traversals(Running):
             column = 0
             for o in members:
                 op = ops[o.value]
-                found[o.name] = Columns(array, column, op.shape, op.dtype)
+                found[o.name] = SharedColumns(array, column, op.shape, op.dtype)
                 column += op.width
         return found

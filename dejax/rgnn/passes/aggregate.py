@@ -69,7 +69,7 @@ def aggregate(program: Program, counts: Counts, *, exact: bool = False) -> Progr
 
 
 @dataclass(frozen=True, slots=True)
-class _Term:
+class _WeightedTerm:
     """One term of a sum of rows: factors, of which `moves` is the product that can follow the sum over edges."""
 
     factors: tuple[Factor, ...]
@@ -87,7 +87,7 @@ def _sums_apart(program: Program, counts: Counts) -> Program:
     new: dict[int, int] = {}
     moved: list[int] = []
 
-    def with_product(op: Op, term: _Term) -> _Term:
+    def with_product(op: Op, term: _WeightedTerm) -> _WeightedTerm:
         found = _product_among(program, users, list(term.factors), op)
         if found is None or not _aggregate_is_cheaper(program, program.ops[found.value], op, counts):
             return term
@@ -108,7 +108,7 @@ def _sums_apart(program: Program, counts: Counts) -> Program:
     return dce(after, counts) if moved else program
 
 
-def _terms(program: Program, users: list[list[int]], value: int, outer: bool = True) -> list[_Term]:
+def _terms(program: Program, users: list[list[int]], value: int, outer: bool = True) -> list[_WeightedTerm]:
     """A value as a sum of products, looking through sums that nothing else reads."""
     found = factors(program, value)
     shape = program.ops[value].shape
@@ -124,10 +124,10 @@ def _terms(program: Program, users: list[list[int]], value: int, outer: bool = T
         left, right = (_terms(program, users, a, outer=False) for a in added.args)
         right = [replace(t, negative=t.negative ^ (added.name == "sub")) for t in right]
         return [replace(t, factors=(*t.factors, *rest)) for t in (*left, *right)]
-    return [_Term(tuple(found), negative=False)]
+    return [_WeightedTerm(tuple(found), negative=False)]
 
 
-def _total(builder: Builder, program: Program, new: dict[int, int], op: Op, terms: list[_Term]) -> int:
+def _total(builder: Builder, program: Program, new: dict[int, int], op: Op, terms: list[_WeightedTerm]) -> int:
     """The sum over edges, term by term; the terms whose products stay are one sum."""
     via = op.attr("via")
     # 16-bit dtypes do not hold counts, nor sums of products of which the other terms take most away.

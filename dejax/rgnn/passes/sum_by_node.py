@@ -20,10 +20,10 @@ _ENDS = ("dst", "src")
 def sum_by_node(program: Program, counts: Counts) -> Program:
     if counts.edges < _EDGES_PER_NODE * counts.nodes:
         return program
-    return _Sums(program, counts).run()
+    return _SumsByNode(program, counts).run()
 
 
-class _Sums(Rewrite):
+class _SumsByNode(Rewrite):
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         if not op.is_sum or op.attr("via") != "all":
             return None

@@ -24,7 +24,7 @@ _MANY = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Term:
+class _ProductTerm:
     """A term of a sum, by old numbers: scales (value, power) times a product, or any other value."""
 
     value: int
@@ -73,7 +73,7 @@ class _Combine(Rewrite):
 
     def sums_over_edges(self, builder: Builder, op: Op, index: int) -> int | None:
         """Sums over edges of products that become one product, as of a loop over relations: one sum."""
-        sums, others, terms = list[int](), list[_Term](), list[_Term]()
+        sums, others, terms = list[int](), list[_ProductTerm](), list[_ProductTerm]()
         for leaf in self.leaves(index):
             total = self.program.ops[leaf.value]
             first = self.program.ops[sums[0]] if sums else total
@@ -90,13 +90,13 @@ class _Combine(Rewrite):
         one = builder.op("reduce", self.total(builder, groups, op), **dict(self.program.ops[sums[0]].attrs))
         return self.signed(builder, [(one, False), *((self.new[t.value], t.negative) for t in others)])
 
-    def leaves(self, value: int, negative: bool = False, outer: bool = True) -> list[_Term]:
+    def leaves(self, value: int, negative: bool = False, outer: bool = True) -> list[_ProductTerm]:
         """The terms of a sum, whatever they are."""
         op = self.program.ops[value]
         if op.name in ("add", "sub") and is_float(op.dtype) and (outer or self.read_once(value)):
             left, right = op.args
             return self.leaves(left, negative, False) + self.leaves(right, negative ^ (op.name == "sub"), False)
-        return [_Term(value, negative, (), None)]
+        return [_ProductTerm(value, negative, (), None)]
 
     def weighted_heads(self, builder: Builder, op: Op) -> int | None:
         """`(a_r[:, None] * (x @ V)).sum(0)` as a product by the sum of `a_rh V_h` over the heads h."""
@@ -126,11 +126,11 @@ class _Combine(Rewrite):
     def through_reshape(self, op: Op) -> Op:
         return self.program.ops[op.args[0]] if op.name == "reshape" else op
 
-    def terms(self, value: int, negative: bool = False) -> list[_Term]:
+    def terms(self, value: int, negative: bool = False) -> list[_ProductTerm]:
         """The terms of a sum, with their products."""
         return [self.term(t.value, t.negative) for t in self.leaves(value, negative)]
 
-    def term(self, value: int, negative: bool) -> _Term:
+    def term(self, value: int, negative: bool) -> _ProductTerm:
         scales: list[tuple[int, int]] = []
         at, whole = value, self.program.ops[value]
         while True:
@@ -139,14 +139,14 @@ class _Combine(Rewrite):
                 break
             if op.name == "linear" and op.attr("via") in ("etype", "all") and self.read_once(at):
                 if Product.parse(op.attr("spec")).is_forward:
-                    return _Term(value, negative, tuple(scales), op)
+                    return _ProductTerm(value, negative, tuple(scales), op)
                 break
             found = self.scale(op)
             if found is None:
                 break
             at, scale, power = found
             scales.append((scale, power))
-        return _Term(value, negative, (), None)
+        return _ProductTerm(value, negative, (), None)
 
     def scale(self, op: Op) -> tuple[int, int, int] | None:
         """(row, scale, power) of a row times one number for each type, or for all."""
@@ -159,15 +159,15 @@ class _Combine(Rewrite):
                 return op.args[1 - at], op.args[at], 1 if op.name == "mul" or at == 0 else -1
         return None
 
-    def groups(self, terms: list[_Term]) -> list[list[_Term]]:
+    def groups(self, terms: list[_ProductTerm]) -> list[list[_ProductTerm]]:
         """Terms that share rows or, without scales, a weight; each other term alone."""
-        found: dict[object, list[_Term]] = {}
+        found: dict[object, list[_ProductTerm]] = {}
         key: object
         for t in terms:
             key = len(found) if t.product is None else ("rows", t.product.args[0], t.product.attr("spec"))
             found.setdefault(key, []).append(t)
         found = {(key, at): part for key, group in found.items() for at, part in enumerate(self.worthwhile(group))}
-        merged: dict[object, list[_Term]] = {}
+        merged: dict[object, list[_ProductTerm]] = {}
         for key, group in found.items():
             t, op = group[0], group[0].product
             if len(group) == 1 and op is not None and not t.scales:
@@ -177,13 +177,13 @@ class _Combine(Rewrite):
             merged.setdefault(key, []).extend(group)
         return list(merged.values())
 
-    def worthwhile(self, group: list[_Term]) -> list[list[_Term]]:
+    def worthwhile(self, group: list[_ProductTerm]) -> list[list[_ProductTerm]]:
         """The group, or each term alone where two products by shared weights would become one for each type."""
         typed = any(self.program.ops[s].attr("via") == "etype" for t in group for s, _ in t.scales)
         by_type = any(t.product is not None and t.product.attr("via") == "etype" for t in group)
         return [[t] for t in group] if typed and not by_type and len(group) < _MANY else [group]
 
-    def total(self, builder: Builder, groups: list[list[_Term]], op: Op) -> int:
+    def total(self, builder: Builder, groups: list[list[_ProductTerm]], op: Op) -> int:
         total: int | None = None
         for group in groups:
             first = group[0]
@@ -198,7 +198,7 @@ class _Combine(Rewrite):
         assert total is not None
         return as_dtype(builder, total, op.dtype)
 
-    def product(self, builder: Builder, group: list[_Term], op: Op) -> int:
+    def product(self, builder: Builder, group: list[_ProductTerm], op: Op) -> int:
         """The one product of a group."""
         products = [t.product for t in group if t.product is not None]
         first = products[0]

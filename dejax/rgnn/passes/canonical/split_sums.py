@@ -17,10 +17,10 @@ from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, in_range, is_a
 
 
 def split_sums(program: Program, counts: Counts, *, exact: bool = False) -> Program:
-    return program if exact else _Sums(program, counts).run()
+    return program if exact else _SplitSums(program, counts).run()
 
 
-class _Sums(Rewrite):
+class _SplitSums(Rewrite):
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         """See `Rewrite`."""
         if op.name != "linear" or op.space != Space.EDGE or not is_float(op.dtype) or op.attr("via") == "self":
