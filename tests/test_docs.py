@@ -98,7 +98,7 @@ def test_the_worked_diffs_of_contributing_apply():
     for diff in diffs:
         found = subprocess.run(command, cwd=ROOT, input=diff, capture_output=True, text=True, check=False)
         assert found.returncode == 0, found.stderr
-    assert len(diffs) == 2
+    assert len(diffs) == 3
 
 
 def unknown_names(text):

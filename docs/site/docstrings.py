@@ -1,4 +1,4 @@
-"""What the reference shows of a docstring: doctests as blocks to copy, and layers of the zoo with their arguments.
+"""What the reference shows of a docstring: doctests as blocks to copy, and the Flax layers with their arguments.
 
 An extension of griffe, which reads the docstrings from the source for mkdocstrings.
 """
@@ -64,7 +64,7 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called by griffe for each object that it has read."""
-        if obj.is_class and any("_ZooLayer" in str(base) for base in getattr(obj, "bases", ())):
+        if obj.is_class and any(str(base) in ("NnxLayer", "LinenLayer") for base in getattr(obj, "bases", ())):
             value = getattr(importlib.import_module(obj.parent.path), obj.name)
             obj.docstring = griffe.Docstring(call_of(obj.name, value) + value.__doc__, parent=obj)
         if obj.docstring is not None and ">>>" in obj.docstring.value:

@@ -15,7 +15,6 @@ from flax import nnx, serialization
 
 from dejax.rgnn import RelGraph, linen
 from dejax.rgnn import nnx as rnnx
-from tests.cases import slow_but
 from tests.rgnn.flax_layers import features, gated, typed_graph
 
 pytestmark = pytest.mark.usefixtures("programs_by_numpy")
@@ -23,59 +22,13 @@ pytestmark = pytest.mark.usefixtures("programs_by_numpy")
 GRAPH = typed_graph()
 R, T, N = GRAPH.num_edge_types, GRAPH.num_node_types, GRAPH.num_nodes
 
-# name: (linen module, nnx module, whether x is given)
-PAIRS: dict[str, tuple[Any, Any, bool]] = {
-    "rgcn": (lambda: linen.RGCNConv(6), lambda r: rnnx.RGCNConv(4, 6, R, rngs=r), True),
-    "rgcn_bases": (
-        lambda: linen.RGCNConv(6, num_bases=2, normalization="sum"),
-        lambda r: rnnx.RGCNConv(4, 6, R, num_bases=2, normalization="sum", rngs=r),
-        True,
-    ),
-    "rgcn_blocks": (
-        lambda: linen.RGCNConv(6, num_blocks=2, use_root=False, use_bias=False),
-        lambda r: rnnx.RGCNConv(4, 6, R, num_blocks=2, use_root=False, use_bias=False, rngs=r),
-        True,
-    ),
-    "rgcn_featureless": (lambda: linen.RGCNConv(6), lambda r: rnnx.RGCNConv.featureless(GRAPH, 6, rngs=r), False),
-    "rgat": (
-        lambda: linen.RGATConv(5, num_heads=2, softmax="relation", negative_slope=0.1),
-        lambda r: rnnx.RGATConv(4, 5, R, num_heads=2, softmax="relation", negative_slope=0.1, rngs=r),
-        True,
-    ),
-    "rgat_mean": (
-        lambda: linen.RGATConv(5, num_heads=2, concat_heads=False),
-        lambda r: rnnx.RGATConv(4, 5, R, num_heads=2, concat_heads=False, rngs=r),
-        True,
-    ),
-    "hgt": (
-        lambda: linen.HGTConv(4, num_heads=2, head_features=3),
-        lambda r: rnnx.HGTConv(4, 4, T, R, num_heads=2, head_features=3, rngs=r),
-        True,
-    ),
-}
 
-
-def inputs(with_x: bool) -> tuple[Any, ...]:
-    return (GRAPH, features(GRAPH, 4)) if with_x else (GRAPH,)
-
-
-@pytest.mark.parametrize("name", slow_but(["rgcn_featureless", "hgt"], PAIRS))
-def test_equal_parameters_give_equal_results(name: str) -> None:
-    make_linen, make_nnx, with_x = PAIRS[name]
-    layer, other = make_linen(), make_nnx(nnx.Rngs(0))
-    args = inputs(with_x)
-    variables = jax.jit(layer.init)(jax.random.key(1), *args)
-    # Shapes and names agree without conversion ...
-    shapes = jax.tree.map(jnp.shape, variables["params"])
-    assert shapes == jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(other, nnx.Param)))
-    # ... from nnx to linen, bit for bit ...
-    mine = layer.apply(rnnx.params_to_linen(other), *args)
-    assert bool(jnp.any(mine != 0))
-    np.testing.assert_array_equal(mine, other(*args))
-    # ... and back.
+def test_nodes_without_features() -> None:
+    layer, other = linen.RGCNConv(6), rnnx.RGCNConv.featureless(GRAPH, 6, rngs=nnx.Rngs(0))
+    variables = jax.jit(layer.init)(jax.random.key(1), GRAPH)
+    np.testing.assert_array_equal(layer.apply(rnnx.params_to_linen(other), GRAPH), other(GRAPH))
     rnnx.params_from_linen(other, variables)
-    np.testing.assert_array_equal(other(*args), layer.apply(variables, *args))
-    assert bool(jnp.any(mine != other(*args)))
+    np.testing.assert_array_equal(layer.apply(variables, GRAPH), other(GRAPH))
 
 
 @pytest.mark.slow
@@ -115,7 +68,7 @@ def test_params_from_linen_errors() -> None:
     ids=["rgcn", "rgat", "hgt"],
 )
 def test_dropout(layer: Any, make: Any) -> None:
-    args = inputs(True)
+    args = (GRAPH, features(GRAPH, 4))
     other = make(nnx.Rngs(0))
     variables = layer.init(jax.random.key(0), *args)  # needs no dropout key
     rnnx.params_from_linen(other, variables)
@@ -220,7 +173,7 @@ def test_errors() -> None:
     x = features(GRAPH, 4)
     with pytest.raises(ValueError, match="num_bases or num_blocks, not both"):
         linen.RGCNConv(6, num_bases=2, num_blocks=2).init(jax.random.key(0), GRAPH, x)
-    with pytest.raises(ValueError, match="x must have shape"):
+    with pytest.raises(ValueError, match="x must be an array of shape"):
         linen.RGCNConv(6).init(jax.random.key(0), GRAPH, x[:-1])
     with pytest.raises(ValueError, match="must not be given together with options"):
         linen.RGCNConv(6, backend="xla", options=rnnx.Options()).init(jax.random.key(0), GRAPH, x)

@@ -16,6 +16,7 @@ from flax import nnx
 
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.layers import dropout, library
+from dejax.rgnn.layers.specs import RGATSpec
 from dejax.rgnn.nnx import HGTConv, ProgramModule, RGATConv, RGCNConv
 from tests.cases import slow_but
 from tests.rgnn.flax_layers import features, gated, typed_graph, without_edges
@@ -181,7 +182,7 @@ def test_kernels_and_xla_give_the_same_step() -> None:
 
 def test_options_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(library, "rgat", lambda graph, x, params, **keywords: seen.append(keywords["options"]))
+    monkeypatch.setattr(RGATSpec, "program", lambda graph, x, params, **keywords: seen.append(keywords["options"]))
     x = features(GRAPH, 4)
     RGATConv(4, 2, R, rngs=nnx.Rngs(0), backend="xla", precision="bf16")(GRAPH, x)
     RGATConv(4, 2, R, rngs=nnx.Rngs(0), options=Options(backend="pallas", interpret=True))(GRAPH, x)
@@ -254,9 +255,7 @@ def test_attention_dropout_is_after_the_softmax() -> None:
     np.add.at(want, receivers, (weight / total[receivers] * np.asarray(mask) / 0.5)[..., None] * z_src)
     got = layer(GRAPH, x, rngs=nnx.Rngs(dropout=0))
     assert got.shape == (N, 10)
-    from dejax.rgnn.layers import specs
-
-    assert isinstance(layer.spec, specs.RGATSpec)
+    assert isinstance(layer.spec, RGATSpec)
     same(layer.spec(GRAPH, x, params, key), want.reshape(N, 10))
 
 

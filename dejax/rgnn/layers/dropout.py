@@ -1,11 +1,12 @@
-"""The layers with dropout where their papers have it: pure functions that `specs` calls while training.
+"""R-GCN and HGT with dropout where their papers have it: pure functions that `library_specs` calls while training.
 
 A mask is an ordinary edge value of a program, or a factor of node values outside of the program, so that kernels
 generate no random numbers.
 
 - R-GCN (arXiv 1703.06103, section 5.2): edges are dropped before normalisation, self loops at their own rate.
-- RGAT (arXiv 1904.05811, as in GAT): attention coefficients are dropped after the softmax.
 - HGT (arXiv 2003.01332, the authors' code): the result of the output transform is dropped, before the skip connection.
+
+Layers with attention drop its coefficients after the softmax (`LayerSpec.run_with_dropout`).
 """
 
 from __future__ import annotations
@@ -121,12 +122,6 @@ def _pair_weight(graph: RelGraph, params: dict[str, Array]) -> Array:
     bases = params["bases"][graph.source_pair_by_node.index]
     coefficients = params["coefficients"][graph.source_pair_by_type.index]
     return jnp.einsum("pb,pbn->pn", coefficients, bases, precision=jax.lax.Precision.HIGHEST)
-
-
-def rgat(graph: RelGraph, x: Array, params: dict[str, Array], key: Array, rate: float, **keywords: Any) -> Array:
-    """`library.rgat` with attention dropped after the softmax, separately for each edge and head."""
-    mask = inverted(key, rate, (graph.num_edges, params["weight"].shape[1]), params["weight"].dtype)
-    return library.rgat(graph, x, {**params, "edge_scale": mask}, **keywords)
 
 
 def hgt(graph: RelGraph, x: Array, params: dict[str, Array], key: Array, rate: float, *, options: Options) -> Array:

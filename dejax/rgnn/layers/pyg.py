@@ -17,12 +17,10 @@ from jax import Array
 
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.layers import specs
-from dejax.rgnn.layers.specs import LayerSpec
-from dejax.rgnn.layers.zoo import specs as zoo
-from dejax.rgnn.layers.zoo.spec import ZooSpec
+from dejax.rgnn.layers.spec import LayerSpec
 
 Params = dict[str, np.ndarray]
-Converted = tuple[LayerSpec | ZooSpec, Params]
+Converted = tuple[LayerSpec, Params]
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class ConvertedLayer:
     >>> layer(graph, x), sorted(layer.params)  # doctest: +SKIP
     """
 
-    spec: LayerSpec | ZooSpec
+    spec: LayerSpec
     params: dict[str, Array]
 
     def __call__(self, graph: RelGraph, x: Any, edge_features: Any = None) -> Any:
@@ -59,9 +57,7 @@ class ConvertedLayer:
     @property
     def name(self) -> str:
         """The name of its modules in `dejax.rgnn.nnx` and `dejax.rgnn.linen`, such as `"SAGEConv"`."""
-        return (
-            type(self.spec).name if isinstance(self.spec, ZooSpec) else type(self.spec).__name__.replace("Spec", "Conv")
-        )
+        return self.spec.name
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -197,7 +193,7 @@ def _rgcn(layer: Any) -> Converted:
 
 def _rgat(layer: Any) -> Converted:
     _require(layer, {"mod": (None,), "dim": (1,), "num_blocks": (None,)})
-    spec = zoo.SharedRGATSpec(
+    spec = specs.SharedRGATSpec(
         in_features=layer.in_channels,
         out_features=layer.out_channels,
         num_edge_types=layer.num_relations,
@@ -252,7 +248,7 @@ def _hgt(layer: Any) -> Converted:
 
 def _gcn(layer: Any) -> Converted:
     _require(layer, {"improved": (False,), "normalize": (True,), "aggr": ("add", "sum")})
-    spec = zoo.GCNSpec(
+    spec = specs.GCNSpec(
         in_features=layer.in_channels,
         out_features=layer.out_channels,
         add_self_loops=bool(layer.add_self_loops),
@@ -263,7 +259,7 @@ def _gcn(layer: Any) -> Converted:
 
 def _sage(layer: Any) -> Converted:
     k = _widths(layer)
-    spec = zoo.SAGESpec(
+    spec = specs.SAGESpec(
         in_features=k,
         out_features=layer.out_channels,
         aggregation=_aggregation(layer, "mean", "max", "sum"),  # type: ignore[arg-type]
@@ -293,7 +289,7 @@ def _gin(layer: Any) -> Converted:
         _refuse(layer, "lin.bias", "nonzero", "the edge features' bias must be zero; add a constant edge feature")
     if (first.bias is None) != (second.bias is None):
         _refuse(layer, "nn", layer.nn, "both Linears must have a bias, or none")
-    spec = zoo.GINSpec(
+    spec = specs.GINSpec(
         in_features=first.weight.shape[1],
         out_features=second.weight.shape[0],
         hidden_features=first.weight.shape[0],
@@ -318,7 +314,7 @@ def _attention_settings(layer: Any) -> dict[str, Any]:
 
 
 def _gat(layer: Any) -> Converted:
-    spec = zoo.GATSpec(
+    spec = specs.GATSpec(
         **_attention_settings(layer),
         negative_slope=layer.negative_slope,
         use_residual=layer.residual,
@@ -337,7 +333,7 @@ def _gat(layer: Any) -> Converted:
 
 
 def _gatv2(layer: Any) -> Converted:
-    spec = zoo.GATv2Spec(
+    spec = specs.GATv2Spec(
         **_attention_settings(layer),
         negative_slope=layer.negative_slope,
         share_weights=layer.share_weights,
@@ -359,7 +355,7 @@ def _gatv2(layer: Any) -> Converted:
 
 
 def _transformer(layer: Any) -> Converted:
-    spec = zoo.TransformerSpec(
+    spec = specs.TransformerSpec(
         **_attention_settings(layer),
         use_root=layer.root_weight,
         use_gate=layer.beta,
@@ -386,7 +382,7 @@ def _gated_gcn(layer: Any) -> Converted:
         _refuse(layer, "edge_dim", layer.edge_dim, "values read the edge features there, gates alone do here")
     if layer.bias is None:
         _refuse(layer, "bias", None, "the layer must have a bias")
-    spec = zoo.GatedGCNSpec(
+    spec = specs.GatedGCNSpec(
         in_features=_widths(layer), out_features=layer.out_channels, use_root=layer.root_weight, use_bias=True
     )
     params = {
@@ -403,7 +399,7 @@ def _gated_gcn(layer: Any) -> Converted:
 def _rggnn(layer: Any) -> Converted:
     _require(layer, {"num_layers": (1,), "aggr": ("add", "sum")})
     n, rnn = layer.out_channels, layer.rnn
-    spec = zoo.RGGNNSpec(in_features=n, out_features=n, num_edge_types=1, use_bias=rnn.bias)
+    spec = specs.RGGNNSpec(in_features=n, out_features=n, num_edge_types=1, use_bias=rnn.bias)
     params = {
         "weight": _array(layer.weight),
         "input": _array(rnn.weight_ih).reshape(3, n, n).transpose(0, 2, 1).copy(),

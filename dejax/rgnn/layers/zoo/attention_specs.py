@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dejax.rgnn.layers.parameters import ParamSpec, ParamSpecs, attention_vector
+from dejax.rgnn.layers.spec import LayerSpec, heads_of, matrix, zeros_of
 from dejax.rgnn.layers.zoo import attention
-from dejax.rgnn.layers.zoo.spec import ZooSpec, heads_of, matrix, zeros_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GATSpec(ZooSpec):
+class GATSpec(LayerSpec):
     """GAT (arXiv 1710.10903); the equation is in `dejax.rgnn.zoo.gat`. out_features is the width d of a head.
 
     Args:
@@ -25,8 +25,8 @@ class GATSpec(ZooSpec):
     name = "GATConv"
     program = attention.gat
     passed = ("negative_slope", "concat_heads")
-    pairs = True
     edge_argument = "edge_features"
+    in_features: int | tuple[int, int]
     num_heads: int = 1
     edge_features: int | None = None
     negative_slope: float = 0.2
@@ -52,7 +52,7 @@ class GATSpec(ZooSpec):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GATv2Spec(ZooSpec):
+class GATv2Spec(LayerSpec):
     """GATv2 (arXiv 2105.14491); the equation is in `dejax.rgnn.zoo.gatv2`. out_features is the width d of a head.
 
     Args:
@@ -64,8 +64,8 @@ class GATv2Spec(ZooSpec):
     name = "GATv2Conv"
     program = attention.gatv2
     passed = ("negative_slope", "concat_heads")
-    pairs = True
     edge_argument = "edge_features"
+    in_features: int | tuple[int, int]
     num_heads: int = 1
     edge_features: int | None = None
     negative_slope: float = 0.2
@@ -95,7 +95,7 @@ class GATv2Spec(ZooSpec):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TransformerSpec(ZooSpec):
+class TransformerSpec(LayerSpec):
     """Graph transformer (arXiv 2009.03509); see `dejax.rgnn.zoo.graph_transformer`. out_features is a head's width d.
 
     Args:
@@ -108,8 +108,8 @@ class TransformerSpec(ZooSpec):
     name = "TransformerConv"
     program = attention.graph_transformer
     passed = ("concat_heads",)
-    pairs = True
     edge_argument = "edge_features"
+    in_features: int | tuple[int, int]
     num_heads: int = 1
     edge_features: int | None = None
     concat_heads: bool = True

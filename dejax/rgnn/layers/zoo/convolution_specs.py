@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dejax.rgnn.layers.parameters import ParamSpecs
+from dejax.rgnn.layers.spec import LayerSpec, matrix, zeros_of
 from dejax.rgnn.layers.zoo import convolutions
-from dejax.rgnn.layers.zoo.spec import ZooSpec, matrix, zeros_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GCNSpec(ZooSpec):
+class GCNSpec(LayerSpec):
     """GCN (arXiv 1609.02907); the equation is in `dejax.rgnn.zoo.gcn`. `edge_features` of a call are weights [edges].
 
     Args:
@@ -23,16 +23,17 @@ class GCNSpec(ZooSpec):
     program = convolutions.gcn
     passed = ("add_self_loops",)
     edge_argument = "edge_weight"
+    in_features: int
     add_self_loops: bool = True
     use_bias: bool = True
 
     def params(self) -> ParamSpecs:
-        k, n = self.widths[0], self.out_features
+        k, n = self.in_features, self.out_features
         return {"weight": matrix(k, n)} | ({"bias": zeros_of(n)} if self.use_bias else {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SAGESpec(ZooSpec):
+class SAGESpec(LayerSpec):
     """GraphSAGE (arXiv 1706.02216); the equation is in `dejax.rgnn.zoo.graphsage`.
 
     Args:
@@ -45,7 +46,7 @@ class SAGESpec(ZooSpec):
     name = "SAGEConv"
     program = convolutions.graphsage
     passed = ("aggregation", "normalize")
-    pairs = True
+    in_features: int | tuple[int, int]
     aggregation: Literal["mean", "max", "sum"] = "mean"
     pool_features: int | None = None
     normalize: bool = False
@@ -64,7 +65,7 @@ class SAGESpec(ZooSpec):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GINSpec(ZooSpec):
+class GINSpec(LayerSpec):
     """GIN (arXiv 1810.00826) and, with edge features, GINE (arXiv 1905.12265); see `dejax.rgnn.zoo.gin`.
 
     Args:
@@ -76,8 +77,8 @@ class GINSpec(ZooSpec):
 
     name = "GINConv"
     program = convolutions.gin
-    pairs = True
     edge_argument = "edge_features"
+    in_features: int | tuple[int, int]
     hidden_features: int | None = None
     edge_features: int | None = None
     train_epsilon: bool = False
@@ -97,7 +98,7 @@ class GINSpec(ZooSpec):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatedGCNSpec(ZooSpec):
+class GatedGCNSpec(LayerSpec):
     """Residual gated graph convolution (arXiv 1711.07553); the equation is in `dejax.rgnn.zoo.gated_gcn`.
 
     Args:
@@ -107,8 +108,8 @@ class GatedGCNSpec(ZooSpec):
 
     name = "GatedGCNConv"
     program = convolutions.gated_gcn
-    pairs = True
     edge_argument = "edge_features"
+    in_features: int | tuple[int, int]
     edge_features: int | None = None
     use_root: bool = True
     use_bias: bool = True
@@ -126,7 +127,7 @@ class GatedGCNSpec(ZooSpec):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PNASpec(ZooSpec):
+class PNASpec(LayerSpec):
     """PNA (arXiv 2004.05718); the equation is in `dejax.rgnn.zoo.pna`.
 
     Args:
@@ -140,13 +141,14 @@ class PNASpec(ZooSpec):
     program = convolutions.pna
     passed = ("mean_log_degree",)
     edge_argument = "edge_features"
+    in_features: int
     mean_log_degree: float
     num_towers: int = 1
     edge_features: int | None = None
     use_bias: bool = True
 
     def params(self) -> ParamSpecs:
-        k, n, t = self.widths[0], self.out_features, self.num_towers
+        k, n, t = self.in_features, self.out_features, self.num_towers
         if n % t:
             raise ValueError(f"PNAConv: num_towers must divide out_features, got {t} and {n}")
         specs = {

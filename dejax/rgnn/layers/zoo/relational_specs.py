@@ -10,12 +10,12 @@ from jax import Array
 
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.layers.parameters import ParamSpec, ParamSpecs, attention_vector
+from dejax.rgnn.layers.spec import LayerSpec, heads_of, matrix, zeros_of
 from dejax.rgnn.layers.zoo import relational
-from dejax.rgnn.layers.zoo.spec import ZooSpec, heads_of, matrix, zeros_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RGGNNSpec(ZooSpec):
+class RGGNNSpec(LayerSpec):
     """Gated graph network with edge types (arXiv 1511.05493); the equations are in `dejax.rgnn.zoo.rggnn`.
 
     Features narrower than out_features are padded with zeros, as in the paper.
@@ -29,14 +29,15 @@ class RGGNNSpec(ZooSpec):
     name = "RGGNNConv"
     program = relational.rggnn
     passed = ("steps",)
+    in_features: int
     num_edge_types: int
     steps: int = 1
     use_bias: bool = True
 
     def params(self) -> ParamSpecs:
         n, r = self.out_features, self.num_edge_types
-        if self.widths[0] > n:
-            raise ValueError(f"RGGNNConv: in_features must be at most out_features, got {self.widths[0]} and {n}")
+        if self.in_features > n:
+            raise ValueError(f"RGGNNConv: in_features must be at most out_features, got {self.in_features} and {n}")
         specs = {"weight": matrix(r, n, n), "input": matrix(3, n, n), "hidden": matrix(3, n, n)}
         if self.use_bias:
             specs |= {"edge_bias": zeros_of(r, n), "input_bias": zeros_of(3, n), "hidden_bias": zeros_of(3, n)}
@@ -48,7 +49,7 @@ class RGGNNSpec(ZooSpec):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CompGCNSpec(ZooSpec):
+class CompGCNSpec(LayerSpec):
     """CompGCN (arXiv 1911.03082); the equations are in `dejax.rgnn.zoo.compgcn`.
 
     Args:
@@ -64,6 +65,7 @@ class CompGCNSpec(ZooSpec):
     name = "CompGCNConv"
     program = relational.compgcn
     passed = ("directions", "composition", "aggregation")
+    in_features: int
     num_edge_types: int
     directions: tuple[int, ...] | None = None
     composition: Literal["subtract", "multiply", "correlate"] = "multiply"
@@ -73,7 +75,7 @@ class CompGCNSpec(ZooSpec):
     update_relation: bool = False
 
     def params(self) -> ParamSpecs:
-        k, n, r = self.widths[0], self.out_features, self.num_edge_types
+        k, n, r = self.in_features, self.out_features, self.num_edge_types
         count = 1 if self.directions is None else max(self.directions, default=0) + 1
         specs = {"relation": matrix(r, k), "weight": matrix(count, k, n)}
         if self.use_loop:
@@ -90,7 +92,7 @@ class CompGCNSpec(ZooSpec):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SimpleHGNSpec(ZooSpec):
+class SimpleHGNSpec(LayerSpec):
     """SimpleHGN (arXiv 2112.14936); the equations are in `dejax.rgnn.zoo.simple_hgn`. out_features is a head's width d.
 
     The attention of the layer before is an argument of the function, not of the module.
@@ -106,6 +108,7 @@ class SimpleHGNSpec(ZooSpec):
     name = "SimpleHGNConv"
     program = relational.simple_hgn
     passed = ("negative_slope", "normalize", "concat_heads")
+    in_features: int
     num_edge_types: int
     num_heads: int = 1
     relation_features: int = 64
@@ -117,7 +120,7 @@ class SimpleHGNSpec(ZooSpec):
     attention_dropout: float = 0.0
 
     def params(self) -> ParamSpecs:
-        k, d, h, u = self.widths[0], self.out_features, self.num_heads, self.relation_features
+        k, d, h, u = self.in_features, self.out_features, self.num_heads, self.relation_features
         specs = {
             "weight": heads_of(h, k, d),
             "edge_embedding": matrix(self.num_edge_types, u),
@@ -132,7 +135,7 @@ class SimpleHGNSpec(ZooSpec):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SharedRGATSpec(ZooSpec):
+class SharedRGATSpec(LayerSpec):
     """RGAT as PyTorch Geometric has it, query and key shared by all relations; see `dejax.rgnn.zoo.rgat_shared`.
 
     out_features is the width d of a head.
@@ -148,6 +151,7 @@ class SharedRGATSpec(ZooSpec):
     program = relational.rgat_shared
     passed = ("softmax", "mode", "negative_slope", "concat_heads")
     edge_argument = "edge_features"
+    in_features: int
     num_edge_types: int
     num_heads: int = 1
     edge_features: int | None = None
@@ -159,7 +163,7 @@ class SharedRGATSpec(ZooSpec):
     attention_dropout: float = 0.0
 
     def params(self) -> ParamSpecs:
-        k, h, n = self.widths[0], self.num_heads, self.num_heads * self.out_features
+        k, h, n = self.in_features, self.num_heads, self.num_heads * self.out_features
         specs = {"weight": matrix(self.num_edge_types, k, n), "query": matrix(n, h), "key": matrix(n, h)}
         if self.edge_features is not None:
             specs |= {"weight_edge": matrix(self.edge_features, n), "attention_edge": matrix(n, h)}
@@ -167,7 +171,7 @@ class SharedRGATSpec(ZooSpec):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HEATSpec(ZooSpec):
+class HEATSpec(LayerSpec):
     """HEAT (arXiv 2106.07161); the equations are in `dejax.rgnn.zoo.heat`. out_features is the width of each head.
 
     Args:
@@ -183,6 +187,7 @@ class HEATSpec(ZooSpec):
     program = relational.heat
     passed = ("negative_slope", "concat_heads", "add_root")
     edge_argument = "edge_features"
+    in_features: int
     num_node_types: int
     num_edge_types: int
     edge_features: int
@@ -196,7 +201,7 @@ class HEATSpec(ZooSpec):
     attention_dropout: float = 0.0
 
     def params(self) -> ParamSpecs:
-        k, n, h, t = self.widths[0], self.out_features, self.num_heads, self.num_node_types
+        k, n, h, t = self.in_features, self.out_features, self.num_heads, self.num_node_types
         p, u = self.edge_embedding_features, self.relation_features
         if self.edge_features is None:
             raise ValueError("HEATConv: edge_features must be given, [num_edges, width], got None")

@@ -7,10 +7,13 @@ import inspect
 import re
 from typing import Any
 
-from dejax.rgnn.layers.zoo.spec import FROM_CALL, ZooSpec
+from dejax.rgnn.layers.spec import LayerSpec
+
+FROM_CALL = ("in_features", "edge_features", "num_edge_types", "num_node_types", "num_nodes", "num_source_pairs")
+"""Fields that a linen module takes from the arguments of its first call."""
 
 
-def settings(spec: type[ZooSpec]) -> tuple[dataclasses.Field[Any], ...]:
+def settings(spec: type[LayerSpec]) -> tuple[dataclasses.Field[Any], ...]:
     """The fields that users of a module set, those without a default first; dtype and options are arguments of all."""
     fields = [field for field in dataclasses.fields(spec) if field.name not in ("dtype", "options")]
     return tuple(sorted(fields, key=_has_default))
@@ -20,7 +23,7 @@ def _has_default(field: dataclasses.Field[Any]) -> bool:
     return field.default is not dataclasses.MISSING
 
 
-def signature(spec: type[ZooSpec], common: inspect.Signature) -> inspect.Signature:
+def signature(spec: type[LayerSpec], common: inspect.Signature) -> inspect.Signature:
     """The signature of an nnx module: settings without a default by position, the others and `common` by keyword."""
     own = [
         inspect.Parameter(
@@ -35,7 +38,7 @@ def signature(spec: type[ZooSpec], common: inspect.Signature) -> inspect.Signatu
     return inspect.Signature([*own, *shared])
 
 
-def attributes(spec: type[ZooSpec]) -> dict[str, tuple[Any, Any]]:
+def attributes(spec: type[LayerSpec]) -> dict[str, tuple[Any, Any]]:
     """The fields of a linen module and their defaults, `dataclasses.MISSING` for none; `features` is the width."""
     names = {"out_features": "features"}
     return {
@@ -45,22 +48,45 @@ def attributes(spec: type[ZooSpec]) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def documentation(spec: type[ZooSpec], of_linen: bool) -> str:
-    """The docstring of a module: that of the specification, with the arguments that all layers have."""
-    text = inspect.getdoc(spec) or ""
-    text, _, listed = text.partition("\n\nArgs:\n")
-    if of_linen:
-        # Widths and counts come from the first call.
-        listed = re.sub(rf"^  ({'|'.join(FROM_CALL)}): .*\n(?:    .*\n)*", "", f"{listed}\n", flags=re.MULTILINE)
-        text = text.replace("out_features", "features")
-        listed = f"  features: width of the result.\n{listed.rstrip()}"
-        common = "  deterministic, dtype, param_dtype, backend, precision, options, initializers: as in `RGCNConv`."
-        return f"{text}\n\nAttributes:\n{listed}\n{common}\n\n{example(spec, of_linen)}\n"
-    pair = "; a pair (sources, destinations) for two inputs" if spec.pairs else ""
-    listed = f"  in_features: width of the node features{pair}.\n  out_features: width of the result.\n{listed}"
-    common = "  dtype, param_dtype, backend, precision, options, initializers, rngs: as in `RGCNConv`."
-    raises = "Raises:\n  ValueError: sizes that do not fit each other."
-    return f"{text}\n\nArgs:\n{listed}\n{common}\n\n{raises}\n\n{example(spec, of_linen)}\n"
+_COMMON = """\
+  dtype: dtype of the computation; None: the dtype to which x and the parameters promote.
+  param_dtype: dtype of the parameters.
+  backend: `"auto"`, `"pallas"` or `"xla"`.
+  precision: of products of float32: `"f32"`, `"tf32"`, `"bf16"`, or None (see `Options`).
+  options: all compiler options, in place of backend and precision.
+  initializers: by parameter name; `init(key, shape, dtype)`. Default: Glorot uniform for the matrix of each relation,
+    type, head, basis or block and for vectors of attention, ones for HGT's `prior` and `skip`, zeros for biases."""
+_OWN = {
+    "nnx": "  rngs: streams `params` and, with dropout, `dropout`.",
+    "linen": "  deterministic: True disables dropout; may be given to the call instead.",
+}
+"""What `RGCNConv` says about the arguments of all layers, and the other layers refer to."""
+
+
+def documentation(spec: type[LayerSpec], flax: str) -> str:
+    """The docstring of a module of `flax`, "nnx" or "linen": the specification's, with the arguments of all layers."""
+    text, _, listed = (inspect.getdoc(spec) or "").partition("\n\nArgs:\n")
+    if "  in_features: " not in listed:
+        pair = "; a pair (sources, destinations) for two inputs" if spec.takes_pairs() else ""
+        listed = f"  in_features: width of the node features{pair}.\n  out_features: width of the result.\n{listed}"
+    if flax == "linen":
+        listed = _without(FROM_CALL, listed)
+        text, listed = (part.replace("out_features", "features") for part in (text, listed))
+    names = [*re.findall(r"^  (\w+): ", f"{_COMMON}\n{_OWN[flax]}", re.MULTILINE)]
+    common = f"{_COMMON}\n{_OWN[flax]}" if spec.name == "RGCNConv" else f"  {', '.join(names)}: as in `RGCNConv`."
+    raises = "" if flax == "linen" else "Raises:\n  ValueError: sizes that do not fit each other.\n\n"
+    heading = "Attributes" if flax == "linen" else "Args"
+    return f"{text}\n\n{heading}:\n{listed.rstrip()}\n{common}\n\n{raises}{example(spec, flax)}\n"
+
+
+def _without(names: tuple[str, ...], listed: str) -> str:
+    """A list of arguments without some of them; an entry may have several names."""
+
+    def kept(entry: re.Match[str]) -> str:
+        own = [name for name in entry[1].split(", ") if name not in names]
+        return f"  {', '.join(own)}: {entry[2]}" if own else ""
+
+    return re.sub(r"^  ((?:\w+, )*\w+): (.*\n(?:    .*\n)*)", kept, f"{listed.rstrip()}\n", flags=re.MULTILINE)
 
 
 _SIZES = {
@@ -74,13 +100,13 @@ _SIZES = {
 """Of the layers in examples, whose graph has three nodes and two edges."""
 
 
-def example(spec: type[ZooSpec], of_linen: bool) -> str:
+def example(spec: type[LayerSpec], flax: str) -> str:
     """A doctest that makes a layer of a specification and calls it."""
     needed = [field.name for field in settings(spec) if not _has_default(field)]
     edges = ", jnp.ones((2, 3))" if "edge_features" in needed else ""
     graph = "graph = RelGraph.from_edges([0, 1], [2, 2], [0, 1], num_nodes=3)"
     call = f"graph, jnp.ones((3, 4)){edges}"
-    if of_linen:
+    if flax == "linen":
         given = ", ".join(
             str(_SIZES[name]) if name == "out_features" else f"{name}={_SIZES[name]}"
             for name in needed

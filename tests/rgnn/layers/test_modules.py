@@ -1,4 +1,4 @@
-"""Modules of the zoo: every layer in both Flaxes, pairs of features, dropout, errors."""
+"""Modules of the layers in both Flaxes: equal results, documentation, pairs of features, dropout, errors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flax import nnx
 
 import dejax.rgnn.linen as linen_layers
 import dejax.rgnn.nnx as nnx_layers
-from dejax.rgnn import ProgramError, RelGraph, zoo
+from dejax.rgnn import ProgramError, RelGraph, library, zoo
 from dejax.rgnn.compiler.execute import counts_of
-from dejax.rgnn.layers.zoo.specs import SPECS
+from dejax.rgnn.layers.specs import SPECS
 from dejax.rgnn.passes._rewrite import live
 from tests.cases import slow_but
 from tests.rgnn.flax_layers import features, typed_graph
@@ -29,8 +29,14 @@ GRAPH = typed_graph()
 R, T = GRAPH.num_edge_types, GRAPH.num_node_types
 EDGES = jax.random.normal(jax.random.key(5), (GRAPH.num_edges, 3))
 
-# For each layer: counts that the nnx module takes, settings of both, and whether it takes edge features.
+# For each layer, or case of one: counts that the nnx module takes, settings of both, whether it takes edge features.
 MODULES: dict[str, tuple[dict[str, int], dict[str, Any], bool]] = {
+    "RGCNConv": ({"num_edge_types": R}, {}, False),
+    "RGCNConv-bases": ({"num_edge_types": R}, {"num_bases": 2, "normalization": "sum"}, False),
+    "RGCNConv-blocks": ({"num_edge_types": R}, {"num_blocks": 2, "use_root": False, "use_bias": False}, False),
+    "RGATConv": ({"num_edge_types": R}, {"num_heads": 2, "softmax": "relation", "negative_slope": 0.1}, False),
+    "RGATConv-mean": ({"num_edge_types": R}, {"num_heads": 2, "concat_heads": False}, False),
+    "HGTConv": ({"num_node_types": T, "num_edge_types": R}, {"num_heads": 2, "head_features": 3}, False),
     "GCNConv": ({}, {}, False),
     "SAGEConv": ({}, {"aggregation": "max", "pool_features": 5}, False),
     "GINConv": ({}, {"hidden_features": 6, "train_epsilon": True}, True),
@@ -48,30 +54,35 @@ MODULES: dict[str, tuple[dict[str, int], dict[str, Any], bool]] = {
 
 
 def test_every_layer_is_here() -> None:
-    assert MODULES.keys() == SPECS.keys()
+    assert {case.partition("-")[0] for case in MODULES} == SPECS.keys()
     for name, spec in SPECS.items():
         assert name in nnx_layers.__all__ and name in linen_layers.__all__
-        assert getattr(zoo, spec.program.__name__) is spec.program
+        assert spec.program in (getattr(module, spec.program.__name__, None) for module in (library, zoo))
 
 
-@pytest.mark.parametrize("name", slow_but(["SAGEConv", "PNAConv", "GATConv", "RGGNNConv"], MODULES))
-def test_equal_parameters_give_equal_results(name: str) -> None:
-    counts, settings, takes_edges = MODULES[name]
+@pytest.mark.parametrize("case", slow_but(["HGTConv", "SAGEConv", "PNAConv", "GATConv", "RGGNNConv"], MODULES))
+def test_equal_parameters_give_equal_results(case: str) -> None:
+    """Also the same names and shapes of parameters, from nnx to linen and back."""
+    name = case.partition("-")[0]
+    counts, settings, takes_edges = MODULES[case]
     x, edges = features(GRAPH, 4), (EDGES,) if takes_edges else ()
     width = {"edge_features": 3} if takes_edges else {}
     mine = getattr(nnx_layers, name)(4, 6, **counts, **settings, **width, rngs=nnx.Rngs(0))
     theirs = getattr(linen_layers, name)(6, **settings)
     variables = theirs.init(jax.random.key(1), GRAPH, x, *edges)
-    assert variables["params"].keys() == nnx_layers.params_to_linen(mine)["params"].keys()
+    converted = nnx_layers.params_to_linen(mine)
+    assert jax.tree.map(jnp.shape, variables["params"]) == jax.tree.map(jnp.shape, converted["params"])
+    first = theirs.apply(converted, GRAPH, x, *edges)
+    jax.tree.map(np.testing.assert_array_equal, mine(GRAPH, x, *edges), first)
     found = theirs.apply(variables, GRAPH, x, *edges)
     nnx_layers.params_from_linen(mine, variables)
-    for got, want in zip(jax.tree.leaves(mine(GRAPH, x, *edges)), jax.tree.leaves(found), strict=True):
+    for got, want, other in zip(*map(jax.tree.leaves, (mine(GRAPH, x, *edges), found, first)), strict=True):
         np.testing.assert_array_equal(got, want)
-        assert np.isfinite(got).all() and np.ptp(got) > 0
+        assert np.isfinite(got).all() and np.ptp(got) > 0 and np.any(got != other)
     pickle.loads(pickle.dumps(theirs))
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", SPECS)
 def test_documentation_names_every_setting(name: str) -> None:
     own = set(inspect.signature(getattr(nnx_layers, name)).parameters)
     text = getattr(nnx_layers, name).__doc__
@@ -115,7 +126,7 @@ def inputs_that_results_read(name: str, **settings: Any) -> set[str]:
     return {program.ops[i].attr("name") for i in live(program, program.outputs) if program.ops[i].name == "input"}
 
 
-@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.pairs])
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.takes_pairs()])
 def test_layers_read_both_parts_of_a_pair(name: str) -> None:
     """In every setting, or the layer refuses."""
     refused = 0
@@ -214,7 +225,7 @@ def test_weights_are_not_cut_to_integers() -> None:
 def test_arguments_that_do_not_fit() -> None:
     x = features(GRAPH, 4)
     layer = nnx_layers.GATConv(4, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"x must be an array of shape .*\[12, 4\], got shape \(12, 5\)"):
+    with pytest.raises(ValueError, match=r"x must be an array of shape .*\[12, 4\], got an array of shape \(12, 5\)"):
         layer(GRAPH, features(GRAPH, 5))
     with pytest.raises(ValueError, match="made without edge_features"):
         layer(GRAPH, x, EDGES)

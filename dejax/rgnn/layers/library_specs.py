@@ -1,0 +1,224 @@
+"""Specifications of the layers in `library.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax import Array
+from jax.nn.initializers import ones
+
+from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.layers import dropout, library
+from dejax.rgnn.layers.parameters import (
+    GLOROT,
+    PER_TYPE_HEADS,
+    OneHotGlorot,
+    ParamSpec,
+    ParamSpecs,
+    attention_vector,
+)
+from dejax.rgnn.layers.spec import LayerSpec, described, matrix, zeros_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RGCNSpec(LayerSpec):
+    """R-GCN layer (arXiv 1703.06103); the equations are in `dejax.rgnn.library.rgcn`.
+
+    Args:
+      in_features: width k of the node features; None for nodes without features (one-hot input), see `featureless`.
+      out_features: width n of the result.
+      num_edge_types: edge types R of the graph.
+      num_bases: basis decomposition with this many bases; parameters `bases` [B, k, n] and `coefficients` [R, B].
+      num_blocks: block-diagonal decomposition; parameter `blocks` [R, B, k/B, n/B]. With neither, `weight` [R, k, n].
+      normalization: `"mean"` over a node's incoming edges of each type (the paper's c), or `"sum"`.
+      use_root: adds `x @ root` (the paper's self-loop weight), parameter `root` [k, n].
+      use_bias: adds `bias` [n].
+      num_nodes, num_source_pairs: of the graph, with in_features=None only; parameters `weight` [num_source_pairs, n]
+        or `bases` [num_nodes, B, n], and `root` [num_nodes, n].
+      edge_dropout: share of the edges dropped before normalisation while training (the paper's 0.4).
+      self_loop_dropout: share of the nodes whose root term is dropped while training (the paper's 0.2).
+    """
+
+    name = "RGCNConv"
+    program = library.rgcn
+    passed = ("normalization",)
+    in_features: int | None
+    num_edge_types: int
+    num_bases: int | None = None
+    num_blocks: int | None = None
+    normalization: Literal["mean", "sum", "none"] = "mean"
+    use_root: bool = True
+    use_bias: bool = True
+    num_nodes: int | None = None
+    num_source_pairs: int | None = None
+    edge_dropout: float = 0.0
+    self_loop_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        LayerSpec.__post_init__(self)
+        if self.num_bases is not None and self.num_blocks is not None:
+            raise ValueError("RGCNConv: give num_bases or num_blocks, not both: weights have one form")
+        if self.in_features is None:
+            if self.num_blocks is not None:
+                raise ValueError("RGCNConv: num_blocks needs node features, got in_features=None; use num_bases")
+            rows = self.num_source_pairs if self.num_bases is None else 1
+            if self.num_nodes is None or rows is None:
+                raise ValueError(
+                    "RGCNConv without in_features needs num_nodes and num_source_pairs of its graph; "
+                    "RGCNConv.featureless(graph, out_features, ...) fills them in"
+                )
+        elif self.num_nodes is not None or self.num_source_pairs is not None:
+            raise ValueError("RGCNConv: num_nodes and num_source_pairs are for in_features=None only")
+        elif self.num_blocks and (self.in_features % self.num_blocks or self.out_features % self.num_blocks):
+            raise ValueError(
+                f"RGCNConv: num_blocks must divide both widths, got num_blocks={self.num_blocks}, "
+                f"in_features={self.in_features}, out_features={self.out_features}"
+            )
+        if self.self_loop_dropout and not self.use_root:
+            raise ValueError("RGCNConv: self_loop_dropout must be 0 where use_root is False: it drops the root term")
+
+    @property
+    def graph_counts(self) -> dict[str, int]:
+        """The counts that a graph must have; bases without features have a row for each node, not for each pair."""
+        counts = {"num_edge_types": self.num_edge_types, "num_nodes": self.num_nodes}
+        if self.num_bases is None:
+            counts["num_source_pairs"] = self.num_source_pairs
+        return {name: count for name, count in counts.items() if count is not None}
+
+    def params(self) -> ParamSpecs:
+        k, n, r, b = self.in_features, self.out_features, self.num_edge_types, self.num_bases
+        specs: ParamSpecs = {}
+        if k is None:
+            nodes = self.num_nodes or 0
+            one_hot = OneHotGlorot(nodes)
+            if b is None:
+                specs["weight"] = ParamSpec((self.num_source_pairs or 0, n), one_hot)
+            else:
+                specs["bases"] = ParamSpec((nodes, b, n), one_hot)
+        elif self.num_blocks is not None:
+            specs["blocks"] = matrix(r, self.num_blocks, k // self.num_blocks, n // self.num_blocks)
+        elif b is not None:
+            specs["bases"] = matrix(b, k, n)
+        else:
+            specs["weight"] = matrix(r, k, n)
+        if b is not None:
+            # Glorot over [R, B], as in the authors' code; the paper does not specify it.
+            specs["coefficients"] = ParamSpec((r, b), GLOROT)
+        if self.use_root:
+            specs["root"] = ParamSpec((nodes, n), one_hot) if k is None else matrix(k, n)
+        return specs | ({"bias": zeros_of(n)} if self.use_bias else {})
+
+    def _nodes(self, graph: RelGraph, x: Any) -> tuple[Any, slice | None]:
+        if self.in_features is not None:
+            return LayerSpec._nodes(self, graph, x)
+        if x is not None:
+            raise ValueError(f"RGCNConv without in_features takes no x, got {described(x)}")
+        return None, None
+
+    def run_with_dropout(
+        self, graph: RelGraph, x: Any, params: dict[str, Array], edges: dict[str, Array], key: Array
+    ) -> Any:
+        """Edges are dropped before normalisation, root terms at their own rate."""
+        rates = (self.edge_dropout, self.self_loop_dropout)
+        return dropout.rgcn(graph, x, params, key, *rates, normalization=self.normalization, options=self.options)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RGATSpec(LayerSpec):
+    """RGAT layer (arXiv 1904.05811), additive attention; the equations are in `dejax.rgnn.library.rgat`.
+
+    Args:
+      in_features: width k of the node features.
+      out_features: width d of each head.
+      num_edge_types: edge types R of the graph.
+      num_heads: heads H; parameters `weight` [R, H, k, d], `attention_src` and `attention_dst` [R, H, d].
+      softmax: `"dst"`, over all incoming edges of a node (the paper's ARGAT), or `"relation"`, over those of each type
+        (WIRGAT).
+      negative_slope: of the leaky ReLU on scores.
+      concat_heads: the result is [num_nodes, H * d]; False averages the heads, [num_nodes, d].
+      use_bias: adds `bias`, as wide as the result.
+      attention_dropout: share of the attention coefficients dropped after the softmax while training.
+    """
+
+    name = "RGATConv"
+    program = library.rgat
+    passed = ("softmax", "negative_slope", "concat_heads")
+    in_features: int
+    num_edge_types: int
+    num_heads: int = 1
+    softmax: Literal["dst", "relation"] = "dst"
+    negative_slope: float = 0.2
+    concat_heads: bool = True
+    use_bias: bool = True
+    attention_dropout: float = 0.0
+
+    def params(self) -> ParamSpecs:
+        r, h, k, d = self.num_edge_types, self.num_heads, self.in_features, self.out_features
+        specs = {"weight": ParamSpec((r, h, k, d), PER_TYPE_HEADS)}
+        specs |= {name: ParamSpec((r, h, d), attention_vector) for name in ("attention_src", "attention_dst")}
+        return specs | ({"bias": zeros_of(h * d if self.concat_heads else d)} if self.use_bias else {})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HGTSpec(LayerSpec):
+    """HGT layer (arXiv 2003.01332) without temporal encoding; the equations are in `dejax.rgnn.library.hgt`.
+
+    Args:
+      in_features: width k of the node features, the same for all node types.
+      out_features: width n of the result.
+      num_node_types, num_edge_types: T and R of the graph.
+      num_heads: heads H.
+      head_features: width d of a head; None for n / H.
+      use_bias: biases of key, query, value and output.
+      use_skip: the gated skip connection, parameter `skip` [T]; None has it where k == n.
+      dropout: share of the transformed result dropped before the skip connection while training.
+    """
+
+    name = "HGTConv"
+    program = library.hgt
+    in_features: int
+    num_node_types: int
+    num_edge_types: int
+    num_heads: int = 1
+    head_features: int | None = None
+    use_bias: bool = True
+    use_skip: bool | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        LayerSpec.__post_init__(self)
+        if self.head_features is None and self.out_features % self.num_heads:
+            raise ValueError(
+                f"HGTConv: num_heads must divide out_features, got num_heads={self.num_heads}, "
+                f"out_features={self.out_features}; or give head_features"
+            )
+        if self.use_skip and self.in_features != self.out_features:
+            raise ValueError(
+                f"HGTConv: in_features must equal out_features for the skip connection, got {self.in_features} and "
+                f"{self.out_features}; use_skip=None has it only where they are equal"
+            )
+
+    @property
+    def skip(self) -> bool:
+        return self.in_features == self.out_features if self.use_skip is None else self.use_skip
+
+    def params(self) -> ParamSpecs:
+        t, r, h, k, n = self.num_node_types, self.num_edge_types, self.num_heads, self.in_features, self.out_features
+        d = n // h if self.head_features is None else self.head_features
+        specs: ParamSpecs = {}
+        for name in ("key", "query", "value"):
+            specs[name] = ParamSpec((t, h, k, d), PER_TYPE_HEADS)
+            if self.use_bias:
+                specs[f"{name}_bias"] = zeros_of(t, h, d)
+        specs |= {name: matrix(r, h, d, d) for name in ("relation_attention", "relation_message")}
+        specs |= {"prior": ParamSpec((r, h), ones), "out": matrix(t, h * d, n)}
+        if self.use_bias:
+            specs["out_bias"] = zeros_of(t, n)
+        return specs | ({"skip": ParamSpec((t,), ones)} if self.skip else {})
+
+    def run_with_dropout(
+        self, graph: RelGraph, x: Any, params: dict[str, Array], edges: dict[str, Array], key: Array
+    ) -> Any:
+        """The transformed result is dropped before the skip connection."""
+        return dropout.hgt(graph, x, params, key, self.dropout, options=self.options)
