@@ -23,6 +23,7 @@ from dejax.datasets.mag import load_mag, load_mag_hetero
 from dejax.datasets.rdf import load_rdf, read_rdf
 from dejax.datasets.stdlib import load_stdlib, load_stdlib_links
 from dejax.datasets.tables import from_tables
+from dejax.datasets.task_makers import task_from_columns, task_from_function, task_of_events, task_of_rows
 from dejax.datasets.tasks import Task
 from dejax.datasets.triples import load_triples
 
@@ -56,4 +57,8 @@ __all__ = [
     "synthetic",
     "synthetic_igb",
     "synthetic_triples",
+    "task_from_columns",
+    "task_from_function",
+    "task_of_events",
+    "task_of_rows",
 ]

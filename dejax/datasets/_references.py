@@ -147,9 +147,7 @@ def edges_of(
     edges, lost = {}, {}
     for table, column, other in references:
         foreign = _Keys.of(f"{table}.{column}", columns[table][column])
-        wanted, known = _comparable(foreign, primary[other])
-        row_of = dict(zip(known, primary[other].rows.tolist(), strict=True))
-        found = np.array([row_of.get(value, -1) for value in wanted], np.int32).reshape(-1)
+        found = _rows_of(foreign, primary[other])
         dropped = found < 0
         if dropped.any() and dangling == "error":
             example = columns[table][column][foreign.rows[dropped][:1]].tolist()[0]
@@ -160,6 +158,21 @@ def edges_of(
         edges[table, column, other] = foreign.rows[~dropped].astype(np.int32), found[~dropped]
         lost[table, column, other] = int(dropped.sum())
     return edges, lost
+
+
+def rows_of_keys(name: str, given: np.ndarray, primary_name: str, primary: np.ndarray) -> np.ndarray:
+    """int32[n], the row that has each key, -1 for none.
+
+    Raises:
+        ValueError: keys of kinds that cannot be compared.
+    """
+    return _rows_of(_Keys.of(name, given), _Keys.of(primary_name, primary))
+
+
+def _rows_of(foreign: _Keys, primary: _Keys) -> np.ndarray:
+    wanted, known = _comparable(foreign, primary)
+    row_of = dict(zip(known, primary.rows.tolist(), strict=True))
+    return np.array([row_of.get(value, -1) for value in wanted], np.int32).reshape(-1)
 
 
 def _primary(name: str, column: np.ndarray) -> _Keys:
