@@ -136,6 +136,12 @@ def task_from_function(
 
     Raises:
         ValueError: as `task_from_columns`; a function that gives keys and labels of different lengths.
+
+    >>> from dejax.datasets import from_tables
+    >>> data = from_tables({"users": {"id": [7, 8], "joined": [1, 1]}}, {"users": "id"}, [], {"users": "joined"})
+    >>> later = lambda cutoff: ([7, 8], [cutoff, 0])
+    >>> task_from_function(data, "t", "users", later, [1, 2, 3], valid_from=2, test_from=3).labels
+    array([1., 0., 2., 0., 3., 0.], dtype=float32)
     """
     keys: list[Any] = []
     times: list[Any] = []
@@ -184,6 +190,13 @@ def task_of_rows(
 
     Raises:
         ValueError: as `task_from_columns`; a table or column that does not exist; a label that is known by its cutoff.
+
+    >>> from dejax.datasets import from_tables
+    >>> flights = {"at": [1, 2, 3, 4], "landed": [5, 4, 9, 8], "delay": [40, 0, 3, 50]}
+    >>> known_at = {"flights": {"delay": "landed"}}
+    >>> data = from_tables({"flights": flights}, time_columns={"flights": "at"}, known_at=known_at)
+    >>> task_of_rows(data, "late", "flights", "delay", above=30, valid_from=3, test_from=4).labels
+    array([1, 0, 0, 1], dtype=int32)
     """
     columns = data.columns.get(table)
     if columns is None:
@@ -311,7 +324,8 @@ def task_of_events(
             f"cutoffs of task {name!r} must be at least {window!r} before the end of the data, none of {len(times)} is"
         )
     known = data.known_from.get(found.entity, np.full(data.num_nodes[found.entity], ALWAYS))
-    rows, labels = [], []
+    rows: list[np.ndarray] = []
+    labels: list[Any] = []  # an array by cutoff; of links a list of arrays
     for time in times[~over].tolist():
         asked = known <= time
         if back is not None:
