@@ -209,4 +209,3 @@ def run(args: argparse.Namespace, save: Save) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     print("\n" + rgnn_report.text(results, benchmark.base))
     save(results)
-    rgnn_report.plot(results, benchmark.base, args.out.with_suffix(".svg"))

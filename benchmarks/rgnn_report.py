@@ -1,4 +1,4 @@
-"""Reports of `benchmarks/rgnn.py` from its JSON: tables as text and Markdown, ratios, the goals, a plot.
+"""Reports of `benchmarks/rgnn.py` from its JSON: tables as text and Markdown, ratios.
 
 Results are `{"graphs": {name: counts and row bounds}, "results": [one for each cell and implementation]}`.
 """
@@ -164,7 +164,7 @@ def _agreement(result: Result) -> str:
 
 
 def text(results: Results, settings: Any) -> str:
-    """All tables for these settings, and the goals."""
+    """All tables for these settings."""
     settings = settings if isinstance(settings, dict) else {k: getattr(settings, k) for k in BASE}
     parts = [
         "dejax, ms: caller's time; device, first kernel to last; sum of the kernels. Memory is that of training.\n"
@@ -173,7 +173,6 @@ def text(results: Results, settings: Any) -> str:
         "Ratio to the best of them, and to Hector (device times).\n" + ratios_table(results, settings),
         sweep_table(results, settings),
         "\n".join(extras(results)),
-        "Goals:\n" + "\n".join(goals(results, settings)),
     ]
     return "\n\n".join(part for part in parts if part.strip())
 
@@ -327,71 +326,7 @@ def extras(results: Results) -> list[str]:
     ]
 
 
-# --- goals
-
-_FORWARD_MS = {
-    ("mag", "rgcn"): 1.84, ("am", "rgcn"): 0.60, ("wikikg2", "rgcn"): 2.3, ("bgs", "rgcn"): 0.06,
-    ("fb15k", "rgcn"): 0.06, ("biokg", "rgcn"): 0.39, ("aifb", "rgcn"): 0.030, ("mutag", "rgcn"): 0.030,
-}  # fmt: skip
-_BOUNDS = {"rgat": 2.5, "hgt": 4.5}
-_TRAINING = {"rgcn": 3.0, "rgat": 3.5, "hgt": 3.5}
-_PLAIN_TRAINING = {"rgcn": 10.0, "rgat": 30.0, "hgt": 30.0}
-_LARGE = ("am", "mag", "wikikg2")
-
-
-def goals(results: Results, settings: dict[str, Any]) -> list[str]:
-    """Each target on an H200, and whether this run reaches it."""
-    lines = []
-
-    def line(what: str, value: float | None, limit: float, unit: str = "ms", at_least: bool = False) -> None:
-        if value is None or math.isnan(value):
-            return
-        reached = value >= limit if at_least else value <= limit
-        sign = ">=" if at_least else "<="
-        lines.append(f"  {'reached' if reached else 'MISSED ':<8} {what}: {rounded(value)} {unit} ({sign} {limit:g})")
-
-    present = cells(results, settings)
-    done = [c for c in present if ours(results, settings, *c)]
-    lines.append(f"  {len(done)} of {len(present)} cells ran, forward and training")
-    for graph, model in done:
-        r = ours(results, settings, graph, model)
-        assert r is not None
-        spans = [milliseconds(r, phase, "device") for phase in PHASES]
-        bound = results["graphs"][graph]["row_bound_ms"][settings_name(settings)]
-        if (graph, model) in _FORWARD_MS and settings == BASE:
-            line(f"{graph} {model} forward", spans[0], _FORWARD_MS[graph, model])
-        if model in _BOUNDS and graph in _LARGE:
-            line(f"{graph} {model} forward over row bound", spans[0] / bound, _BOUNDS[model], "x")
-        line(f"{graph} {model} training over forward", spans[1] / spans[0], _TRAINING[model], "x")
-        if graph in _LARGE and "needed_bytes" in r["training"] and model != "hgt":
-            used = r["training"]["peak_bytes"] / r["training"]["needed_bytes"]
-            line(f"{graph} {model} peak memory over needed", used, 1.5, "x")
-        if "first_call_cached_s" in r["forward"]:
-            for phase in PHASES:
-                line(f"{graph} {model} first {phase} call", r[phase]["first_call_s"], 10, "s")
-                line(f"{graph} {model} first {phase} call, cached", r[phase]["first_call_cached_s"], 1, "s")
-    for r, relative in sweep(results, settings):
-        s = r["settings"]
-        name = f"{r['graph']} {r['model']} width {s['width']}, {s['heads']} heads, {s['dtype']}"
-        if s["precision"] == settings["precision"]:
-            line(f"{name}: time for each byte, the larger", max(relative), 1.3, "x")
-    for model in MODELS:
-        of_model = [c for c in done if c[1] == model]
-        for precision in dict.fromkeys((settings["precision"], "f32")):
-            least = 5.0 if precision == "tf32" else 3.0
-            for phase in PHASES:
-                these = {**settings, "precision": precision}
-                values = [v for c in of_model if (v := ratio(results, these, c, phase, "hector"))]
-                what = f"{model} {phase}, {precision}, Hector's time over ours, {len(values)} graphs"
-                line(f"{what}, geometric mean", geometric_mean(values), least, "x", True)
-                line(f"{what}, least", min(values, default=math.nan), 1, "x", True)
-        values = [v for c in of_model if (v := ratio(results, settings, c, "training", "plain"))]
-        what = f"{model} training, best of PyTorch Geometric and plain JAX over ours, geometric mean"
-        line(what, geometric_mean(values), _PLAIN_TRAINING[model], "x", True)
-    return lines
-
-
-# --- Markdown and plot
+# --- Markdown
 
 
 def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
@@ -438,60 +373,3 @@ def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
         if exact := mean("hector", settings={**settings, "precision": "f32"}):
             lines.append(f"| with float32 products | {title} | | | | | | | {exact} |")
     return "\n".join(lines)
-
-
-def plot(results: Results, settings: Any, path: Path) -> None:
-    """Plots times against the row bound, one panel for forward and one for training."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    settings = settings if isinstance(settings, dict) else {k: getattr(settings, k) for k in BASE}
-    figure, axes = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
-    colours = dict(zip(MODELS, ("tab:blue", "tab:orange", "tab:green"), strict=True))
-    bounds = {g: entry["row_bound_ms"].get(settings_name(settings)) for g, entry in results["graphs"].items()}
-    present = cells(results, settings)
-    for axis, phase in zip(axes, PHASES, strict=True):
-        for model, colour in colours.items():
-            points: dict[str, list[tuple[float, float]]] = {"ours": [], "best other": [], "Hector": []}
-            for cell in [c for c in present if c[1] == model]:
-                r = ours(results, settings, *cell)
-                other = best_peer(results, settings, *cell, phase, "device")
-                reference = hector(*cell, phase, settings)
-                for name, value in (
-                    ("ours", milliseconds(r, phase, "device") if r else None),
-                    ("best other", other and other[1]),
-                    ("Hector", reference),
-                ):
-                    if value:
-                        points[name].append((bounds[cell[0]], value))
-            for (name, found), marker in zip(points.items(), ("o", "^", "x"), strict=True):
-                if found:
-                    axis.plot(
-                        *zip(*sorted(found), strict=True),
-                        marker,
-                        color=colour,
-                        markerfacecolor=colour if name == "ours" else "none",
-                        label=f"{MODELS[model]}, {name}",
-                    )
-        known = sorted(b for g, b in bounds.items() if b and any(c[0] == g for c in present))
-        if known:
-            axis.plot([known[0], known[-1]], [known[0], known[-1]], color="grey", linewidth=1, label="row bound")
-        for graph, bound in bounds.items():
-            if bound and any(c[0] == graph for c in present):
-                axis.annotate(
-                    graph, (bound, 0), xycoords=("data", "axes fraction"), rotation=90, fontsize=7, color="grey",
-                    xytext=(2, 4), textcoords="offset points",
-                )  # fmt: skip
-        axis.set(
-            xscale="log",
-            yscale="log",
-            xlabel="least time to move the rows (row bound), ms",
-            title=phase if phase == "forward" else "forward and backward",
-        )
-    axes[0].set_ylabel("device time of one layer, ms")
-    handles, labels = axes[1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)

@@ -17,7 +17,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -228,25 +227,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Times of JAX over ours, by case."""
-    import matplotlib.pyplot as plt
-
-    rows = [r for r in rows if "ratio" in r]
-    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.22 * len(rows)))
-    labels = [f"{r['label']}, {r['entries']:.0e} x {r['width']}" for r in rows]
-    for column, colour, text in (("ratio", "#1b6ac9", "without a plan"), ("plan_ratio", "#8cb6e8", "with a plan")):
-        axes.plot([r[column] for r in rows], labels, "o", color=colour, label=text)
-    axes.axvline(1, color="#24292f", linewidth=1)
-    axes.set_xscale("log")
-    axes.set_xlabel("time of jax.ops over time of dejax.segment")
-    axes.invert_yaxis()
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-
-
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="small shapes")
     parser.add_argument("--only", default="", help="cases whose label contains this")
@@ -263,4 +243,3 @@ def run(args: argparse.Namespace, save: Save) -> None:
     for name, value in summary(rows).items():
         print(f"{name}: {value:.2f}")
     save({"rows": rows})
-    plot(rows, args.out.with_suffix(".svg"))

@@ -220,24 +220,6 @@ def _failure(cell: dict[str, Any]) -> str:
     return "out of memory" if "memory" in error.lower() or "RESOURCE_EXHAUSTED" in error else "failed" if error else ""
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(8, 3.5))
-    at = np.arange(len(rows))
-    for i, (part, label) in enumerate((("dejax", "dejax"), ("jax", "JAX"), ("pyg", "PyTorch Geometric"))):
-        axis.bar(at + 0.27 * (i - 1), [row.get(part, {}).get("training", 0.0) for row in rows], 0.27, label=label)
-    axis.set_xticks(at, [f"{row['model']}\n{row['graph']}" for row in rows], fontsize=7)
-    axis.set_yscale("log")
-    axis.set_ylabel("training step of one layer, ms")
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graphs", default="am,mag", help="graphs whose counts to use, with commas")
     parser.add_argument("--models", default=",".join(MAIN), help=f"of {', '.join(FUNCTIONS)}")
@@ -256,4 +238,3 @@ def run(args: argparse.Namespace, save: Save) -> None:
         rows += measure_graph(name, args.models.split(","), args.peers.split(","), args, ends)
     print(table(rows))
     save(rows)
-    plot(rows, args.out.with_suffix(".svg"))

@@ -1,4 +1,4 @@
-"""`benchmarks/rgnn.py`: device time, inputs of peers, failing workers, tables, goals, plot."""
+"""`benchmarks/rgnn.py`: device time, inputs of peers, failing workers, tables."""
 
 from __future__ import annotations
 
@@ -314,16 +314,12 @@ def test_ratios(results):
     assert report.geometric_mean([2.0, 8.0]) == pytest.approx(4.0) and math.isnan(report.geometric_mean([]))
 
 
-def test_text_has_every_table_and_the_goals(results):
+def test_text_has_every_table(results):
     text = report.text(results, Settings())
     assert "jax_dense 30" in text and "OOM" in text
-    assert "MISSED   am rgat training over forward: 4 x (<= 3.5)" in text
-    assert "reached  am rgcn forward: 0.5 ms (<= 0.6)" in text
-    assert "am rgcn peak memory over needed: 1.5 x (<= 1.5)" in text
     # Width 128 moves twice the bytes in three times the time.
     line = next(line for line in text.splitlines() if " 128 " in line)
     assert line.split()[-2:] == ["1.5", "1"]
-    assert "MISSED   am rgcn width 128, 1 heads, float32: time for each byte, the larger: 1.5 x (<= 1.3)" in text
 
 
 def test_without_device_times_the_callers_times_count(results):
@@ -341,11 +337,6 @@ def test_markdown(results):
     assert lines[3].startswith("| am | RGAT | 0.4 | 1 | 4 | OOM (pyg) | OOM (pyg) | - / - |")
     assert lines[4].startswith("| geometric mean | RGCN |") and len({line.count("|") for line in lines}) == 1
     assert lines[5].startswith("| for a caller, over PyG and plain JAX alone | RGCN | | | | | | ")
-
-
-def test_plot(results, tmp_path):
-    report.plot(results, Settings(), tmp_path / "plot.svg")
-    assert "<svg" in (tmp_path / "plot.svg").read_text(encoding="utf-8")
 
 
 def test_merge_replaces_what_was_measured_again(results):

@@ -1,4 +1,4 @@
-"""`benchmarks/segments.py` on tiny shapes: checks, tables, ratios, the plot."""
+"""`benchmarks/segments.py` on tiny shapes: checks, tables, ratios."""
 
 import json
 
@@ -21,8 +21,7 @@ def test_a_wrong_result_is_found(monkeypatch):
         segments.measure(segments.Case(50, 5, 2))
 
 
-def test_the_command_writes_a_table_and_a_plot(tmp_path, capsys):
+def test_the_command_writes_a_table(tmp_path, capsys):
     main(["segments", "--quick", "--only", "38806 into 16", "--out", str(tmp_path)])
     (row,) = json.loads((tmp_path / "segments.json").read_text())["rows"]
     assert row["ours_ms"] > 0 and "geometric mean" in capsys.readouterr().out
-    assert (tmp_path / "segments.svg").exists()
