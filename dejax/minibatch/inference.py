@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from dejax._pytrees import pytree
 from dejax.datasets._progress import Progress
 from dejax.host_gather import HostTable
+from dejax.minibatch._programs import TracedAnew
 from dejax.minibatch.features import FeatureStore
 from dejax.minibatch.topology import HeteroTopology
 from dejax.rgnn import RelGraph
@@ -176,7 +177,9 @@ def infer_layers(
     a node once for each neighbourhood that contains it.
 
     Args:
-        layers: (params, batch) -> [batch, width]. Each call compiles a function anew, for some sizes of batches.
+        layers: (params, batch) -> [batch, width]. Each call traces a function anew, for some sizes of batches. It is
+            compiled again only where the trace gives another program: not for other values of `params`, or of arrays
+            that the function closes over.
         params: parameters of each layer.
         edges: (source type, name, destination type) -> (offsets int[receivers + 1], senders int[edges]): the senders of
             receiver v are `senders[offsets[v]:offsets[v + 1]]`. Arrays or memory maps. Or a HeteroTopology.
@@ -226,7 +229,7 @@ def infer_layers(
         wanted.insert(0, [kind for kind in num_nodes if kind in read or kind in wanted[0]])
     current: FeatureStore = inputs
     outputs: dict[str, Any] = {}
-    # Layers of one function share programs. Later calls trace functions again: what they close over may have changed.
+    # Layers of one function share traces; later calls trace again, and share what is compiled.
     steps = {id(layer): _step_of(layer, dtype) for layer in layers}
     for number, (layer, values) in enumerate(zip(layers, params, strict=True)):
         last = number == len(layers) - 1
@@ -254,7 +257,7 @@ def _step_of(layer: Layer, dtype: Any) -> Any:
         sources = store.gather({name: of_type for name, of_type in ids.items() if name in store}, dtype=dtype)
         return layer(values, InferenceBatch(own, sources, edges, nodes, kind.name))
 
-    return jax.jit(step)
+    return TracedAnew(step)
 
 
 @jax.tree_util.register_static
@@ -282,7 +285,7 @@ def _run(step: Any, values: Any, store: FeatureStore, plan: _Batches, sink: _Sin
         bar.update(waiting[1] - waiting[0])
         return
     # A type without nodes has a width, too.
-    shape = jax.eval_shape(step, values, store, _Name(plan.kind), *plan.batch(0, 0))
+    shape = jax.eval_shape(step.function, values, store, _Name(plan.kind), *plan.batch(0, 0))
     sink.write(0, 0, np.zeros(shape.shape, shape.dtype))
 
 

@@ -13,6 +13,7 @@ from dejax.minibatch import (
     HeteroTopology,
     InferenceBatch,
     InferenceEdges,
+    _programs,
     infer_layers,
     link_ranks,
 )
@@ -126,8 +127,11 @@ def test_a_bound_of_neighbours() -> None:
         assert found[v].tolist() == [taken.sum(), len(taken)]
 
 
-def test_a_function_that_changed_is_compiled_anew() -> None:
-    """A layer or decoder that is equal to that of the call before may close over other weights."""
+def test_a_function_that_changed_is_traced_anew() -> None:
+    """A layer or decoder that is equal to that of the call before may close over other weights, or be other code.
+
+    Other weights are arguments of the program that is there.
+    """
 
     class Model:
         scale = jnp.float32(2)
@@ -142,12 +146,18 @@ def test_a_function_that_changed_is_compiled_anew() -> None:
     edges = {("a", "x", "a"): (np.arange(21), np.arange(20))}
     decoder = Decoder("own", model.query, model.query, relation_width=lambda width: 0)
     entities = jnp.array([[1.0], [2.0], [3.0]])
+    _programs._programs.clear()
     for scale, rank in (2.0, 1), (-3.0, 3), (0.0, 2):
         model.scale = jnp.float32(scale)
         found = infer_layers([model.layer], [None], edges, {"a": 20}, numbers, batch_size=10)["a"].numpy()
         np.testing.assert_array_equal(found, np.full((20, 1), scale))
         ranks = link_ranks(decoder, entities, None, entities, [[0, 0, 2]], sides=["tail"])
         assert ranks.tail.tolist() == [rank]
+        assert len(_programs._programs) == 1
+    model.scale = 2.0  # a number in the program's text
+    found = infer_layers([model.layer], [None], edges, {"a": 20}, numbers, batch_size=10)["a"].numpy()
+    np.testing.assert_array_equal(found, np.full((20, 1), 2.0))
+    assert len(_programs._programs) == 2
 
 
 def test_bad_input(tmp_path) -> None:
