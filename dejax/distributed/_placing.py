@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dejax.host_gather import DeviceTable, HostTable
+from dejax.host_gather.table import LocalTable
 
 
 def make_mesh(devices: int | None = None, *, axis: str = "data") -> Mesh:
@@ -107,15 +106,11 @@ def share(tree: Any, mesh: Mesh, *, writable: bool = False) -> Any:
         ValueError: devices of another platform, or a read-only table to write.
     """
 
+    def everywhere(value: Any) -> Array:
+        return on_mesh(value, mesh, PartitionSpec())
+
     def shared(value: Any) -> Any:
-        if isinstance(value, DeviceTable):
-            words, spec = on_mesh(value.words, mesh, PartitionSpec()), value.spec
-            if spec.shared or spec.read_only:
-                return DeviceTable(words, spec)
-            return DeviceTable(words, dataclasses.replace(spec, shared=writable, read_only=not writable))
-        if not isinstance(value, HostTable):
-            return on_mesh(value, mesh, PartitionSpec())
-        return value if value._spec.shared else value.share(mesh, writable=writable)
+        return value._on_mesh(mesh, everywhere, writable) if isinstance(value, LocalTable) else everywhere(value)
 
     return jax.tree.map(shared, tree, is_leaf=_is_table)
 
@@ -133,19 +128,15 @@ def local(tree: Any) -> Any:
     """
 
     def of_first(value: Any) -> Any:
-        if isinstance(value, HostTable):
-            spec = dataclasses.replace(value._spec, shared=False, sharers=1, read_only=True)
-            return HostTable(value._leaf.addressable_shards[0].data, spec)
-        if isinstance(value, DeviceTable):
-            spec = dataclasses.replace(value.spec, shared=False, read_only=True)
-            return DeviceTable(value.words.addressable_shards[0].data, spec)
+        if isinstance(value, LocalTable):
+            return value._of_first_device()
         return value.addressable_shards[0].data if isinstance(value, Array) else value
 
     return jax.tree.map(of_first, tree, is_leaf=_is_table)
 
 
 def _is_table(value: Any) -> bool:
-    return isinstance(value, HostTable | DeviceTable)
+    return isinstance(value, LocalTable)
 
 
 def spec_of(value: Any, mesh: Mesh) -> PartitionSpec:

@@ -70,18 +70,6 @@ class ShardSpec:
         return times_scales(rows, kept if dtype is None else np.dtype(dtype), row_scale, column_scale)
 
 
-def numpy_copy(array: Array) -> np.ndarray:
-    """The values in host memory, of an array that this process has whole.
-
-    Shard by shard: `np.asarray` of the whole leaves views of the shards with jax, and then XLA refuses to donate memory
-    on the host.
-    """
-    found = np.empty(array.shape, array.dtype)
-    for shard in array.addressable_shards[:1] if array.is_fully_replicated else array.addressable_shards:
-        found[shard.index] = np.asarray(shard.data)
-    return found
-
-
 def numpy_rows(words: np.ndarray, spec: ShardSpec) -> np.ndarray:
     """The rows of unsigned integers [padded rows, words]."""
     return np.ascontiguousarray(words[: spec.rows]).view(spec.dtype).reshape(spec.rows, *spec.row)

@@ -12,9 +12,9 @@ import numpy as np
 
 from dejax._optional import optional
 from dejax.distributed.tables import ShardedTable
-from dejax.host_gather import HostTable
 from dejax.host_gather._memory import copy_rows
 from dejax.host_gather._spec import TableSpec
+from dejax.host_gather.table import is_table_of_host
 
 
 def save(folder: str | os.PathLike[str], step: int, state: Any, *, keep: int = 2) -> None:
@@ -123,9 +123,9 @@ def _written(like: Any, arrays: list[Any]) -> Any:
     rest = iter(arrays)
 
     def of_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, HostTable):
-            _copy_shards(leaf._leaf, next(rest), leaf._spec)
-            return leaf
+        if is_table_of_host(leaf):
+            _copy_shards(leaf._leaf, next(rest), leaf._spec.host_part)
+            return leaf if leaf._hot is None else leaf._of(leaf._leaf, leaf._spec, next(rest), next(rest))
         if isinstance(leaf, ShardedTable):
             new = jax.tree.map(lambda _: next(rest), leaf)
             if leaf.spec.memory == "device":
@@ -137,7 +137,7 @@ def _written(like: Any, arrays: list[Any]) -> Any:
             return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf))
         return value
 
-    return jax.tree.map(of_leaf, like, is_leaf=lambda leaf: isinstance(leaf, HostTable | ShardedTable))
+    return jax.tree.map(of_leaf, like, is_leaf=lambda leaf: is_table_of_host(leaf) or isinstance(leaf, ShardedTable))
 
 
 def _copy_shards(to: Any, source: Any, spec: TableSpec) -> None:

@@ -28,8 +28,7 @@ import numpy as np
 
 import dejax
 from dejax import _compat
-from dejax.distributed._shards import numpy_copy
-from dejax.host_gather import HostTable
+from dejax.host_gather.table import is_table_of_host, numpy_copy
 
 EXIT_STATUS = 75
 """The exit status of a process that ends because another one is gone: starting the job again may help."""
@@ -389,7 +388,7 @@ def fact_text(value: Any) -> str:
     """A fact as short text: the value, or a digest of its arrays."""
     if value is None or isinstance(value, bool | int | float | str | np.number):
         return str(value)
-    leaves, tree = jax.tree.flatten(value, is_leaf=lambda leaf: isinstance(leaf, HostTable))
+    leaves, tree = jax.tree.flatten(value, is_leaf=is_table_of_host)
     digest, size = hashlib.sha256(str(tree).encode()), 0
     for leaf in leaves:
         for array in _visible(leaf):
@@ -401,8 +400,8 @@ def fact_text(value: Any) -> str:
 
 def _visible(leaf: Any) -> list[np.ndarray]:
     """The values of a leaf that this process can read; nothing of an array that is divided over processes."""
-    if isinstance(leaf, HostTable):
-        return [leaf.numpy()]
+    if is_table_of_host(leaf):
+        return [leaf._host_part.numpy(), *(array for some in leaf._on_device for array in _visible(some))]
     if isinstance(leaf, jax.Array):
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)

@@ -18,10 +18,22 @@ from dejax import _compat
 from dejax._pytrees import pytree
 from dejax.distributed._exchange import Route, route
 from dejax.distributed._placing import check_axis, on_mesh
-from dejax.distributed._shards import ShardSpec, make_shards, numpy_copy, numpy_rows
-from dejax.host_gather import DeviceTable, HostTable, Optimizer, OptimizerState, RowGradient, gather, scatter_add
+from dejax.distributed._shards import ShardSpec, make_shards, numpy_rows
+from dejax.host_gather import (
+    DeviceTable,
+    HostTable,
+    Optimizer,
+    OptimizerState,
+    PendingRows,
+    RowGradient,
+    gather,
+    scatter_add,
+)
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.host_gather._operands import Table
+from dejax.host_gather.gather import GatherOptions
+from dejax.host_gather.pipeline import rows_there
+from dejax.host_gather.table import numpy_copy
 from dejax.minibatch._embeddings import EmbeddingRows
 
 _SPARE_DEVIATIONS = 5  # of a capacity above the mean, as in dejax.minibatch.find_capacities
@@ -145,17 +157,8 @@ class ShardedTable(Table):
         return self.spec.dtype
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all rows, without padding and scales."""
-        return self.spec.rows * self.spec.row_bytes
-
-    @property
     def placement(self) -> str:
-        """Where the rows lie, in words."""
         return "divided over devices"
-
-    def __len__(self) -> int:
-        return self.spec.rows
 
     def numpy(self) -> np.ndarray:
         """A copy of all rows in host memory, without scales. Only where all devices are of this process.
@@ -296,6 +299,10 @@ class ShardedTable(Table):
         table: Any = scatter_add(self._block(self.words), to, values)
         return self._written(table._leaf), lost
 
+    def _write(self, what: str, write: Callable[[Any, Any, Any], Any], ids: Any, rows: Any) -> ShardedTable:
+        to, values, _ = self._to_owners(what, ids, rows, None)
+        return self._written(write(self._block(self.words), to, values)._leaf)
+
     def _written(self, words: Array) -> ShardedTable:
         """The table with these words in its blocks, and with the copies of hot rows that follow from them."""
         made, spec = dataclasses.replace(self, words=words), self.spec
@@ -331,23 +338,27 @@ class ShardedTable(Table):
     def _scales(self) -> tuple[Array | None, Array | None]:
         return self.row_scale, self.column_scale
 
-    def _read(
-        self, ids: Any, *, capacity: int | None = None, out_dtype: Any = None, mode: str = "fill", **options: Any
-    ) -> tuple[Array, Array]:
-        if mode != "fill":
-            raise ValueError(f"`mode` must be 'fill' for a table that is divided over devices, got {mode!r}")
-        if unknown := options.keys() - {"order", "num_sms", "scale"}:  # which say how one device reads
-            raise TypeError(f"a gather has no option {min(unknown)!r}")
-        return self.gather(ids, capacity=capacity, dtype=out_dtype)
+    def _read(self, what: str, ids: Any, options: GatherOptions, capacity: int | None = None) -> tuple[Array, Array]:
+        for name, given, only in (
+            ("mode", options.mode, "fill"),
+            ("fill_value", options.fill_value, 0),
+            ("reduce", options.reduce, None),
+            ("scale", options.scale, None),
+        ):
+            if given is not only:
+                raise ValueError(
+                    f"{what}: `{name}` must be {only!r} for a table that is divided over devices, got {given!r}"
+                )
+        return self.gather(ids, capacity=capacity, dtype=options.out_dtype)
 
-    def _begin(self, ids: Any, before: Any, **options: Any) -> tuple[Array, Any]:
+    def _begin(self, what: str, ids: Any, before: Any, options: GatherOptions) -> tuple[PendingRows, Any]:
         """The rows at once: XLA overlaps the collectives."""
-        return self._read(ids, **options)[0], before
+        return rows_there(self._read(what, ids, options)[0]), before
 
     def _new_state(self, optimizer: Any) -> OptimizerState:
         return self.init(optimizer)
 
-    def _after(self, optimizer: Any, gradient: Any, state: Any, capacity: int | None) -> tuple[Any, Any, Array]:
+    def _after(self, optimizer: Any, gradient: Any, state: Any, capacity: int | None = None) -> tuple[Any, Any, Array]:
         return self.update(optimizer, gradient, state, capacity=capacity)
 
     # -------------------------------------------------------------------------------------------- inside

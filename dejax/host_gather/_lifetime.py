@@ -55,7 +55,7 @@ def check_alive(leaf: Array, spec: TableSpec, what: str) -> None:
         )
     if is_closed(leaf):
         raise TableClosedError(f"{what}: {_CLOSED}")
-    if spec.read_only:
+    if spec.read_only and not spec.on_device:
         with reporting_closed(leaf, what):
             memory = memory_of(leaf)
         if memory is not None and memory.truncated():
@@ -66,11 +66,11 @@ def check_alive(leaf: Array, spec: TableSpec, what: str) -> None:
 
 
 def checked_leaf(leaf: Any, spec: TableSpec, what: str) -> Any:
-    """The leaf array of a table, checked for a native call. Raises as `ReadableTable._operands`."""
+    """The leaf array of a table, checked for a native call. Raises as `Table._operands`."""
     if is_concrete(leaf):
         check_alive(leaf, spec, what)
     check_array(what, leaf, spec.leaf)
-    if closed_over(leaf):
+    if not spec.on_device and closed_over(leaf):
         raise TypeError(
             f"{what}: a function that jax compiles closes over the table, which would make it a constant of the "
             "program. Pass it as an argument: jax.jit(lambda table, ids: table[ids])(table, ids)"

@@ -1,6 +1,7 @@
-"""What the tables of all placements share: the interface between tables and the functions that read and write them.
+"""The interface between tables and the functions that read and write them: it holds for tables of every placement.
 
-`gather` accepts any `ReadableTable`. The tables are above `gather`, and call it for `table[ids]`.
+`gather`, `gather_start`, `prefetched_scan`, the writes, the optimizers and `FeatureStore` call a `Table`, and tell no
+placements apart. The tables are above these functions, and call them for the rows that one device can read.
 """
 
 from __future__ import annotations
@@ -8,10 +9,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -24,9 +24,9 @@ class TableOperands:
 
     Attributes:
         spec: the table's static part, with marks.
-        leaf: uint[rows, words], the rows in host memory.
-        cache: uint[cached, words], rows that also lie on the device; [0] where none do.
-        slots: int32[rows], the row of `cache` that holds each row of the table, -1 for none; [0] without a cache.
+        leaf: uint[rows, words], the rows in host memory; of a table on the device its rows there.
+        cache: uint[cached, words], rows that lie on the device as well, or instead; [0] where none do.
+        slots: int32[rows], the row of `cache` that holds each row of the table, below 0 for none; [0] without a cache.
     """
 
     spec: TableSpec
@@ -34,17 +34,12 @@ class TableOperands:
     cache: Array
     slots: Array
 
-    @classmethod
-    def of_leaf(cls, spec: TableSpec, leaf: Array) -> TableOperands:
-        """The operands of a table without a cache."""
-        return cls(spec, leaf, slots=jnp.zeros((0,), jnp.int32), cache=jnp.zeros((0,), spec.leaf.dtype))
-
 
 class Table(abc.ABC):
-    """A table [rows, *row] of any placement, also one that is divided over the devices of a mesh."""
+    """A table [rows, *row] of any placement: of one device, or divided over the devices of a mesh."""
 
     __slots__ = ()
-    _is_divided: ClassVar[bool] = False
+    _is_divided: ClassVar[bool] = False  # over devices: then the table has its scales itself
 
     @property
     @abc.abstractmethod
@@ -56,16 +51,8 @@ class Table(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def nbytes(self) -> int:
-        """Of the rows, without copies."""
-
-    @property
-    @abc.abstractmethod
     def placement(self) -> str:
         """Where the rows lie, in words."""
-
-    @abc.abstractmethod
-    def __len__(self) -> int: ...
 
     @abc.abstractmethod
     def numpy(self) -> np.ndarray:
@@ -77,46 +64,28 @@ class Table(abc.ABC):
         return False
 
     @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the rows, without copies."""
+        return self.size * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
     def _scales(self) -> tuple[Array | None, Array | None]:
         """The scales of rows and of columns that the table itself multiplies its rows by."""
         return None, None
 
-    @abc.abstractmethod
-    def _read(self, ids: Any, *, capacity: int | None, **options: Any) -> tuple[Array, Array | int]:
-        """Rows by ids, and how many ids of this device did not fit: `options` are those of `gather`.
-
-        Args:
-            ids: int[...].
-            capacity: of a divided table, the most rows that a device asks of another one; None: all.
-            options: of `gather`.
-        """
-
-    @abc.abstractmethod
-    def _begin(self, ids: Any, before: Any, **options: Any) -> tuple[Any, Any]:
-        """As `gather_start`: what will have the rows, or the rows themselves where reading ahead gains nothing."""
-
-    @abc.abstractmethod
-    def _new_state(self, optimizer: Any) -> Any:
-        """The optimizer's state of the table."""
-
-    @abc.abstractmethod
-    def _after(self, optimizer: Any, gradient: Any, state: Any, capacity: int | None) -> tuple[Any, Any, Array | int]:
-        """The table and the state after a step, and how many rows of this device did not fit."""
-
-
-class ReadableTable(Table):
-    """A table of one device that `gather` and the functions above it can read, wherever its rows lie."""
-
-    __slots__ = ()
-    _differentiable: ClassVar[bool] = False  # whether `value_and_grad` gives its gradient
-
-    @property
-    @abc.abstractmethod
-    def _spec(self) -> TableSpec: ...
-
-    @abc.abstractmethod
-    def _operands(self, what: str) -> TableOperands:
-        """The table's arrays, checked.
+    def _operands(self, what: str) -> TableOperands | None:
+        """The arrays that a kernel of one device reads, checked; None where rows come from other devices.
 
         Args:
             what: the caller's name, for the error.
@@ -126,54 +95,37 @@ class ReadableTable(Table):
             ValueError: the table was sliced or reshaped.
             TypeError: a function that jax compiles closes over the table.
         """
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._spec.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self._spec.dtype
-
-    @property
-    def ndim(self) -> int:
-        return len(self._spec.shape)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self._spec.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the rows, without cached copies."""
-        return self._spec.nbytes
-
-    @property
-    def read_only(self) -> bool:
-        return self._spec.read_only
-
-    def __len__(self) -> int:
-        return self._spec.rows
-
-    # -------------------------------------------------------------------------------------------- writing
-
-    def _parts(self) -> tuple[Any, ...]:
-        """The rows as tables of one array each, for writes: `HostTable`s and `DeviceTable`s."""
-        return (self,)
-
-    def _ids_in_parts(self, ids: Array) -> tuple[Array, ...]:
-        """For each part the row there of each id; -1 where another part has the row."""
-        return (ids,)
-
-    def _of_parts(self, parts: Sequence[Any], ids: Array) -> Any:
-        """The table after its parts were written at `ids`."""
-        del ids
-        (part,) = parts
-        return part
+        del what
+        return None
 
     @abc.abstractmethod
-    def _moment(self, what: str, value: float) -> Any:
-        """A float32 table of the same shape, which lies where the rows lie, with one value in all elements."""
+    def _read(self, what: str, ids: Any, options: Any, capacity: int | None = None) -> tuple[Array, Array | int]:
+        """Rows by ids, and how many ids of this device did not fit.
+
+        Args:
+            what: the caller's name, for errors.
+            ids: int[...].
+            options: the `GatherOptions`.
+            capacity: of a divided table, the most rows that a device asks of another one; None: all.
+        """
+
+    @abc.abstractmethod
+    def _begin(self, what: str, ids: Any, before: Any, options: Any) -> tuple[Any, Any]:
+        """PendingRows and `before`: see `gather_start`."""
+
+    @abc.abstractmethod
+    def _write(self, what: str, write: Callable[[Any, Any, Any], Any], ids: Any, rows: Any) -> Any:
+        """The table after `write(table of one device, ids, rows)`, which the devices that hold the rows call."""
+
+    @abc.abstractmethod
+    def _new_state(self, optimizer: Any) -> Any:
+        """The optimizer's state of the table."""
+
+    @abc.abstractmethod
+    def _after(
+        self, optimizer: Any, gradient: Any, state: Any, capacity: int | None = None
+    ) -> tuple[Any, Any, Array | int]:
+        """The table and the state after a step, and how many rows of this device did not fit."""
 
     def __iter__(self) -> NoReturn:
         # Without it Python would ask for rows 0, 1, ... for ever: ids out of range give rows of zeros, no IndexError.
@@ -186,8 +138,14 @@ class ReadableTable(Table):
         raise TypeError("HostTable: `in` would read the whole table; use `value in table.numpy()` outside of jit")
 
 
-def operands_of(what: str, table: Any) -> TableOperands:
-    """The operands of `table`, which must be a table of this package."""
-    if not isinstance(table, ReadableTable):
+def table_of(what: str, table: Any) -> Table:
+    """`table`, which must be a table of this package."""
+    if not isinstance(table, Table):
         raise TypeError(f"{what}: `table` must be a HostTable, got {type(table).__name__}; see HostTable.from_numpy")
-    return table._operands(what)
+    return table
+
+
+def check_whole(table: Table, capacity: int | None) -> None:
+    """Refuses the bound of an exchange for a table of which one device reads all rows."""
+    if capacity is not None:
+        raise ValueError(f"`capacity` must be of a table that is divided over devices, got one on: {table.placement}")

@@ -54,6 +54,15 @@ class TableSpec:
         return self.leaf_rows is not None
 
     @property
+    def host_part(self) -> TableSpec:
+        """The spec of the rows in host memory as a table of their own."""
+        return self if self.leaf_rows is None else dataclasses.replace(self, rows=self.leaf_rows, leaf_rows=None)
+
+    def device_part(self, rows: int) -> TableSpec:
+        """The spec of `rows` rows in device memory as a table of their own."""
+        return dataclasses.replace(self, rows=rows, leaf_rows=None, on_device=True, sharers=1)
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of the rows in host memory."""
         rows = self.rows if self.leaf_rows is None else self.leaf_rows

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
@@ -12,17 +10,13 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids, distinct_ids, in_range
-from dejax.host_gather._operands import TableOperands
-from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.gather import gather
-from dejax.host_gather.table import HostTable, IndexedTable
+from dejax.host_gather.host import HostTable
+from dejax.host_gather.table import LocalTable
 
 
-@pytree
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class CachedTable(IndexedTable):
+class CachedTable(LocalTable):
     """A `HostTable` and a copy of some of its rows in device memory. All functions that take tables take both.
 
     The set of cached rows is fixed when the table is made. The kernel decides row by row whether a row is cached, so
@@ -37,11 +31,26 @@ class CachedTable(IndexedTable):
         slots: int32[rows], the row of `cache` that holds each row of the table, -1 for none. It takes 4 bytes a row.
     """
 
+    __slots__ = ()
     _differentiable: ClassVar[bool] = True
+    _names: ClassVar[tuple[str, ...]] = ("rows", "cache", "slots")
 
-    table: HostTable
-    cache: Array
-    slots: Array
+    def __init__(self, table: HostTable, cache: Array, slots: Array) -> None:
+        super().__init__(table._leaf, table._spec, cache, slots)
+
+    @property
+    def table(self) -> LocalTable:
+        return self._host_part
+
+    @property
+    def cache(self) -> Array:
+        cache: Array = self._hot
+        return cache
+
+    @property
+    def slots(self) -> Array:
+        slots: Array = self._slots
+        return slots
 
     @classmethod
     def from_ids(cls, table: HostTable, ids: ArrayLike) -> CachedTable:
@@ -85,10 +94,6 @@ class CachedTable(IndexedTable):
         cold = len(weights) - cached_rows
         return cls.from_ids(table, np.argpartition(weights, cold)[cold:] if cold else np.arange(len(weights)))
 
-    def numpy(self) -> np.ndarray:
-        """As `HostTable.numpy`."""
-        return self.table.numpy()
-
     def hit_rate(self, ids: ArrayLike) -> Array:
         """The fraction of `ids` in range whose rows are cached: a float32 scalar on the device. It may be jitted.
 
@@ -98,48 +103,6 @@ class CachedTable(IndexedTable):
         ids = checked_ids("CachedTable.hit_rate", ids, len(self))
         hits = self._places(ids) >= 0
         return hits.sum() / jnp.maximum(in_range(ids, len(self)).sum(), 1).astype(jnp.float32)
-
-    @property
-    def placement(self) -> str:
-        return f"host, cached on the device ({self.cache.shape[0]:,} rows)"
-
-    @property
-    def _spec(self) -> TableSpec:
-        return self.table._spec
-
-    @property
-    def _in_host(self) -> HostTable:
-        return self.table
-
-    def _operands(self, what: str) -> TableOperands:
-        return TableOperands(self._spec, self.table._checked_leaf(what), self.cache, self.slots)
-
-    def _places(self, ids: Array) -> Array:
-        """The row of `cache` that holds each id's row, -1 for none."""
-        if not len(self):
-            return jnp.full(ids.shape, -1, jnp.int32)
-        there = in_range(ids, len(self))
-        return jnp.where(there, self.slots[jnp.where(there, ids, 0)], -1)
-
-    def _parts(self) -> tuple[HostTable]:
-        return (self.table,)
-
-    def _moment(self, what: str, value: float) -> HostTable:
-        return self.table._moment(what, value)
-
-    def _with_marks(self, marks: tuple[tuple[int, int], ...]) -> CachedTable:
-        return dataclasses.replace(self, table=self.table._with_marks(marks))
-
-    def _of_parts(self, parts: Sequence[HostTable], ids: Array) -> CachedTable:
-        """The cached table after rows `ids` of its table were written: reads their copies again."""
-        (table,) = parts
-        if not self.cache.shape[0]:
-            return CachedTable(table, self.cache, self.slots)
-        ids = ids.reshape(-1)
-        places = self._places(ids)
-        rows = gather(table._words(), jnp.where(places >= 0, ids, -1))
-        cache = self.cache.at[jnp.where(places >= 0, places, self.cache.shape[0])].set(rows, mode="drop")
-        return CachedTable(table, cache, self.slots)
 
 
 def count_ids(counts: ArrayLike, ids: ArrayLike) -> Array:

@@ -15,7 +15,7 @@ from jax import Array
 from jax.extend import core
 
 from dejax import _compat
-from dejax.host_gather._operands import ReadableTable, operands_of
+from dejax.host_gather._operands import Table
 from dejax.host_gather._recording import is_recorded
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather._tracing import current_trace, inside
@@ -70,7 +70,7 @@ class deferring:
         _state.open = self._before
 
 
-def deferrable_gather(table: ReadableTable, ids: Array, *, num_sms: int | None = None) -> Array:
+def deferrable_gather(table: Table, ids: Array, *, num_sms: int | None = None) -> Array:
     """`gather(table, ids, order="given")`, which `deferring` leaves open.
 
     Args:
@@ -80,8 +80,8 @@ def deferrable_gather(table: ReadableTable, ids: Array, *, num_sms: int | None =
     """
     trace, on_cpu = getattr(_state, "open", None) or (None, False)
     if trace is not None and inside(trace):
-        operands = operands_of("gather", table)
-        if _may_wait(operands.spec, on_cpu):
+        operands = table._operands("gather")
+        if operands is not None and _may_wait(operands.spec, on_cpu):
             ids, now, _ = prepare_gather("gather", operands, ids, GatherOptions(order="given", num_sms=num_sms))
             ahead = prepare_gather("gather_start", operands, ids, GatherOptions(order="given"), overlapped=True)[1]
             read = OpenRead(now, ahead)

@@ -18,7 +18,7 @@ from dejax._ffi import ffi_call
 from dejax.host_gather import _cost, _kernels, _types
 from dejax.host_gather._ids import checked_ids, in_range, nearest
 from dejax.host_gather._lifetime import reporting_closed
-from dejax.host_gather._operands import ReadableTable, TableOperands, operands_of
+from dejax.host_gather._operands import Table, TableOperands, table_of
 from dejax.host_gather._recording import is_recorded, record
 from dejax.host_gather._spec import TableSpec
 
@@ -53,6 +53,14 @@ class GatherOptions:
     order: str = "auto"
     num_sms: int | None = None
 
+    @classmethod
+    def of(cls, what: str, given: dict[str, Any]) -> GatherOptions:
+        """The options of a caller's keyword arguments."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := set(given).difference(known):
+            raise TypeError(f"{what}: unknown options {sorted(unknown)}; the options are {sorted(known)}")
+        return cls(**given)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatherCall:
@@ -71,7 +79,7 @@ class GatherCall:
 
 
 def gather(
-    table: ReadableTable,
+    table: Table,
     ids: ArrayLike,
     *,
     mode: Mode = "fill",
@@ -88,7 +96,8 @@ def gather(
     and `host_gather.value_and_grad` gives the gradient of the rows.
 
     Args:
-        table: HostTable or CachedTable [rows, *row].
+        table: [rows, *row], of any placement. One that is divided over a mesh (`dejax.distributed.ShardedTable`) is
+            read inside of `jax.shard_map`, and takes `out_dtype` alone of what follows.
         ids: int[...], any shape; int64 needs jax's 64-bit mode. Negative ids are out of range: they do not count from
             the end.
         mode: the result for an id out of range. "fill": a row of `fill_value`. "clip": the nearest row. "raise": an
@@ -120,18 +129,22 @@ def gather(
            [0., 1.],
            [0., 0.]], dtype=float32)
     """
-    operands = operands_of("gather", table)
-    recorded = is_recorded(operands.spec)
-    if recorded and scale is not None:
-        raise ValueError("gather: the gradient of scaled rows is not defined; multiply the gathered rows instead")
     options = GatherOptions(mode, fill_value, out_dtype, scale, reduce, order, num_sms)
-    ids, call, factor = prepare_gather("gather", operands, ids, options)
+    return table_of("gather", table)._read("gather", ids, options)[0]
+
+
+def read_rows(what: str, operands: TableOperands, ids: Any, options: GatherOptions) -> Array:
+    """`gather` of a table of one device."""
+    recorded = is_recorded(operands.spec)
+    if recorded and options.scale is not None:
+        raise ValueError(f"{what}: the gradient of scaled rows is not defined; multiply the gathered rows instead")
+    ids, call, factor = prepare_gather(what, operands, ids, options)
     leaf, cache, slots = operands.leaf, operands.cache, operands.slots
     if call.mean and not (call.ordered or recorded):
-        with reporting_closed(leaf, "gather"):
+        with reporting_closed(leaf, what):
             return batched_gather(call, ids.shape[-1])(leaf, cache, slots, ids, factor)
     plain = dataclasses.replace(call, mean=False, fill_value=0.0) if call.mean else call
-    with reporting_closed(leaf, "gather"):
+    with reporting_closed(leaf, what):
         rows = batched_gather(plain, 1)(leaf, cache, slots, ids, factor)
     rows = record(operands.spec, leaf, nearest(ids, call.spec.rows) if call.clip else ids, rows)
     return _mean(call, rows, ids) if call.mean else rows

@@ -12,11 +12,11 @@ import numpy as np
 from jax import Array
 
 from dejax._pytrees import pytree
-from dejax.host_gather._operands import ReadableTable
 from dejax.host_gather._recording import recording
 from dejax.host_gather._tracing import current_trace, inside
 from dejax.host_gather.cached import CachedTable
-from dejax.host_gather.table import HostTable
+from dejax.host_gather.host import HostTable
+from dejax.host_gather.table import LocalTable
 
 
 @pytree
@@ -168,7 +168,7 @@ class _Recorder:
 
     def __call__(self, number: int, leaf: Array, ids: Array, rows: Array) -> Array:
         known = self.tables.get(number)
-        if known is None or leaf is not known._in_host._leaf or not inside(self._trace):
+        if known is None or leaf is not known._leaf or not inside(self._trace):
             raise ValueError(
                 "value_and_grad: the loss gathers a differentiated table inside a function that it compiles, maps or "
                 "scans (jit, vmap, scan, cond, checkpoint), or after writing it; gather outside of that and pass the "
@@ -232,11 +232,11 @@ def _collected(table: HostTable | CachedTable, found: list[tuple[Array, Array]])
 
 
 def _is_any_table(value: Any) -> bool:
-    return isinstance(value, ReadableTable)
+    return isinstance(value, LocalTable)
 
 
 def _is_table(value: Any) -> bool:
-    return isinstance(value, ReadableTable) and value._differentiable
+    return isinstance(value, LocalTable) and value._differentiable
 
 
 def _marked(table: Any, level: int, number: int) -> Any:

@@ -21,7 +21,7 @@ from dejax._ffi import ffi_call
 from dejax._int32 import entering_jit
 from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids
-from dejax.host_gather._operands import ReadableTable, TableOperands, operands_of
+from dejax.host_gather._operands import Table, TableOperands, table_of
 from dejax.host_gather._recording import is_recorded
 from dejax.host_gather.gather import GatherCall, GatherOptions, gather, native_arguments, native_gather, prepare_gather
 
@@ -61,14 +61,15 @@ class PendingRows:
     there: bool = dataclasses.field(metadata={"static": True})  # `ticket` has the rows: on the CPU, and outside of jit
 
 
-def gather_start(table: ReadableTable, ids: ArrayLike, *, before: Any = None, **options: Any) -> Any:
+def gather_start(table: Table, ids: ArrayLike, *, before: Any = None, **options: Any) -> Any:
     """Begins a gather on a stream of its own, so that it overlaps with what runs before `gather_done`.
 
     For jitted functions: outside of one it reads the rows at once. Until `gather_done` takes the rows, they lie in
     memory outside of jax's pool.
 
     Args:
-        table: HostTable or CachedTable [rows, *row].
+        table: [rows, *row], of any placement. Rows of a table that is divided over a mesh are exchanged at once: XLA
+            overlaps the collectives.
         ids: int[...].
         before: a pytree of arrays that the compute to overlap with reads. XLA orders calls by data dependence alone:
             `before` comes back dependent on the start, so that compute which uses it runs after the start.
@@ -92,9 +93,8 @@ def gather_start(table: ReadableTable, ids: ArrayLike, *, before: Any = None, **
     Array([[4., 5.],
            [0., 1.]], dtype=float32)
     """
-    operands = operands_of("gather_start", table)
-    source, ids = _prepare("gather_start", operands, ids, _options("gather_start", options))
-    pending, before = start_alone(source, ids, before)
+    chosen = GatherOptions.of("gather_start", options)
+    pending, before = table_of("gather_start", table)._begin("gather_start", ids, before, chosen)
     return pending if before is None else (pending, before)
 
 
@@ -161,7 +161,7 @@ def gather_done_joined(
 def prefetched_scan(
     step: Callable[[Carry, Array, Any], tuple[Carry, Any]],
     init: Carry,
-    table: ReadableTable,
+    table: Table,
     ids: ArrayLike,
     xs: Any = None,
     *,
@@ -173,7 +173,7 @@ def prefetched_scan(
     Args:
         step: (carry, rows, x) -> (carry, y), with rows [*ids.shape[1:], *row].
         init: the first carry.
-        table: HostTable or CachedTable [rows, *row]; the step must not write it.
+        table: [rows, *row], of any placement; the step must not write it.
         ids: int[steps, ...], of all steps.
         xs: a pytree of arrays [steps, ...], or None.
         depth: how many steps ahead rows are read; each takes device memory for its rows.
@@ -195,16 +195,18 @@ def prefetched_scan(
     >>> float(total)
     10.0
     """
-    operands = operands_of("prefetched_scan", table)
-    ids = checked_ids("prefetched_scan", ids, operands.spec.rows)
+    operands = table_of("prefetched_scan", table)._operands("prefetched_scan")
+    ids = checked_ids("prefetched_scan", ids, len(table))
     init, xs = entering_jit("prefetched_scan", (init, xs))
     if ids.ndim == 0:
         raise ValueError("prefetched_scan: `ids` must have a leading axis of steps")
     if depth < 1:
         raise ValueError(f"prefetched_scan: `depth` must be at least 1, got {depth}")
-    chosen = _options("prefetched_scan", options)
+    chosen = GatherOptions.of("prefetched_scan", options)
     if chosen.mode != "fill":
         raise ValueError(f"prefetched_scan: `mode` must be 'fill', got {chosen.mode!r}; clip the ids beforehand")
+    if operands is None:
+        return jax.lax.scan(lambda carry, x: step(carry, gather(table, x[0], **options), x[1]), init, (ids, xs))
     # Starts beyond the last step read nothing: their ids are out of range.
     padded = jnp.concatenate([ids, jnp.full((depth, *ids.shape[1:]), -1, ids.dtype)])
     source, _ = _prepare("prefetched_scan", operands, padded[0], chosen)
@@ -262,6 +264,19 @@ class _Place(enum.IntEnum):
     NEXT = 2
 
 
+def begin_read(
+    what: str, operands: TableOperands, ids: Any, before: Any, options: GatherOptions
+) -> tuple[PendingRows, Any]:
+    """`gather_start` of a table of one device."""
+    source, ids = _prepare(what, operands, ids, options)
+    return start_alone(source, ids, before)
+
+
+def rows_there(rows: Array) -> PendingRows:
+    """Rows that were read at once, for `gather_done`."""
+    return PendingRows(rows, (), 0, rows.shape, rows.dtype, True)
+
+
 def start_alone(source: GatherSource, ids: Array, before: Any) -> tuple[PendingRows, Any]:
     """Begins a gather, whose arguments were checked; `before` as in `gather_start`."""
     through, tree = jax.tree.flatten(before)
@@ -287,6 +302,8 @@ class GatherSource:
 
 def _prepare(what: str, operands: TableOperands, ids: Any, options: GatherOptions) -> tuple[GatherSource, Array]:
     """Checks the arguments of an overlapped gather."""
+    if options.reduce is not None:
+        raise ValueError(f"{what}: `reduce` is not supported; reduce the rows that come back")
     if is_recorded(operands.spec):
         raise ValueError(
             f"{what}: value_and_grad does not see gathers that are begun ahead; use `gather` in the loss, or read rows "
@@ -294,16 +311,6 @@ def _prepare(what: str, operands: TableOperands, ids: Any, options: GatherOption
         )
     ids, call, scale = prepare_gather(what, operands, ids, options, overlapped=True)
     return GatherSource(call, operands.leaf, scale, operands.slots, operands.cache), ids
-
-
-def _options(what: str, given: dict[str, Any]) -> GatherOptions:
-    """The options of an overlapped gather."""
-    if given.get("reduce") is not None:
-        raise ValueError(f"{what}: `reduce` is not supported; reduce the rows that come back")
-    known = {field.name for field in dataclasses.fields(GatherOptions)}
-    if unknown := set(given) - known:
-        raise TypeError(f"{what}: unknown options {sorted(unknown)}; the options are {sorted(known - {'reduce'})}")
-    return GatherOptions(**given)
 
 
 def _start(

@@ -1,12 +1,9 @@
-"""Tables with rows in device memory, for functions that read tables: all rows, or a chosen part of them."""
+"""Tables with rows in device memory: all rows, or a chosen part of them."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Sequence
-from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +11,15 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from dejax._pytrees import of_this_process, pytree
-from dejax.host_gather._ids import distinct_ids, in_range
-from dejax.host_gather._leaf import TableLeaf, flattened_by_user
-from dejax.host_gather._lifetime import check_array
-from dejax.host_gather._operands import TableOperands
+from dejax.host_gather._ids import distinct_ids
 from dejax.host_gather._spec import TableSpec, device_or_default, table_spec
-from dejax.host_gather.table import NATIVE_CALLS, HostTable, IndexedTable
+from dejax.host_gather.host import HostTable
+from dejax.host_gather.table import _TABLES, LocalTable
 
 _BLOCK_BYTES = 64 << 20  # of rows that are converted at once
 
 
-@of_this_process(NATIVE_CALLS)
-@jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class DeviceTable(IndexedTable):
+class DeviceTable(LocalTable):
     """A table whose rows all lie in device memory. Functions that read a `HostTable` read it, by the same kernels.
 
     A pytree. Read-only unless it is made with `writable=True`: then `scatter`, `scatter_add` and the optimizers write
@@ -44,8 +35,20 @@ class DeviceTable(IndexedTable):
            [0., 0.]], dtype=float32)
     """
 
-    words: Array
-    spec: TableSpec
+    __slots__ = ()
+    _names: ClassVar[tuple[str, ...]] = ("words",)
+
+    def __init__(self, words: Array, spec: TableSpec) -> None:
+        super().__init__(words, spec)
+
+    @property
+    def words(self) -> Array:
+        words: Array = self._leaf
+        return words
+
+    @property
+    def spec(self) -> TableSpec:
+        return self._spec
 
     @classmethod
     def from_numpy(cls, array: ArrayLike, *, device: jax.Device | None = None, writable: bool = False) -> DeviceTable:
@@ -88,52 +91,8 @@ class DeviceTable(IndexedTable):
         spec = _device_spec(table_spec(array.shape, found, device, what), writable)
         return cls(_bits(array, spec), spec)
 
-    def numpy(self) -> np.ndarray:
-        """A copy of the rows in host memory."""
-        return _from_words(np.asarray(self.words), self.spec)
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], TableSpec]:
-        return ((jax.tree_util.GetAttrKey("words"), self._child(sys._getframe(1))),), self.spec
-
-    def tree_flatten(self) -> tuple[tuple[Any], TableSpec]:
-        return (self._child(sys._getframe(1)),), self.spec
-
-    @classmethod
-    def tree_unflatten(cls, spec: TableSpec, leaves: tuple[Any]) -> DeviceTable:
-        return cls(leaves[0].array if isinstance(leaves[0], TableLeaf) else leaves[0], spec)
-
-    def _child(self, caller: FrameType) -> Any:
-        """As of a `HostTable`: a `TableLeaf` for users of jax.tree, else the array."""
-        is_array = isinstance(self.words, Array)
-        return TableLeaf(self.words, self.spec) if is_array and flattened_by_user(caller) else self.words
-
-    @property
-    def placement(self) -> str:
-        return "device"
-
-    @property
-    def _spec(self) -> TableSpec:
-        return self.spec
-
-    @property
-    def _leaf(self) -> Array:
-        return self.words
-
-    def _moment(self, what: str, value: float) -> DeviceTable:
-        del what
-        spec = dataclasses.replace(self.spec, dtype=np.dtype(np.float32))
-        word = np.float32(value).view(np.uint32)
-        fill = jax.jit(lambda: jnp.full(spec.leaf.shape, word, spec.leaf.dtype), out_shardings=self.words.sharding)
-        return DeviceTable(fill(), spec)
-
-    def _operands(self, what: str) -> TableOperands:
-        check_array(what, self.words, self.spec.leaf)
-        return TableOperands.of_leaf(self.spec, self.words)
-
-
-@pytree
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class SplitTable(IndexedTable):
+class SplitTable(LocalTable):
     """A table of which each row lies either in device memory or in host memory: together they hold more than either.
 
     Functions that read a `HostTable` read it; the kernel decides row by row. A `CachedTable` instead keeps all rows in
@@ -153,10 +112,32 @@ class SplitTable(IndexedTable):
            [0., 0.]], dtype=float32)
     """
 
-    table: HostTable
-    hot: Array
-    slots: Array
-    writable: bool = dataclasses.field(default=False, metadata={"static": True})
+    __slots__ = ()
+
+    def __init__(self, table: HostTable, hot: Array, slots: Array, writable: bool = False) -> None:
+        host = table._spec
+        spec = dataclasses.replace(
+            host, rows=slots.shape[0], leaf_rows=host.rows, read_only=host.read_only or not writable
+        )
+        super().__init__(table._leaf, spec, hot, slots)
+
+    @property
+    def table(self) -> LocalTable:
+        return self._host_part
+
+    @property
+    def hot(self) -> Array:
+        hot: Array = self._hot
+        return hot
+
+    @property
+    def slots(self) -> Array:
+        slots: Array = self._slots
+        return slots
+
+    @property
+    def writable(self) -> bool:
+        return not self.read_only
 
     @classmethod
     def from_numpy(
@@ -215,60 +196,8 @@ class SplitTable(IndexedTable):
         writable = not (table.read_only or hot.read_only)
         return cls(table, hot.words, jax.device_put(slots, next(iter(hot.words.devices()))), writable)
 
-    def numpy(self) -> np.ndarray:
-        """A copy of all rows in host memory."""
-        spec = self._spec
-        slots = np.asarray(self.slots)
-        out = np.empty(spec.shape, spec.dtype)
-        out[slots < 0] = self.table.numpy()[~slots[slots < 0]]
-        hot_spec = dataclasses.replace(spec, rows=self.hot.shape[0], leaf_rows=None)
-        out[slots >= 0] = _from_words(np.asarray(self.hot), hot_spec)[slots[slots >= 0]]
-        return out
 
-    @property
-    def placement(self) -> str:
-        return f"host and device ({self.hot.shape[0]:,} rows)"
-
-    @property
-    def _in_host(self) -> HostTable:
-        return self.table
-
-    @property
-    def _spec(self) -> TableSpec:
-        spec = self.table._spec
-        read_only = spec.read_only or not self.writable
-        return dataclasses.replace(spec, rows=self.slots.shape[0], leaf_rows=spec.rows, read_only=read_only)
-
-    def _operands(self, what: str) -> TableOperands:
-        spec, leaf = self._spec, self.table._checked_leaf(what)
-        rows = self.slots.shape[0] - self.table._spec.rows
-        check_array(what, self.hot, jax.ShapeDtypeStruct((rows, *spec.leaf.shape[1:]), spec.leaf.dtype))
-        return TableOperands(spec, leaf, self.hot, self.slots)
-
-    def _device_part(self) -> DeviceTable:
-        """The rows on the device, as a table of their own."""
-        spec = dataclasses.replace(self.table._spec, rows=self.hot.shape[0], on_device=True, sharers=1)
-        return DeviceTable(self.hot, spec)
-
-    def _parts(self) -> tuple[HostTable, DeviceTable]:
-        return self.table, self._device_part()
-
-    def _of_parts(self, parts: Sequence[Any], ids: Array) -> SplitTable:
-        del ids
-        table, device = parts
-        return dataclasses.replace(self, table=table, hot=device.words)
-
-    def _moment(self, what: str, value: float) -> SplitTable:
-        host, hot = self.table._moment(what, value), self._device_part()._moment(what, value)
-        # Slots of its own: a step cannot donate one array twice.
-        return SplitTable(host, hot.words, jnp.copy(self.slots), writable=True)
-
-    def _ids_in_parts(self, ids: Array) -> tuple[Array, Array]:
-        if not len(self):
-            return jnp.full(ids.shape, -1, jnp.int32), jnp.full(ids.shape, -1, jnp.int32)
-        there = in_range(ids, len(self))
-        place = self.slots[jnp.where(there, ids, 0)]
-        return jnp.where(there & (place < 0), ~place, -1), jnp.where(there & (place >= 0), place, -1)
+_TABLES["device"] = DeviceTable
 
 
 def _device_spec(spec: TableSpec, writable: bool) -> TableSpec:
@@ -291,10 +220,6 @@ def _as_words(rows: np.ndarray, spec: TableSpec) -> np.ndarray:
     leaf = dataclasses.replace(spec, rows=len(rows)).leaf
     # A view of one axis: of several, numpy could not see the words of a row without elements.
     return np.ascontiguousarray(rows, spec.dtype).reshape(-1).view(leaf.dtype).reshape(leaf.shape)
-
-
-def _from_words(words: np.ndarray, spec: TableSpec) -> np.ndarray:
-    return words.reshape(-1).view(spec.dtype).reshape(spec.shape)
 
 
 def _bits(array: Array, spec: TableSpec) -> Array:

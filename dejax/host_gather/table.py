@@ -1,277 +1,186 @@
-"""`HostTable`: rows in host memory that compiled steps read and write in place."""
+"""`LocalTable`: the table of one device, whose rows lie in host memory, in device memory, or in both."""
 
 from __future__ import annotations
 
 import dataclasses
-import operator
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 
-from dejax import _compat
 from dejax._pytrees import of_this_process
 from dejax.host_gather import _sharing, _storage
+from dejax.host_gather._ids import in_range
 from dejax.host_gather._leaf import GoneLeaf, TableLeaf, flattened_by_user
 from dejax.host_gather._lifetime import (
     TableClosedError,
     check_alive,
+    check_array,
     checked_leaf,
     is_closed,
     is_concrete,
     process_of,
     reporting_closed,
 )
-from dejax.host_gather._memory import View, copy_rows, delete, memory_of, numpy_of
-from dejax.host_gather._operands import ReadableTable, TableOperands
-from dejax.host_gather._spec import TableSpec, table_spec
-from dejax.host_gather.gather import gather
-from dejax.host_gather.pipeline import gather_start
-
-if TYPE_CHECKING:
-    from jax.typing import ArrayLike
-
-__all__ = ["HostTable", "TableClosedError", "shardings"]
-
+from dejax.host_gather._memory import View, delete, memory_of, numpy_of
+from dejax.host_gather._operands import Table, TableOperands, check_whole
+from dejax.host_gather._spec import TableSpec
+from dejax.host_gather.gather import gather, read_rows
+from dejax.host_gather.pipeline import begin_read
 
 NATIVE_CALLS = "the calls that read it hold addresses of this process. Export a function of the gathered rows"
 """Why tables are not serialized."""
 
 
-class IndexedTable(ReadableTable):
-    """A table whose rows `table[ids]` gives, and which may have rows in a `HostTable`."""
+class LocalTable(Table):
+    """A table of one device. `HostTable`, `DeviceTable`, `SplitTable` and `CachedTable` make it, one a placement.
 
-    __slots__ = ()
+    A pytree of up to three arrays, which say where a row lies. Kernels read all of them by the same call.
 
-    @property
-    def _in_host(self) -> HostTable | None:
-        """The table in host memory inside, or None."""
-        return None
-
-    def __getitem__(self, ids: Any) -> Array:
-        """Rows by integer ids of any shape: `gather(table, ids)`."""
-        check_index(ids)
-        return gather(self, ids)
-
-    def _read(self, ids: Any, *, capacity: int | None = None, **options: Any) -> tuple[Array, int]:
-        self._check_whole(capacity)
-        return gather(self, ids, **options), 0
-
-    def _begin(self, ids: Any, before: Any, **options: Any) -> tuple[Any, Any]:
-        started = gather_start(self, ids, before=before, **options)
-        return (started, None) if before is None else started
-
-    def _new_state(self, optimizer: Any) -> Any:
-        return optimizer.init(self)
-
-    def _after(self, optimizer: Any, gradient: Any, state: Any, capacity: int | None) -> tuple[Any, Any, int]:
-        self._check_whole(capacity)
-        if _compat.manual_axes() and not self._spec.shared:
-            raise ValueError(
-                "FeatureStore.update: inside of jax.shard_map a table must be shared for writing, got one of a single "
-                "device; use dejax.distributed.share(store, mesh, writable=True) before init"
-            )
-        return *optimizer.update(gradient, state, self), 0
-
-    def _check_whole(self, capacity: int | None) -> None:
-        if capacity is not None:
-            raise ValueError(
-                f"`capacity` must be of a table that is divided over devices, got one on: {self.placement}"
-            )
-
-    def close(self) -> None:
-        """As `HostTable.close`. Rows on the device stay until nothing refers to them."""
-        if self._in_host is not None:
-            self._in_host.close()
-
-    def is_closed(self) -> bool:
-        """As `HostTable.is_closed`."""
-        return self._in_host is not None and self._in_host.is_closed()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-@of_this_process(NATIVE_CALLS)
-@jax.tree_util.register_pytree_with_keys_class
-class HostTable(IndexedTable):
-    """A table [rows, *row] in host memory, of which jitted functions read single rows without copying the table.
-
-    On an NVIDIA GPU the memory is pinned and mapped, and kernels read it over the bus. Elsewhere it is ordinary memory,
-    and the same calls run on the CPU's threads. Make a table with `from_numpy`, `from_npy`, `from_file`, `zeros` or
-    `empty`.
-
-    A table is a pytree with one array. Pass it as an argument to `jax.jit`; inside, `scan` and `cond` may close over
-    it, and `jax.shard_map` takes a shared one (see `share`). Three uses are refused or copy the table:
-
-    * A jitted function that closes over it would make it a constant of the program.
-    * A jitted function that returns it without donation copies it (see `shardings`).
-    * A scan that takes it as `xs`, and a `vmap` that maps over it, would slice it.
-
-    The memory lives as long as the table, an array made from it, or a step in flight that reads it. `close`, or
-    leaving the `with` block, releases it earlier.
-
-    Attributes:
-        shape: (rows, *row).
-        dtype: of the elements.
-
-    >>> table = HostTable.from_numpy(np.arange(12.0, dtype=np.float32).reshape(6, 2))
-    >>> table
-    HostTable(shape=(6, 2), dtype=float32, platform=cpu)
-    >>> table[np.array([5, 0])]
-    Array([[10., 11.],
-           [ 0.,  1.]], dtype=float32)
+    Attributes of instances, for dejax itself:
+        _leaf: uint[rows, words] in host memory, or of a `DeviceTable` in device memory.
+        _hot: uint[hot rows, words] in device memory, or None.
+        _slots: int32[rows], the row of `_hot` that holds each row; below 0 where none does: -1 of a `CachedTable`, `~k`
+            for row k of `_leaf` of a `SplitTable`. None without `_hot`.
+        _spec: the static part.
     """
 
-    __slots__ = ("_leaf", "_spec")
+    __slots__ = ("_hot", "_leaf", "_slots", "_spec")
+    _leaf: Any
+    _hot: Any
+    _slots: Any
     _spec: TableSpec
-    _differentiable: ClassVar[bool] = True
+    _differentiable: ClassVar[bool] = False  # whether `value_and_grad` gives its gradient
+    _names: ClassVar[tuple[str, ...]] = ("rows", "hot", "slots")  # of the arrays, in paths of trees
     # jnp functions look at it first. The user then gets the error of `__jax_array__`, not one about an unknown type.
     __array_priority__ = 1000
 
-    def __init__(self, leaf: Any, spec: TableSpec) -> None:
-        """For dejax itself: use the constructors named above."""
-        self._leaf, self._spec = leaf, spec
+    def __init_subclass__(cls) -> None:
+        jax.tree_util.register_pytree_with_keys_class(cls)
+        of_this_process(NATIVE_CALLS)(cls)
+
+    def __init__(self, leaf: Any, spec: TableSpec, hot: Any = None, slots: Any = None) -> None:
+        self._leaf, self._spec, self._hot, self._slots = leaf, spec, hot, slots
         if is_concrete(leaf):
             process_of(leaf)
 
-    # -------------------------------------------------------------------------------------------- constructors
-
     @classmethod
-    def from_numpy(
-        cls,
-        array: ArrayLike,
-        *,
-        copy: bool = True,
-        device: jax.Device | None = None,
-    ) -> HostTable:
-        """A table with the rows of a numpy array.
+    def _of(cls, leaf: Any, spec: TableSpec, hot: Any = None, slots: Any = None) -> Self:
+        """A table of these parts, whatever the arguments of its constructor."""
+        made = object.__new__(cls)
+        LocalTable.__init__(made, leaf, spec, hot, slots)
+        return made
 
-        Args:
-            array: [rows, *row], any dtype of whole bytes, in any byte order.
-            copy: False pins the array's own memory, so that later writes to the array change the table. (On the CPU
-                `scatter` moves such a table to memory of its own.) The array must be C-contiguous and begin at
-                a multiple of 64 bytes (16 on a GPU). A read-only array gives a read-only table. Of several CPU devices
-                only the first one can use an array's own memory.
-            device: the device whose steps read the table; by default jax's default device.
+    def _with(self, leaf: Any = None, spec: TableSpec | None = None, hot: Any = None) -> Self:
+        """The table with some of its parts replaced."""
+        return self._of(
+            self._leaf if leaf is None else leaf,
+            self._spec if spec is None else spec,
+            self._hot if hot is None else hot,
+            self._slots,
+        )
 
-        Raises:
-            ValueError: a scalar, or, without `copy`, memory that cannot be used as it is.
-            TypeError: a dtype that is not of whole bytes.
-            MemoryError: the memory cannot be pinned.
-        """
-        what = "HostTable.from_numpy"
-        given = array.numpy() if isinstance(array, HostTable) else np.asarray(array)
-        spec = table_spec(given.shape, given.dtype, device, what)
-        if copy:
-            table = cls(_storage.allocate(spec, device, what), spec)
-            table.write(0, given)
-            return table
-        leaf = _storage.adopt(given, spec, device, what)
-        return cls(leaf, dataclasses.replace(spec, read_only=not given.flags.writeable))
+    # -------------------------------------------------------------------------------------------- what it is
 
-    @classmethod
-    def from_npy(cls, path: str | os.PathLike[str], *, device: jax.Device | None = None) -> HostTable:
-        """A read-only table with the array of an `.npy` file, in place where that is possible.
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._spec.shape
 
-        Raises:
-            ValueError: no `.npy` file of a C-ordered array, or one that is shorter than its header says, or that does
-                not name its dtype, as numpy writes of bfloat16 and FP8: `from_file` takes the dtype.
-            MemoryError: the memory cannot be pinned.
-        """
-        shape, dtype, offset = _storage.npy_header(path, f"HostTable.from_npy({os.fspath(path)!r})")
-        return cls.from_file(path, shape, dtype, offset=offset, device=device)
+    @property
+    def dtype(self) -> np.dtype:
+        return self._spec.dtype
 
-    @classmethod
-    def from_file(
-        cls,
-        path: str | os.PathLike[str],
-        shape: Sequence[int],
-        dtype: Any,
-        *,
-        offset: int = 0,
-        device: jax.Device | None = None,
-    ) -> HostTable:
-        """A read-only table with the bytes of a file.
+    @property
+    def read_only(self) -> bool:
+        return self._spec.read_only
 
-        On the CPU the file is mapped, and its pages are read when rows are. On a GPU the mapped file is pinned if the
-        driver can pin pages of files; otherwise all threads read the file into pinned memory. A file of the other byte
-        order is read and converted.
-
-        A mapped file must not become shorter while the table is used. dejax refuses a table whose file did. A step that
-        is reading it at that moment ends the process (SIGBUS), which nothing can prevent.
-
-        Args:
-            path: the file.
-            shape: (rows, *row).
-            dtype: of whole bytes, in any byte order.
-            offset: bytes before the first row.
-            device: the device whose steps read the table; by default jax's default device.
-
-        Raises:
-            ValueError: the file is shorter than the shape.
-            MemoryError: the memory cannot be pinned.
-        """
-        what = f"HostTable.from_file({os.fspath(path)!r})"
-        spec = dataclasses.replace(table_spec(shape, dtype, device, what), read_only=True)
-        return cls(_storage.open_file(path, offset, np.dtype(dtype), spec, device, what), spec)
-
-    @classmethod
-    def zeros(cls, shape: Sequence[int], dtype: Any = np.float32, *, device: jax.Device | None = None) -> HostTable:
-        """A table of zeros. Raises as `empty`."""
-        spec = table_spec(shape, dtype, device, "HostTable.zeros")
-        leaf = _storage.allocate(spec, device, "HostTable.zeros")
-        memory = memory_of(leaf)
-        if memory is not None:
-            memory.zero()
-        return cls(leaf, spec)
-
-    @classmethod
-    def empty(cls, shape: Sequence[int], dtype: Any = np.float32, *, device: jax.Device | None = None) -> HostTable:
-        """A table to be filled with `write`. Its elements are unspecified before.
-
-        Args:
-            shape: (rows, *row).
-            dtype: of whole bytes.
-            device: the device whose steps read the table; by default jax's default device.
-
-        Raises:
-            ValueError: no axis of rows, or a negative size.
-            TypeError: a dtype that is not of whole bytes.
-            MemoryError: the memory cannot be pinned.
-        """
-        spec = table_spec(shape, dtype, device, "HostTable.empty")
-        return cls(_storage.allocate(spec, device, "HostTable.empty"), spec)
+    @property
+    def placement(self) -> str:
+        if self._spec.on_device:
+            return "device"
+        if self._hot is None:
+            return "host"
+        rows = f"({self._hot.shape[0]:,} rows)"
+        return f"host and device {rows}" if self._spec.is_split else f"host, cached on the device {rows}"
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
-        """The sharding of the array inside, for the `out_shardings` of a jitted function that returns the table."""
+        """The sharding of the array of rows, for the `out_shardings` of a jitted function that returns the table."""
         return self._concrete("sharding").sharding
 
     def __repr__(self) -> str:
         spec = self._spec
+        where = f", {self.placement}" * (self._hot is not None)
         marks = ", read-only" * spec.read_only + ", shared" * spec.shared + ", closed" * self.is_closed()
-        return f"HostTable(shape={self.shape}, dtype={spec.dtype}, platform={spec.platform}{marks})"
+        kind = type(self).__name__
+        return f"{kind}(shape={self.shape}, dtype={spec.dtype}, platform={spec.platform}{where}{marks})"
 
-    # -------------------------------------------------------------------------------------------- reading and writing
+    @property
+    def _host_part(self) -> LocalTable:
+        """The rows in host memory as a table of their own."""
+        return _TABLES["host"]._of(self._leaf, self._spec.host_part)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "HostTable: pickling or deep copying would copy the whole table. Save table.numpy(), and make the table "
-            "again by HostTable.from_npy or from_numpy; give it to other processes as a file"
-        )
+    @property
+    def _device_part(self) -> LocalTable:
+        """The rows of a split table on the device as a table of their own."""
+        return _TABLES["device"]._of(self._hot, self._spec.device_part(self._hot.shape[0]))
 
-    def __copy__(self) -> HostTable:
-        return HostTable(self._leaf, self._spec)
+    @property
+    def _on_device(self) -> tuple[Array, ...]:
+        """The arrays in device memory."""
+        arrays = (self._leaf,) if self._spec.on_device else (self._hot, self._slots)
+        return tuple(array for array in arrays if array is not None)
+
+    # -------------------------------------------------------------------------------------------- reading
+
+    def __getitem__(self, ids: Any) -> Array:
+        """Rows by integer ids of any shape: `gather(table, ids)`."""
+        if isinstance(ids, slice | tuple) or ids is None or ids is Ellipsis:
+            raise TypeError(
+                "HostTable: the index must be one array of row ids; a slice would be copied to the device. Use "
+                "table[jnp.arange(start, stop)] for those rows, or table.numpy()[...] outside of jit"
+            )
+        return gather(self, ids)
+
+    def numpy(self) -> np.ndarray:
+        """The rows in host memory, after the steps in flight that write the table.
+
+        A read-only view, in which later writes show, of rows that all lie in host memory; else a copy.
+
+        Raises:
+            TableClosedError: the table was closed, donated, or made before a fork.
+            TypeError: inside a jitted function.
+        """
+        leaf, spec = self._concrete("numpy"), self._spec
+        if spec.on_device:
+            return _from_words(numpy_copy(leaf), spec)
+        rows = self._host_rows(leaf)
+        if not spec.is_split:
+            return rows
+        out, slots = np.empty(spec.shape, spec.dtype), numpy_copy(self._slots)
+        out[slots < 0] = rows[~slots[slots < 0]]
+        hot = _from_words(numpy_copy(self._hot), spec.device_part(self._hot.shape[0]))
+        out[slots >= 0] = hot[slots[slots >= 0]]
+        return out
+
+    def _host_rows(self, leaf: Array) -> np.ndarray:
+        """A read-only view of the rows in host memory."""
+        with reporting_closed(leaf, "HostTable.numpy"):
+            leaf.block_until_ready()
+            memory = memory_of(leaf)
+            words = numpy_of(leaf) if memory is None else View(memory, leaf).array()
+        view = _from_words(words, self._spec.host_part)
+        view.flags.writeable = False
+        return view
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        view = self.numpy()
+        return np.array(view, dtype=dtype) if copy or (dtype is not None and dtype != view.dtype) else view
 
     def __jax_array__(self) -> NoReturn:
         raise TypeError(
@@ -279,112 +188,176 @@ class HostTable(IndexedTable):
             "table[ids] or dejax.host_gather.gather(table, ids) for single rows, or table.numpy() outside of jit"
         )
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        view = self.numpy()
-        return np.array(view, dtype=dtype) if copy or (dtype is not None and dtype != view.dtype) else view
-
-    def numpy(self) -> np.ndarray:
-        """A read-only view of the memory, after the steps in flight that write the table. Later writes show in it.
-
-        Raises:
-            TableClosedError: the table was closed, donated, or made before a fork.
-            TypeError: inside a jitted function.
-        """
-        leaf = self._concrete("numpy")
-        with reporting_closed(leaf, "HostTable.numpy"):
-            leaf.block_until_ready()
-            memory = memory_of(leaf)
-            words = numpy_of(leaf) if memory is None else View(memory, leaf).array()
-        view = words.reshape(len(self), -1).view(self.dtype) if self.size else np.empty(self.shape, self.dtype)
-        view = view.reshape(self.shape)
-        view.flags.writeable = False
-        return view
-
-    def write(self, start: int, rows: ArrayLike) -> None:
-        """Copies rows from the host into the table, at once. Use it to fill a table, not within a step.
-
-        It does not wait for steps in flight that read the table: they may see old rows or new ones. If another thread
-        closes or donates the table meanwhile, the rows are lost with it.
-
-        Args:
-            start: the first row written.
-            rows: [count, *row], converted to the table's dtype.
-
-        Raises:
-            ValueError: rows of another shape or beyond the table's end, or a read-only table.
-            TableClosedError: the table was closed or donated.
-            TypeError: inside a jitted function.
-        """
-        leaf = self._concrete("write")
-        given = np.ascontiguousarray(
-            rows.numpy() if isinstance(rows, HostTable) else np.asarray(rows), dtype=self.dtype
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._spec.on_device:
+            return super().__reduce_ex__(protocol)
+        raise TypeError(
+            "HostTable: pickling or deep copying would copy the whole table. Save table.numpy(), and make the table "
+            "again by HostTable.from_npy or from_numpy; give it to other processes as a file"
         )
-        start = operator.index(start)
-        if self.read_only:
-            raise ValueError("HostTable.write: the table is read-only (made from a file or a read-only array)")
-        if given.shape[1:] != self._spec.row or given.ndim != self.ndim:
-            raise ValueError(f"HostTable.write: each of `rows` must have shape {self._spec.row}, got {given.shape[1:]}")
-        if start < 0 or start + len(given) > len(self):
-            raise ValueError(f"HostTable.write: rows {start} to {start + len(given)} do not fit in {len(self)} rows")
-        with reporting_closed(leaf, "HostTable.write"):
-            for own in _sharing.leaves_to_write(leaf, self._spec):
-                copy_rows(own, self._spec, start, given)
 
-    # -------------------------------------------------------------------------------------------- lifetime
+    def __copy__(self) -> Self:
+        return self._with()
+
+    def _operands(self, what: str) -> TableOperands:
+        spec, leaf = self._spec, checked_leaf(self._leaf, self._spec, what)
+        if self._hot is None:
+            return TableOperands(spec, leaf, jnp.zeros((0,), spec.leaf.dtype), jnp.zeros((0,), jnp.int32))
+        if spec.is_split:
+            check_array(what, self._hot, spec.device_part(spec.rows - spec.leaf.shape[0]).leaf)
+        return TableOperands(spec, leaf, self._hot, self._slots)
+
+    def _read(self, what: str, ids: Any, options: Any, capacity: int | None = None) -> tuple[Array, int]:
+        check_whole(self, capacity)
+        return read_rows(what, self._operands(what), ids, options), 0
+
+    def _begin(self, what: str, ids: Any, before: Any, options: Any) -> tuple[Any, Any]:
+        return begin_read(what, self._operands(what), ids, before, options)
+
+    # -------------------------------------------------------------------------------------------- writing
+
+    def _write(self, what: str, write: Callable[[Any, Any, Any], Any], ids: Any, rows: Any) -> Any:
+        return write(self, ids, rows)
+
+    def _new_state(self, optimizer: Any) -> Any:
+        return optimizer.init(self)
+
+    def _after(self, optimizer: Any, gradient: Any, state: Any, capacity: int | None = None) -> tuple[Any, Any, int]:
+        check_whole(self, capacity)
+        return *optimizer.update(gradient, state, self), 0
+
+    def _parts(self) -> tuple[LocalTable, ...]:
+        """The rows as tables of one array each, for writes."""
+        if self._hot is None:
+            return (self,)
+        return (self._host_part, self._device_part) if self._spec.is_split else (self._host_part,)
+
+    def _ids_in_parts(self, ids: Array) -> tuple[Array, ...]:
+        """For each part the row there of each id; -1 where another part has the row."""
+        if not self._spec.is_split:
+            return (ids,)
+        place = self._places(ids)
+        there = in_range(ids, len(self))
+        return jnp.where(there & (place < 0), ~place, -1), jnp.where(there & (place >= 0), place, -1)
+
+    def _of_parts(self, parts: Sequence[Any], ids: Array) -> Self:
+        """The table after its parts were written at `ids`."""
+        leaf = parts[0]._leaf
+        if self._hot is None:
+            return self._with(leaf)
+        if self._spec.is_split:
+            return self._with(leaf, hot=parts[1]._leaf)
+        if not self._hot.shape[0]:
+            return self._with(leaf)
+        # A cached table reads the copies of the rows again.
+        places = self._places(ids.reshape(-1))
+        rows = gather(parts[0]._words(), jnp.where(places >= 0, ids.reshape(-1), -1))
+        hot = self._hot.at[jnp.where(places >= 0, places, self._hot.shape[0])].set(rows, mode="drop")
+        return self._with(leaf, hot=hot)
+
+    def _places(self, ids: Array) -> Array:
+        """The slot of each id's row, -1 out of range."""
+        if not len(self):
+            return jnp.full(ids.shape, -1, jnp.int32)
+        there = in_range(ids, len(self))
+        return jnp.where(there, self._slots[jnp.where(there, ids, 0)], -1)
+
+    def _moment(self, what: str, value: float) -> LocalTable:
+        """A float32 table of the same shape, which lies where the rows lie, with one value in all elements."""
+        spec = dataclasses.replace(self._spec, dtype=np.dtype(np.float32), marks=())
+        if spec.is_split:
+            host, hot = self._host_part._moment(what, value), self._device_part._moment(what, value)
+            # Slots of its own: a step cannot donate one array twice.
+            return self._of(host._leaf, spec, hot._leaf, jnp.copy(self._slots))
+        if spec.on_device:
+            word = np.float32(value).view(np.uint32)
+            fill = jax.jit(lambda: jnp.full(spec.leaf.shape, word, spec.leaf.dtype), out_shardings=self._leaf.sharding)
+            return self._of(fill(), spec)
+        sharding: Any = self._concrete(what).sharding
+        made = _TABLES["host"].zeros(self.shape, np.float32, device=next(iter(sharding.addressable_devices)))
+        if value:
+            _storage.fill(made._leaf, made._spec, value)
+        return made.share(sharding.mesh, writable=True) if spec.shared else made
+
+    # -------------------------------------------------------------------------------------------- lifetime and devices
 
     def close(self) -> None:
-        """Releases the memory, after the steps in flight and after the last view. Closing twice does nothing."""
-        if is_concrete(self._leaf) and not self.is_closed():
+        """Releases the host memory, after the steps in flight and after the last view. Closing twice does nothing.
+
+        Rows on the device stay until nothing refers to them.
+        """
+        if is_concrete(self._leaf) and not self._spec.on_device and not self.is_closed():
             delete(self._leaf)
 
     def is_closed(self) -> bool:
         """Whether the memory was released, or went to another table by donation."""
         return is_closed(self._leaf)
 
-    # -------------------------------------------------------------------------------------------- several devices
+    def __enter__(self) -> Self:
+        return self
 
-    def share(self, mesh: Mesh, *, writable: bool = False) -> HostTable:
-        """The same rows as an array of every device of a mesh, for `jax.shard_map` with the spec `PartitionSpec()`.
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-        GPUs of one process share one physical table. On other platforms each device gets a copy. The result lives as
-        long as it or `self` does. With devices of several processes, each process shares a table of equal rows.
-        `dejax.distributed.share` shares the tables of a tree, cached and split ones too.
-
-        A table that is shared for writing is written inside of `shard_map`, by all devices together: `scatter_add` and
-        the optimizers take the rows of all devices, in the order of the mesh, and write each row once.
+    def _on_mesh(self, mesh: Any, put: Callable[[Array], Array], writable: bool) -> Self:
+        """The table for every device of a mesh: see `dejax.distributed.share`.
 
         Args:
             mesh: the devices.
-            writable: whether `scatter`, `scatter_add` and the optimizers take the result. Do not use `self` afterwards.
-
-        Raises:
-            ValueError: devices of another platform, or none of this process; a read-only table to write.
+            put: gives an array of the device to all devices of the mesh.
+            writable: whether steps write it, unless its rows on the device are for reading.
         """
-        leaf = self._concrete("share")
-        with reporting_closed(leaf, "HostTable.share"):
-            return HostTable(*_sharing.share_leaf(leaf, self._spec, mesh, writable))
+        leaf, spec = self._leaf, self._spec
+        if spec.on_device:
+            leaf = put(leaf)
+            if not (spec.shared or spec.read_only):
+                spec = dataclasses.replace(spec, shared=writable, read_only=not writable)
+        elif not spec.shared:
+            leaf = self._concrete("share")
+            with reporting_closed(leaf, "HostTable.share"):
+                leaf, spec = _sharing.share_leaf(leaf, spec, mesh, writable and not (spec.is_split and spec.read_only))
+        return self._of(leaf, spec, *(None if x is None else put(x) for x in (self._hot, self._slots)))
+
+    def _of_first_device(self) -> Self:
+        """What this process's first device has of a shared table, for reading."""
+        spec = dataclasses.replace(self._spec, shared=False, sharers=1, read_only=True)
+        first = [None if x is None else x.addressable_shards[0].data for x in (self._leaf, self._hot, self._slots)]
+        return self._of(first[0], spec, *first[1:])
+
+    def _concrete(self, what: str) -> Array:
+        """The array of rows, outside of jitted functions."""
+        if not is_concrete(self._leaf):
+            raise TypeError(f"HostTable.{what}: only outside of jitted functions; inside one use gather and scatter")
+        check_alive(self._leaf, self._spec, f"HostTable.{what}")
+        leaf: Array = self._leaf
+        return leaf
 
     # -------------------------------------------------------------------------------------------- pytree
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], TableSpec]:
-        return ((jax.tree_util.GetAttrKey("rows"), self._child(sys._getframe(1))),), self._spec
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], TableSpec]:
+        children = self._children(sys._getframe(1))
+        return tuple((jax.tree_util.GetAttrKey(n), x) for n, x in zip(self._names, children, strict=False)), self._spec
 
-    def tree_flatten(self) -> tuple[tuple[Any], TableSpec]:
-        return (self._child(sys._getframe(1)),), self._spec
+    def tree_flatten(self) -> tuple[tuple[Any, ...], TableSpec]:
+        return self._children(sys._getframe(1)), self._spec
 
     @classmethod
-    def tree_unflatten(cls, spec: TableSpec, leaves: tuple[Any]) -> HostTable:
-        leaf = leaves[0]
-        return cls(leaf.array if isinstance(leaf, TableLeaf | GoneLeaf) else leaf, spec)
+    def tree_unflatten(cls, spec: TableSpec, children: tuple[Any, ...]) -> Self:
+        leaf, *others = children
+        return cls._of(leaf.array if isinstance(leaf, TableLeaf | GoneLeaf) else leaf, spec, *others)
+
+    def _children(self, caller: FrameType) -> tuple[Any, ...]:
+        child = self._child(caller)
+        return (child, self._hot, self._slots) if len(self._names) > 1 else (child,)
 
     def _child(self, caller: FrameType) -> Any:
-        """The leaf for the function that flattens the table: a `TableLeaf` for users of jax.tree, else the array."""
+        """The rows for the function that flattens the table: a `TableLeaf` for users of jax.tree, else the array."""
         leaf = self._leaf
         if not isinstance(leaf, Array):
             return leaf
         if flattened_by_user(caller):
             return TableLeaf(leaf, self._spec)
-        if is_concrete(leaf):
+        if is_concrete(leaf) and not self._spec.on_device:
             try:
                 check_alive(leaf, self._spec, "HostTable")
             except (TableClosedError, OSError) as error:
@@ -393,50 +366,35 @@ class HostTable(IndexedTable):
 
     # -------------------------------------------------------------------------------------------- for dejax itself
 
-    def _operands(self, what: str) -> TableOperands:
-        return TableOperands.of_leaf(self._spec, self._checked_leaf(what))
+    def _with_marks(self, marks: tuple[tuple[int, int], ...]) -> Self:
+        return self._with(spec=dataclasses.replace(self._spec, marks=marks))
 
-    def _checked_leaf(self, what: str) -> Any:
-        return checked_leaf(self._leaf, self._spec, what)
-
-    def _concrete(self, what: str) -> Array:
-        """The array inside, outside of jitted functions."""
-        if not is_concrete(self._leaf):
-            raise TypeError(f"HostTable.{what}: only outside of jitted functions; inside one use gather and scatter")
-        check_alive(self._leaf, self._spec, f"HostTable.{what}")
-        leaf: Array = self._leaf
-        return leaf
-
-    @property
-    def placement(self) -> str:
-        return "host"
-
-    @property
-    def _in_host(self) -> HostTable:
-        return self
-
-    def _moment(self, what: str, value: float) -> HostTable:
-        sharding: Any = self._concrete(what).sharding
-        made = HostTable.zeros(self.shape, np.float32, device=next(iter(sharding.addressable_devices)))
-        if value:
-            _storage.fill(made._leaf, made._spec, value)
-        return made.share(sharding.mesh, writable=True) if self._spec.shared else made
-
-    def _with_marks(self, marks: tuple[tuple[int, int], ...]) -> HostTable:
-        return HostTable(self._leaf, dataclasses.replace(self._spec, marks=marks))
-
-    def _words(self) -> HostTable:
-        """The same memory as a table of the unsigned integers that carry the rows."""
-        return HostTable(self._leaf, self._spec.words)
+    def _words(self) -> LocalTable:
+        """The same rows of one memory as a table of the unsigned integers that carry them."""
+        return self._with(spec=self._spec.words)
 
 
-def check_index(ids: Any) -> None:
-    """Refuses indices that jax arrays take and tables do not."""
-    if isinstance(ids, slice | tuple) or ids is None or ids is Ellipsis:
-        raise TypeError(
-            "HostTable: the index must be one array of row ids; a slice would be copied to the device. Use "
-            "table[jnp.arange(start, stop)] for those rows, or table.numpy()[...] outside of jit"
-        )
+_TABLES: dict[str, Any] = {}
+"""The tables of one array, by the memory in which they lie: `HostTable` and `DeviceTable` enter themselves."""
+
+
+def _from_words(words: np.ndarray, spec: TableSpec) -> np.ndarray:
+    """The rows that unsigned integers carry."""
+    if not spec.nbytes:
+        return np.empty(spec.shape, spec.dtype)
+    return words.reshape(spec.rows, -1).view(spec.dtype).reshape(spec.shape)
+
+
+def numpy_copy(array: Array) -> np.ndarray:
+    """The values in host memory, of an array that this process has whole.
+
+    Shard by shard: `np.asarray` of the whole leaves views of the shards with jax, and then XLA refuses to donate memory
+    on the host.
+    """
+    found = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards[:1] if array.is_fully_replicated else array.addressable_shards:
+        found[shard.index] = np.asarray(shard.data)
+    return found
 
 
 def shardings(tree: Any) -> Any:
@@ -447,14 +405,23 @@ def shardings(tree: Any) -> Any:
             be anything.
 
     Returns:
-        The tree with a sharding for each table, and None, which leaves the choice to XLA, for everything else.
+        The tree with a sharding for each array of rows in host memory, and None, which leaves the choice to XLA, for
+        everything else.
 
+    >>> from dejax.host_gather import HostTable
     >>> table = HostTable.zeros((4, 2))
     >>> step = jax.jit(lambda table, x: (table, x + 1), donate_argnums=0, out_shardings=shardings((table, 0)))
     >>> table, x = step(table, 1)
     """
-    return jax.tree.map(
-        lambda value: value.sharding if isinstance(value, HostTable) else None,
-        tree,
-        is_leaf=lambda value: isinstance(value, HostTable),
-    )
+
+    def of_leaf(value: Any) -> Any:
+        if not is_table_of_host(value):
+            return None
+        return value.sharding if value._hot is None else value._of(value.sharding, value._spec)
+
+    return jax.tree.map(of_leaf, tree, is_leaf=is_table_of_host)
+
+
+def is_table_of_host(value: Any) -> bool:
+    """Whether a value is a table with rows in host memory."""
+    return isinstance(value, LocalTable) and not value._spec.on_device

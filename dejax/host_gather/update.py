@@ -21,21 +21,18 @@ from dejax._pytrees import named_pytree
 from dejax.host_gather import _kernels, _sharing, _types
 from dejax.host_gather._ids import checked_ids
 from dejax.host_gather._lifetime import reporting_closed
-from dejax.host_gather._operands import operands_of
+from dejax.host_gather._operands import Table, table_of
 from dejax.host_gather._spec import TableSpec
-from dejax.host_gather.cached import CachedTable
 from dejax.host_gather.gather import DEVICE_SMS, gather
 from dejax.host_gather.gradient import RowGradient
-from dejax.host_gather.placed import DeviceTable, SplitTable
-from dejax.host_gather.table import HostTable
+from dejax.host_gather.table import LocalTable
 
 # Reads and writes share the bus: 8 to 32 multiprocessors update sorted rows at 41.6 GB/s each way, 64 at 41.1, 4 at
 # 40.8 (docs/performance/host_gather.md).
 UPDATE_SMS = 16
 
 Schedule = Callable[[Array], ArrayLike]
-Table = TypeVar("Table", HostTable, CachedTable, DeviceTable, SplitTable)
-Moment = HostTable | DeviceTable | SplitTable
+AnyTable = TypeVar("AnyTable", bound=Table)
 
 
 class _Op(enum.IntEnum):
@@ -48,7 +45,7 @@ class _Op(enum.IntEnum):
     ADAM = 4
 
 
-def scatter(table: Table, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPDATE_SMS) -> Table:
+def scatter(table: AnyTable, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPDATE_SMS) -> AnyTable:
     """The table with `rows` at `ids`, written in place.
 
     Inside a jitted function: donate the table to it (`donate_argnums`), name where it comes out (`out_shardings`, see
@@ -56,8 +53,8 @@ def scatter(table: Table, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPD
     afterwards. Outside of jitted functions, `scatter` donates the table itself: the input is closed.
 
     Args:
-        table: [rows, *row], not read-only: HostTable, CachedTable, whose copies are updated as well, DeviceTable or
-            SplitTable.
+        table: [rows, *row], not read-only, of any placement. Copies of a CachedTable are updated as well. One that is
+            divided over a mesh is written inside of `jax.shard_map`, by all devices together.
         ids: int[...]; ids out of range are ignored. Of equal ids the last one counts.
         rows: [*ids.shape, *row], converted to the table's dtype.
         num_sms: the most multiprocessors that the write may take.
@@ -69,6 +66,7 @@ def scatter(table: Table, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPD
         ValueError: a read-only or shared table, or rows of another shape.
         TypeError: ids that are no integers.
 
+    >>> from dejax.host_gather import HostTable
     >>> table = HostTable.zeros((3, 2))
     >>> table = scatter(table, np.array([2, 2]), np.array([[1.0, 1.0], [5.0, 6.0]]))
     >>> table.numpy()
@@ -76,11 +74,10 @@ def scatter(table: Table, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPD
            [0., 0.],
            [5., 6.]], dtype=float32)
     """
-    table, _ = _update(_Update("scatter", _Op.SET, num_sms), table, (), ids, rows)
-    return table
+    return _scattered(_Update("scatter", _Op.SET, num_sms), table, ids, rows)
 
 
-def scatter_add(table: Table, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPDATE_SMS) -> Table:
+def scatter_add(table: AnyTable, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPDATE_SMS) -> AnyTable:
     """The table with `rows` added at `ids`, in place. Rows of equal ids are summed in float32, in the order given.
 
     Donate the table and name where it comes out, as for `scatter`.
@@ -98,8 +95,15 @@ def scatter_add(table: Table, ids: ArrayLike, rows: ArrayLike, *, num_sms: int =
         ValueError: a read-only or shared table, or rows of another shape.
         TypeError: ids that are no integers, or a table of another dtype.
     """
-    table, _ = _update(_Update("scatter_add", _Op.ADD, num_sms), table, (), ids, rows)
-    return table
+    return _scattered(_Update("scatter_add", _Op.ADD, num_sms), table, ids, rows)
+
+
+def _scattered(call: _Update, table: AnyTable, ids: ArrayLike, rows: ArrayLike) -> AnyTable:
+    def write(table: LocalTable, ids: Any, rows: Any) -> LocalTable:
+        return _update(call, table, (), ids, rows)[0]
+
+    written: AnyTable = table_of(call.what, table)._write(call.what, write, ids, rows)
+    return written
 
 
 @named_pytree
@@ -121,8 +125,8 @@ class OptimizerState(NamedTuple):
     """
 
     step: Array
-    first: Moment | None
-    second: Moment | None
+    first: Table | None
+    second: Table | None
 
 
 class Optimizer(NamedTuple):
@@ -145,6 +149,7 @@ def sgd(learning_rate: float | Schedule, *, weight_decay: float = 0.0, num_sms: 
         weight_decay: this multiple of a row is added to its gradient.
         num_sms: the most multiprocessors that an update may take.
 
+    >>> from dejax.host_gather import HostTable
     >>> table = HostTable.zeros((2, 2))
     >>> optimizer = sgd(0.5)
     >>> gradient = RowGradient(jnp.array([1, 1]), jnp.ones((2, 2)))
@@ -231,22 +236,27 @@ class _Rule:
 
 
 def _optimizer(rule: _Rule, learning_rate: float | Schedule, num_sms: int) -> Optimizer:
-    def init(table: Any) -> OptimizerState:
-        spec = operands_of(f"{rule.name}.init", table).spec
+    what, call = f"{rule.name}.init", _Update(f"{rule.name}.update", rule.op, num_sms)
+
+    def init(table: LocalTable) -> OptimizerState:
+        spec = table._operands(what).spec
         if spec.is_split or spec.on_device:
-            _check_writable(f"{rule.name}.init", spec)
-        moments = [table._moment(f"{rule.name}.init", rule.initial) for _ in range(rule.moments)]
+            _check_writable(what, spec)
+        moments = [table._moment(what, rule.initial) for _ in range(rule.moments)]
         return OptimizerState(jnp.zeros((), jnp.int32), *moments, *[None] * (2 - rule.moments))
 
-    def update(gradient: RowGradient, state: OptimizerState, table: Any) -> tuple[Any, OptimizerState]:
+    def update(gradient: RowGradient, state: OptimizerState, table: LocalTable) -> tuple[Any, OptimizerState]:
         rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
         hyper = rule.hyper(rate, (state.step + 1).astype(jnp.float32))
         moments = tuple(x for x in (state.first, state.second) if x is not None)
-        call = _Update(f"{rule.name}.update", rule.op, num_sms)
         new, moments = _update(call, table, moments, gradient.ids, gradient.values, hyper)
         return new, OptimizerState(state.step + 1, *moments, *[None] * (2 - len(moments)))
 
-    return Optimizer(init, update)
+    local = Optimizer(init, update)
+    return Optimizer(
+        lambda table: table_of(what, table)._new_state(local),
+        lambda gradient, state, table: table_of(call.what, table)._after(local, gradient, state)[:2],
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -259,11 +269,11 @@ class _Update:
 
 
 def _update(
-    call: _Update, table: Any, moments: tuple[Any, ...], ids: Any, rows: Any, hyper: Array | None = None
+    call: _Update, table: LocalTable, moments: tuple[Any, ...], ids: Any, rows: Any, hyper: Array | None = None
 ) -> tuple[Any, tuple[Any, ...]]:
     """The table and the optimizer's moments after a write; of a shared table, with the rows of all devices."""
     what = call.what
-    spec = operands_of(what, table).spec.plain
+    spec = table._operands(what).spec.plain
     _check_writable(what, spec)
     ids = checked_ids(what, ids, spec.rows)
     rows = _checked_rows(call, spec, ids, rows)
@@ -289,7 +299,7 @@ def _write(
     _native.extension(f"dejax.host_gather.{what}")
     spec = table._spec.plain
     hyper = jnp.zeros((7,), jnp.float32) if hyper is None else hyper
-    leaves = tuple(operands_of(what, part).leaf for part in (table, *moments))
+    leaves = tuple(part._operands(what).leaf for part in (table, *moments))
     arrays = (ids.reshape(-1), rows.reshape(-1, *spec.row), hyper)
     if any(isinstance(x, jax.core.Tracer) for x in (*leaves, *arrays)):
         written = _native_update(call.op, spec, call.num_sms, leaves, *arrays)
@@ -298,12 +308,12 @@ def _write(
     else:
         with reporting_closed(leaves[0], what):
             written = _eager(call.op, spec, call.num_sms, tuple(x.sharding for x in leaves))(leaves, *arrays)
-    new, *new_moments = (type(old)(x, old._spec) for x, old in zip(written, (table, *moments), strict=True))
+    new, *new_moments = (old._with(x) for x, old in zip(written, (table, *moments), strict=True))
     return new, tuple(new_moments)
 
 
 def _after_all_devices(
-    call: _Update, table: HostTable, written: tuple[Array, ...], arrays: tuple[Array, Array, Array]
+    call: _Update, table: LocalTable, written: tuple[Array, ...], arrays: tuple[Array, Array, Array]
 ) -> tuple[Array, ...]:
     """The leaves once all devices of the process have written them: what reads them then reads all rows.
 
@@ -311,7 +321,7 @@ def _after_all_devices(
     """
     ids, rows, hyper = arrays
     none = jnp.full((1,), -1, jnp.int32)
-    nowhere = _sharing.id_after_all_devices(gather(HostTable(written[0], table._spec), none))
+    nowhere = _sharing.id_after_all_devices(gather(table._with(written[0]), none))
     nothing = jnp.zeros((1, *rows.shape[1:]), rows.dtype)
     return _native_update(call.op, table._spec.plain, call.num_sms, written, nowhere.astype(ids.dtype), nothing, hyper)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dejax.host_gather._operands import ReadableTable
+from dejax.host_gather.table import LocalTable
 from dejax.minibatch import _folder
 from dejax.minibatch._checks import EdgeList, EdgeType, check_range, checked_edge_type, ids_of
 from dejax.minibatch._weights import alias_tables
@@ -217,7 +217,7 @@ def from_csc(edge_type: EdgeType, pair: tuple[Any, Any], counts: Mapping[str, in
     starts, senders = pair
     tables = {"starts": starts, "senders": senders}
     plain = {
-        name: ids_of(f"{name} of {edge_type}", rows.numpy() if isinstance(rows, ReadableTable) else rows)
+        name: ids_of(f"{name} of {edge_type}", rows.numpy() if isinstance(rows, LocalTable) else rows)
         for name, rows in tables.items()
     }
     source, target = counts[edge_type[0]], counts[edge_type[2]]
@@ -234,7 +234,7 @@ def from_csc(edge_type: EdgeType, pair: tuple[Any, Any], counts: Mapping[str, in
         check_range(f"senders of {edge_type}", plain["senders"][block], source)
     position = np.int32 if edges < 2**31 else np.int64
     kept = [
-        rows if isinstance(rows, ReadableTable) and rows.dtype == dtype else plain[name].astype(dtype, copy=False)
+        rows if isinstance(rows, LocalTable) and rows.dtype == dtype else plain[name].astype(dtype, copy=False)
         for (name, rows), dtype in zip(tables.items(), (position, np.int32), strict=True)
     ]
     longest = int((begins[1:] - begins[:-1]).max(initial=0))

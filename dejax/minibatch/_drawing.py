@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax.host_gather._operands import ReadableTable
 from dejax.host_gather.deferred import deferrable_gather
+from dejax.host_gather.table import LocalTable
 from dejax.minibatch._draws import below, below_by_bits, draw_weighted, draw_weighted_subset, subset_of
 from dejax.minibatch._layout import Piece, SampleLayout
 from dejax.minibatch.topology import EdgeLists, HeteroTopology, Rows
@@ -249,7 +249,7 @@ def _joined(parts: Sequence[Array]) -> Array:
 
 def take(values: Rows, ids: Array) -> Array:
     """Elements of a list by position; 0 out of range."""
-    if isinstance(values, ReadableTable):
+    if isinstance(values, LocalTable):
         # Lists are read mostly in order, a few bytes per id.
         return deferrable_gather(values, ids, num_sms=64)
     if values.shape[0] == 0:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax import _compat
 from dejax._pytrees import pytree
 from dejax.datasets._parallel import for_blocks
 from dejax.host_gather import (
@@ -22,6 +23,8 @@ from dejax.host_gather import (
     SplitTable,
 )
 from dejax.host_gather._operands import Table
+from dejax.host_gather.gather import GatherOptions
+from dejax.host_gather.table import LocalTable
 from dejax.minibatch._formats import Encoder, block_rows, result_dtype, table_dtype, times_scales
 
 
@@ -101,7 +104,8 @@ class NodeFeatures:
     ) -> tuple[Array, Array | int]:
         """The rows, and how many of this device did not fit into the exchange of a table that is divided."""
         result, reading = self.reading(dtype)
-        rows, lost = self.table._read(ids, capacity=capacity, **reading, **options)
+        what = "FeatureStore.gather"
+        rows, lost = self.table._read(what, ids, GatherOptions.of(what, reading | options), capacity)
         return self.scaled(rows, result), lost
 
     def reading(self, dtype: Any) -> tuple[np.dtype, dict[str, Any]]:
@@ -124,6 +128,11 @@ class NodeFeatures:
         self, optimizer: Optimizer, gradient: RowGradient, state: OptimizerState, capacity: int | None = None
     ) -> tuple[NodeFeatures, OptimizerState, Array | int]:
         """The features and the state after a step, and how many rows of this device did not fit."""
+        if isinstance(self.table, LocalTable) and _compat.manual_axes() and not self.table._spec.shared:
+            raise ValueError(
+                "FeatureStore.update: inside of jax.shard_map a table must be shared for writing, got one of a single "
+                "device; use dejax.distributed.share(store, mesh, writable=True) before init"
+            )
         new, after, lost = self.table._after(optimizer, gradient, state, capacity)
         return dataclasses.replace(self, table=new), after, lost
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from jax import Array
@@ -33,7 +33,7 @@ class PendingFeatures:
     Array([[4., 5.]], dtype=float32)
     """
 
-    rows: dict[str, PendingRows | Array]
+    rows: dict[str, PendingRows]
     column_scales: dict[str, Array | None]
     dtypes: tuple[tuple[str, np.dtype], ...] = dataclasses.field(metadata={"static": True})
 
@@ -41,30 +41,23 @@ class PendingFeatures:
         """The rows by type; with `after`, (rows, after): see `dejax.host_gather.gather_done`."""
         done = {}
         for name, dtype in self.dtypes:
-            started = self.rows[name]
-            if isinstance(started, Array):
-                done[name] = started
-                continue
-            rows = gather_done(started, after=after)
+            rows = gather_done(self.rows[name], after=after)
             if after is not None:
                 rows, after = rows
-            scale = self.column_scales[name]
-            done[name] = times_scales(rows, dtype, None, scale)
+            done[name] = times_scales(rows, dtype, None, self.column_scales[name])
         return done if after is None else (done, after)
 
     def gather_done_joined(self, layout: SampleLayout, *, after: Any = None) -> Any:
         """As `gather_done`, but JoinedFeatures. Rows that need no further arithmetic are copied once."""
-        plain = all(
-            isinstance(some, PendingRows) and self.column_scales[name] is None for name, some in self.rows.items()
-        )
-        if not plain or len({(some.shape[1:], some.dtype) for some in self.rows.values()}) != 1:
+        kinds = {(some.shape[1:], some.dtype, some.there) for some in self.rows.values()}
+        if len(kinds) != 1 or any(scale is not None for scale in self.column_scales.values()):
             found = self.gather_done(after=after)
             rows, after = (found, None) if after is None else found
             joined = JoinedFeatures(join_nodes(layout, rows, layout.num_hops), layout)
             return joined if after is None else (joined, after)
         names = list(self.rows)
         pieces = [(names.index(name), first, count) for name, first, count in places(layout)]
-        done = gather_done_joined([cast(PendingRows, self.rows[name]) for name in names], pieces, after=after)
+        done = gather_done_joined([*self.rows.values()], pieces, after=after)
         rows, after = (done, None) if after is None else done
         joined = JoinedFeatures(rows, layout)
         return joined if after is None else (joined, after)

@@ -22,6 +22,7 @@ from dejax.host_gather import (
     RowGradient,
 )
 from dejax.host_gather._operands import Table
+from dejax.host_gather.gather import GatherOptions
 from dejax.minibatch._embeddings import EmbeddingRows
 from dejax.minibatch._feature_arguments import by_type, check_trainable, checked_scale, naming
 from dejax.minibatch._formats import table_dtype
@@ -293,15 +294,17 @@ class FeatureStore:
         Raises:
             ValueError, TypeError, TableClosedError: as `gather`.
         """
-        self._check_types("FeatureStore.gather_start", ids)
-        pending: dict[str, PendingRows | Array] = {}
+        what = "FeatureStore.gather_start"
+        self._check_types(what, ids)
+        pending: dict[str, PendingRows] = {}
         scales: dict[str, Array | None] = {}
         dtypes: list[tuple[str, np.dtype]] = []
         for name, of_type in ids.items():
             node = self.types[name]
             with naming(name):
                 result, reading = node.reading(dtype)
-                pending[name], before = node.table._begin(of_type, before, **reading, **options)
+                chosen = GatherOptions.of(what, reading | options)
+                pending[name], before = node.table._begin(what, of_type, before, chosen)
             scales[name] = node.column_scale
             dtypes.append((name, result))
         found = PendingFeatures(pending, scales, tuple(dtypes))

@@ -19,7 +19,8 @@ from jax.typing import ArrayLike
 
 from dejax._int32 import entering_jit
 from dejax._pytrees import pytree
-from dejax.host_gather import HostTable, gather_done, shardings
+from dejax.host_gather import gather_done, shardings
+from dejax.host_gather.table import is_table_of_host
 from dejax.minibatch._joined import JoinedFeatures
 from dejax.minibatch._layout import SampleLayout
 from dejax.minibatch._split import Between, Split, Whole, split_at_reads
@@ -105,7 +106,7 @@ class TrainingSteps:
         """The state after the step or steps, and the results of `update`: of several steps stacked, [steps, ...]."""
         # Results are committed to the tables' device. Commit the first state, too: otherwise jax would compile the
         # program again for the second call.
-        state = jax.tree.map(_placed, entering_jit(self._what, state), is_leaf=_is_table)
+        state = jax.tree.map(_placed, entering_jit(self._what, state), is_leaf=is_table_of_host)
         found: tuple[Any, Any] = self._for(state)(state, *self._checked(arguments))
         return found
 
@@ -123,8 +124,10 @@ class TrainingSteps:
         return (*arguments[:3], *seeds, *entering_jit(self._what, arguments[4:]))
 
     def _for(self, state: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(state, is_leaf=_is_table)
-        tables = tuple((n, leaf.sharding) for n, leaf in enumerate(leaves) if _is_table(leaf))
+        leaves, treedef = jax.tree.flatten(state, is_leaf=is_table_of_host)
+        tables = tuple(
+            (n, jax.tree.structure(leaf), leaf.sharding) for n, leaf in enumerate(leaves) if is_table_of_host(leaf)
+        )
         key = (treedef, tables) if tables else None
         if key not in self._jitted:
             options: dict[str, Any] = {"out_shardings": (shardings(state), None)} if tables else {}
@@ -419,10 +422,6 @@ def _at(tree: Any, step: int) -> Any:
     return jax.tree.map(lambda some: some[step], tree)
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value, HostTable)
-
-
 def _placed(leaf: Any) -> Any:
     if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array) or getattr(leaf, "committed", True):
         return leaf
@@ -431,7 +430,9 @@ def _placed(leaf: Any) -> Any:
 
 def _arrays(tree: Any) -> list[Array]:
     """The arrays on the device in a result, without random keys."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_table) if not _is_table(leaf)]
+    leaves: list[Any] = []
+    for leaf in jax.tree.leaves(tree, is_leaf=is_table_of_host):
+        leaves += leaf._on_device if is_table_of_host(leaf) else [leaf]
     return [leaf for leaf in leaves if not jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended)]
 
 

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from dejax._pytrees import pytree
 from dejax.datasets import HeteroDataset
 from dejax.host_gather import HostTable
-from dejax.host_gather._operands import ReadableTable
+from dejax.host_gather.table import LocalTable
 from dejax.minibatch import _building, _folder, visits
 from dejax.minibatch._building import EdgeType, ListArrays
 from dejax.minibatch._checks import checked_counts, checked_relations, need_wide, one_for_each, with_names
@@ -26,7 +26,7 @@ __all__ = ["EdgeLists", "EdgeType", "EdgeWeights", "HeteroTopology", "Relation"]
 
 _PIECE = 1 << 26  # edges that go to the device at once
 
-Rows = ReadableTable | Array
+Rows = LocalTable | Array
 """A list of edges: an array on the device, or a table of any kind."""
 
 
@@ -284,7 +284,7 @@ class HeteroTopology:
         """
         lists = (
             dataclasses.replace(some, starts=jax.numpy.array(as_numpy(some.starts)))
-            if isinstance(some.starts, ReadableTable)
+            if isinstance(some.starts, LocalTable)
             else some
             for some in self.lists
         )
@@ -405,12 +405,12 @@ def as_numpy(rows: Any) -> np.ndarray:
 
 def _in_place(rows: Any) -> Any:
     """A list where it lies: a view of host memory, or the array on the device."""
-    return rows.numpy() if isinstance(rows, ReadableTable) else rows
+    return rows.numpy() if isinstance(rows, LocalTable) else rows
 
 
 def _placed(part: ListArrays, on_host: bool, built: bool) -> EdgeLists:
     def place(array: Any) -> Any:
-        if array is None or isinstance(array, ReadableTable):
+        if array is None or isinstance(array, LocalTable):
             return array
         if not on_host:
             return jax.numpy.asarray(array)
@@ -428,4 +428,4 @@ def _on_device(lists: EdgeLists) -> EdgeLists:
     def moved(table: Any) -> Array:
         return jax.numpy.asarray(table.numpy())
 
-    return jax.tree.map(moved, lists, is_leaf=lambda leaf: isinstance(leaf, HostTable))
+    return jax.tree.map(moved, lists, is_leaf=lambda leaf: isinstance(leaf, LocalTable))

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from dejax.host_gather._operands import ReadableTable
+from dejax.host_gather.table import LocalTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def _has_modules(tree: Any, nnx: Any) -> bool:
 
 
 def _is_table(value: Any) -> bool:
-    return isinstance(value, ReadableTable)
+    return isinstance(value, LocalTable)
 
 
 def _copied(leaf: Any) -> Any:

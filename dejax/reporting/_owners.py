@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dejax.host_gather._operands import ReadableTable
+from dejax.host_gather.table import LocalTable
 from dejax.host_gather.update import OptimizerState
 
 PARAMETERS, OPTIMIZER, TABLES, GRAPHS, INPUTS = "parameters", "optimizer state", "tables", "graphs", "inputs"
@@ -109,7 +109,7 @@ def _given(leaf: Leaf, owners: Mapping[str, str]) -> bool:
 
 def _kind(value: Any) -> str | None:
     """The owner by type; None for values that say nothing."""
-    if isinstance(value, ReadableTable):
+    if isinstance(value, LocalTable):
         return TABLES
     if isinstance(value, OptimizerState):
         return OPTIMIZER
@@ -130,7 +130,7 @@ def _walk(path: str, value: Any, owner: str | None) -> Iterator[Leaf]:
     """The arrays below a value; the outermost known type decides, but a table stays a table."""
     kind = _kind(value)
     owner = kind if kind == TABLES or owner is None else owner
-    if owner == TABLES and isinstance(value, ReadableTable):
+    if owner == TABLES and isinstance(value, LocalTable):
         yield from _table(path, value)
         return
     if jax.tree_util.all_leaves([value]) or not jax.tree_util.tree_leaves(value):
@@ -171,7 +171,7 @@ def on_host(value: Any) -> bool:
     return kind in ("pinned_host", "unpinned_host") and jax.default_backend() != "cpu"
 
 
-def _table(path: str, table: ReadableTable) -> Iterator[Leaf]:
+def _table(path: str, table: LocalTable) -> Iterator[Leaf]:
     spec = table._spec
     text = hlo_shape(spec.dtype, spec.shape)
     if spec.host_bytes:

@@ -14,7 +14,6 @@ from jax import Array
 from dejax._int32 import entering_jit
 from dejax._optional import optional
 from dejax.datasets import HeteroDataset
-from dejax.host_gather import HostTable
 from dejax.minibatch import (
     FeatureStore,
     HeteroTopology,
@@ -308,7 +307,7 @@ def _on_batch(trainer: Runner, number: int, params: Any, batch: InferenceBatch) 
 
 
 def _best(table: Any) -> np.ndarray:
-    return np.asarray((table.numpy() if isinstance(table, HostTable) else table).argmax(-1))
+    return np.asarray(np.asarray(table).argmax(-1))
 
 
 def _ends(topology: HeteroTopology, edge_type: _Relation) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ from dejax import distributed, rgnn
 from dejax.distributed import Part, ShardedTable, check_lost, data_parallel, make_mesh
 from dejax.distributed.full_graph import ShardedGraph, load_edges, load_nodes, load_parts, over_mesh, save_parts
 from dejax.distributed.partition import partition
-from dejax.host_gather import HostTable, RowGradient, sgd
+from dejax.host_gather import HostTable, RowGradient, gather, gather_done, gather_start, scatter, scatter_add, sgd
 from dejax.minibatch import FeatureStore
 
 pytestmark = pytest.mark.devices(4)
@@ -82,19 +82,24 @@ def test_a_divided_graph_in_a_folder(tmp_path: Path) -> None:
 
 
 def test_rows_and_updates_of_a_divided_table() -> None:
-    """Rows by number and zeros for numbers without a row; sums of equal ids; what does not fit is counted."""
+    """Rows by number and zeros for numbers without a row; sums of equal ids; what does not fit is counted.
+
+    The functions of `host_gather` read and write it as any table.
+    """
     mesh, rows = make_mesh(4), np.arange(206, dtype=np.float32).reshape(103, 2)
     ids = np.random.default_rng(2).integers(-2, 106, (4, 20)).astype(np.int32)
     values = np.random.default_rng(3).integers(-3, 4, (4, 20, 2)).astype(np.float32)
     table = ShardedTable.from_numpy(rows, mesh, hot=[3, 50])
-    moments = table.init(sgd(1.0))
+    optimizer = sgd(1.0)
+    moments = optimizer.init(table)
 
     def step(table: Any, ids: Any, values: Any) -> Any:
-        before, lost = table.gather(ids)
-        gradient = RowGradient(ids.reshape(-1), values.reshape(-1, 2))
-        after, _, lost_too = table.update(sgd(1.0), gradient, moments)
-        few = table.gather(ids, capacity=1)[1]
-        return after, before, after.gather(ids)[0], (lost + lost_too)[None], few[None]
+        pending, values = gather_start(table, ids, before=values)
+        before = gather_done(pending)
+        lost, few = table.gather(ids)[1], table.gather(ids, capacity=1)[1]
+        after, _ = optimizer.update(RowGradient(ids.reshape(-1), values.reshape(-1, 2)), moments, table)
+        after = scatter_add(scatter(after, ids[:, :1], values[:, :1]), ids, values)
+        return after, before, gather(after, ids), lost[None], few[None]
 
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, table)
     mapped = jax.shard_map(
@@ -106,6 +111,10 @@ def test_rows_and_updates_of_a_divided_table() -> None:
     np.testing.assert_array_equal(before, read(rows))
     want = rows.copy()
     np.subtract.at(want, ids[valid], values[valid])
+    for device in range(4):  # of equal ids the last one counts
+        for place in np.flatnonzero(valid[device, :1]):
+            want[ids[device, place]] = values[device, place]
+    np.add.at(want, ids[valid], values[valid])
     np.testing.assert_array_equal(after, read(want))
     np.testing.assert_array_equal(table.numpy(), want)
     assert not lost.any() and few.any()
