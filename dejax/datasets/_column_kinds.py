@@ -228,7 +228,8 @@ def _flat_lists(name: str, values: np.ndarray) -> tuple[list[Any], np.ndarray, n
 
 def _is_row_of_floats(values: np.ndarray) -> bool:
     lists = [value for value in values[:_LOOKED_AT] if isinstance(value, list | tuple)]
-    return bool(lists) and len({len(v) for v in lists}) == 1 and all(isinstance(n, float) for v in lists for n in v)
+    widths = {len(value) for value in lists}
+    return len(widths) == 1 and widths != {0} and all(isinstance(n, float) for value in lists for n in value)
 
 
 def _is_number(value: object) -> bool:

@@ -121,7 +121,8 @@ def objects_of(values: list[Any]) -> np.ndarray:
         check_zones(known)
         return np.array([np.datetime64("NaT", "us") if _is_missing(value) else moment_of(value) for value in values])
     if known and all(issubclass(kind, np.ndarray | list | tuple) for kind in kinds) and len(known) == len(values):
-        if len({len(row) for row in known}) == 1 and all(isinstance(n, float | np.floating) for n in known[0]):
+        widths = {len(row) for row in known}
+        if len(widths) == 1 and widths != {0} and all(isinstance(n, float | np.floating) for n in known[0]):
             return np.array(known)
     array = np.empty(len(values), object)
     for row, value in enumerate(values):

@@ -12,14 +12,15 @@ def features_of(column: Column, fitted: np.ndarray, max_categories: int, text_wi
 
     Args:
         column: the column.
-        fitted: bool[rows], the rows of which means, deviations and categories are taken.
+        fitted: bool[rows], the rows that decide about means, deviations and categories, and whether there is a feature
+            for missing values.
         max_categories, text_width: as in `from_tables`.
     """
     if column.kind in ("number", "time"):
         return _standardised(column, fitted)
     if column.kind == "vector":
         rows = np.where(column.missing[:, None], 0, column.values).astype(np.float32)
-        return np.concatenate([rows, column.missing[:, None]], axis=1) if column.missing.any() else rows
+        return np.concatenate([rows, column.missing[:, None]], axis=1) if column.missing[fitted].any() else rows
     lengths = np.where(column.missing, 0, 1) if column.offsets is None else np.diff(column.offsets)
     rows = np.repeat(np.arange(len(column)), lengths)
     if column.kind == "text":
@@ -52,5 +53,5 @@ def _standardised(column: Column, fitted: np.ndarray) -> np.ndarray:
     known = found[fitted & ~missing]
     mean, deviation = (known.mean(), known.std()) if known.size else (0.0, 1.0)
     scaled = np.where(missing, 0.0, (found - mean) / (deviation if deviation > 0 else 1.0))
-    parts = [scaled, missing] if missing.any() else [scaled]
+    parts = [scaled, missing] if missing[fitted].any() else [scaled]
     return np.stack(parts, axis=1).astype(np.float32)

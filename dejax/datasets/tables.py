@@ -55,9 +55,9 @@ def from_tables(
     | arrays of floats, all of one width | vector |
 
     `data.summary()` shows the kinds and what was odd. Encoders inside of a model read `data.columns`. For models
-    without encoders, `data.features` has the columns in float32: numbers and times standardised, 0 if missing, with a
-    second feature that marks missing ones; up to `max_categories` categories one-hot; words of text and of more
-    categories as `text_width` signed hashes with norm 1 (arXiv 0902.2206); vectors as they are.
+    without encoders, `data.features` has the columns in float32: numbers and times standardised, 0 if missing, and
+    where some are missing a second feature that marks them; up to `max_categories` categories one-hot; words of text
+    and of more categories as `text_width` signed hashes with norm 1 (arXiv 0902.2206); vectors as they are.
 
     If `fit_before` is given, kinds, categories of `features`, means and deviations come from the rows that are known
     before that time alone. A category that only later rows have is all zeros in `features`.
@@ -154,13 +154,15 @@ def from_tables(
         fit_before = boundary("from_tables must have a `fit_before`", fit_before, every, unit, "the time columns")
     elif split_at is not None:
         fit_before = split_at[0]
-    fitted = {t: np.full(counts[t], True) if fit_before is None else known[t] < fit_before for t in columns}
-    reader = _ColumnReader(keys, references, time_columns, known_at, kinds, max_categories, unit)
-    typed = {table: reader.read(table, columns[table], known, fitted, shown_at) for table in columns}
+    reader = _ColumnReader(keys, references, time_columns, known_at, kinds, fit_before, max_categories, unit)
+    typed = {
+        table: reader.read(table, found, known[table], shown_at.get(table, {})) for table, found in columns.items()
+    }
     features = {}
     if fixed_features:
         not_features = {*time_columns.items(), *([(label.table, label.column)] if label else ())}
-        features = _features(typed, not_features, known, fitted, max_categories, text_width)
+        fitted = {table: _before(fit_before, rows) for table, rows in known.items()}
+        features = _features(typed, not_features, fitted, max_categories, text_width)
     # A row is known no earlier than the rows that it refers to: it is the end of each edge that is known last.
     of_edges = {relation: known[relation[0]][ends[0]] for relation, ends in edges.items()}
     data = HeteroDataset(
@@ -246,16 +248,12 @@ class _ColumnReader:
     time_columns: Mapping[str, str]
     known_at: Mapping[str, Mapping[str, str]]
     kinds: Mapping[str, Mapping[str, str]]
+    fit_before: int | float | None
     max_categories: int
     unit: str
 
     def read(
-        self,
-        table: str,
-        columns: Columns,
-        known: Mapping[str, np.ndarray],
-        fitted: Mapping[str, np.ndarray],
-        shown_at: Mapping[str, Mapping[str, np.ndarray]],
+        self, table: str, columns: Columns, known: np.ndarray, shown_at: Mapping[str, np.ndarray]
     ) -> dict[str, Column]:
         """The typed columns of a table that are no keys, except for those whose kinds are given."""
         by = dict(self.known_at.get(table, {}))
@@ -270,16 +268,16 @@ class _ColumnReader:
                 continue
             if kind == "time" and column not in kinds and values.dtype.kind == "f" and _has_fractions(values):
                 kind = "number"
-            found[column] = RawColumn(
-                f"{table}.{column}",
-                values,
-                known[table],
-                fitted[table],
-                self.max_categories,
-                shown_at[table][by[column]] if column in by else None,
-                self.unit,
-            ).typed(kind)
+            late = shown_at[by[column]] if column in by else None
+            fitted = _before(self.fit_before, known if late is None else late)
+            raw = RawColumn(f"{table}.{column}", values, known, fitted, self.max_categories, late, self.unit)
+            found[column] = raw.typed(kind)
         return found
+
+
+def _before(time: int | float | None, known: np.ndarray) -> np.ndarray:
+    """bool[rows], which are known before a time; all of them if it is None."""
+    return np.full(len(known), True) if time is None else known < time
 
 
 def _has_fractions(values: np.ndarray) -> bool:
@@ -295,7 +293,6 @@ def _key_array(values: np.ndarray) -> np.ndarray:
 def _features(
     columns: Mapping[str, Mapping[str, Column]],
     not_features: set[tuple[str, str]],
-    known: Mapping[str, np.ndarray],
     fitted: Mapping[str, np.ndarray],
     max_categories: int,
     text_width: int,
@@ -306,8 +303,7 @@ def _features(
         parts = [
             features_of(column, fitted[table], max_categories, text_width)
             for name, column in found.items()
-            if (table, name) not in not_features
-            and (column.known_at is None or not (column.known_at > known[table]).any())
+            if (table, name) not in not_features and column.known_at is None
         ]
         if parts and sum(part.shape[1] for part in parts):
             features[table] = np.concatenate(parts, axis=1)
