@@ -25,7 +25,7 @@ _MIN_TYPE_NODES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class GraphCounts:
     """Published counts of a graph."""
 
     nodes: int
@@ -35,14 +35,14 @@ class Counts:
 
 
 COUNTS = {
-    "aifb": Counts(7_262, 7, 48_810, 104),
-    "mutag": Counts(27_163, 5, 148_100, 50),
-    "bgs": Counts(94_806, 27, 672_884, 122),
-    "biokg": Counts(93_773, 5, 4_762_678, 51),
-    "am": Counts(1_885_136, 7, 5_668_682, 108),
-    "mag": Counts(1_939_743, 4, 21_111_007, 4),
-    "wikikg2": Counts(2_500_604, 1, 16_109_182, 535),
-    "fb15k": Counts(14_541, 1, 620_232, 474),
+    "aifb": GraphCounts(7_262, 7, 48_810, 104),
+    "mutag": GraphCounts(27_163, 5, 148_100, 50),
+    "bgs": GraphCounts(94_806, 27, 672_884, 122),
+    "biokg": GraphCounts(93_773, 5, 4_762_678, 51),
+    "am": GraphCounts(1_885_136, 7, 5_668_682, 108),
+    "mag": GraphCounts(1_939_743, 4, 21_111_007, 4),
+    "wikikg2": GraphCounts(2_500_604, 1, 16_109_182, 535),
+    "fb15k": GraphCounts(14_541, 1, 620_232, 474),
 }
 """Name -> published counts. They include reverse relations if the source counts these."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dejax.rgnn.graphs.segments import Segments, near_split_table
-from dejax.rgnn.graphs.tables import LongSegmentTable, SplitTable, TileTable, chunk_groups, loop_long_segments
+from dejax.rgnn.graphs.tables import LongSegmentTable, TileTable, TypeSplits, chunk_groups, loop_long_segments
 
 Sizes = dict[str, int]
 """Of the tables of a graph, by name; those of several graphs are joined by the maximum."""
@@ -124,7 +124,7 @@ def _padded_long(name: str, table: LongSegmentTable | None, num_rows: int, sizes
     return dataclasses.replace(made, chunk_segment=extended(segment, chunks, rows))
 
 
-def _padded_splits(table: SplitTable | None, size: int, valid: int) -> SplitTable | None:
+def _padded_splits(table: TypeSplits | None, size: int, valid: int) -> TypeSplits | None:
     """Splits without positions, of no type, follow those of the table."""
     if table is None:
         return None

@@ -21,7 +21,7 @@ from dejax.pallas import TableSlice
 from dejax.pallas.products.schedule import rows_per_split
 from dejax.rgnn.graphs.pieces_traced import tile_arrays
 from dejax.rgnn.graphs.segments import Segments
-from dejax.rgnn.graphs.tables import TILE_BLOCKS, SplitTable, TileTable
+from dejax.rgnn.graphs.tables import TILE_BLOCKS, TileTable, TypeSplits
 
 # Slices begin at multiples of this many elements, 256 bytes, as arrays do: kernels load several elements at once.
 _ALIGNED = 64
@@ -135,7 +135,7 @@ def packed_tiles(groups: Mapping[tuple[int, str], Segments], graphs: int) -> lis
         last = len(TILE_BLOCKS)
         if sizes[i] < group.num_entries:
             start, end = (place(part, i, last, counts[last]) for part in ("start", "end"))
-            tables["splits"] = SplitTable(start, end, place("first", i, last, made.num_types[i] + 1), sizes[i])
+            tables["splits"] = TypeSplits(start, end, place("first", i, last, made.num_types[i] + 1), sizes[i])
         leaves, tree = jax.tree_util.tree_flatten(tables)
         layouts[graph].append((name, Layout(tuple((leaf.start, leaf.length) for leaf in leaves), tree)))
     return [PackedTables(numbers, tuple(own)) for own in layouts]

@@ -19,8 +19,8 @@ from dejax.rgnn.graphs.tables import (
     TILE_BLOCKS,
     LongSegmentTable,
     LoopOrder,
-    SplitTable,
     TileTable,
+    TypeSplits,
     chunk_of,
     long_segment_table,
     loop_order,
@@ -67,10 +67,10 @@ class Segments:
     tiles: tuple[TileTable, ...]
     num_rows: int = field(metadata=_STATIC)
     num_entries: int = field(metadata=_STATIC)
-    splits: SplitTable | None = None
+    splits: TypeSplits | None = None
     loop: LoopOrder | None = None
     near_tiles: tuple[TileTable, ...] = ()
-    near_splits: SplitTable | None = None
+    near_splits: TypeSplits | None = None
 
     def counts(self) -> Array:
         """Number of entries of each row: int32[rows]."""
@@ -123,7 +123,7 @@ class Segments:
         return tile_table(self.offsets, block, self.num_entries)
 
 
-def near_split_table(offsets: np.ndarray, num_entries: int) -> SplitTable:
+def near_split_table(offsets: np.ndarray, num_entries: int) -> TypeSplits:
     """The splits of `near_splits`, in order of types."""
     return split_table(offsets, num_entries, _NEAR_SPLIT)
 

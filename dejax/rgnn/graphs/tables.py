@@ -92,7 +92,7 @@ class LongSegmentTable:
 
 @pytree
 @dataclass(frozen=True, slots=True, eq=False)
-class SplitTable:
+class TypeSplits:
     """Each type's entries in splits, each summed by one program (`dejax.pallas.products.weight_gradient.split_table`).
 
     Attributes:
@@ -332,14 +332,14 @@ def chunk_of(long_segment_chunk: int, num_entries: int, typed: bool) -> int:
     return type_chunk_of(num_entries) if typed and long_segment_chunk == LONG_SEGMENT_CHUNK else long_segment_chunk
 
 
-def split_table(offsets: np.ndarray, num_entries: int, limit: int | None = None) -> SplitTable:
+def split_table(offsets: np.ndarray, num_entries: int, limit: int | None = None) -> TypeSplits:
     """Splits of the size that `rows_per_split` gives, or of at most `limit` positions."""
     types = offsets.shape[0] - 1
     size = rows_per_split(num_entries, types)
     size = size if limit is None else min(size, limit)
     if size >= num_entries:  # one split per type
-        return SplitTable(offsets[:-1], offsets[1:], np.arange(types + 1, dtype=np.int32), size)
+        return TypeSplits(offsets[:-1], offsets[1:], np.arange(types + 1, dtype=np.int32), size)
     tiles = tile_table(offsets, size, num_entries, exact=True)
     start, row = np.asarray(tiles.start), np.asarray(tiles.row_type)
     first = np.searchsorted(row, np.arange(types + 1)).astype(np.int32)
-    return SplitTable(start, np.minimum(start + size, offsets[row + 1]).astype(np.int32), first, size)
+    return TypeSplits(start, np.minimum(start + size, offsets[row + 1]).astype(np.int32), first, size)
