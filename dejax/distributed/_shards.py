@@ -12,11 +12,10 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dejax.distributed._placing import on_mesh
-from dejax.host_gather import HostTable
 from dejax.host_gather._ids import distinct_ids
 from dejax.host_gather._spec import TableSpec, platform_of
-from dejax.host_gather._types import word_bits, words_per_row
 from dejax.minibatch._formats import Encoder, block_rows, result_dtype, table_dtype, times_scales
+from dejax.minibatch._node_features import table_builder
 
 MULTIPLE = 64
 """Rows are padded to a multiple of it, so that checkpoints have one shape on 1, 2, 4, ... 64 devices."""
@@ -70,11 +69,6 @@ class ShardSpec:
         return times_scales(rows, kept if dtype is None else np.dtype(dtype), row_scale, column_scale)
 
 
-def numpy_rows(words: np.ndarray, spec: ShardSpec) -> np.ndarray:
-    """The rows of unsigned integers [padded rows, words]."""
-    return np.ascontiguousarray(words[: spec.rows]).view(spec.dtype).reshape(spec.rows, *spec.row)
-
-
 def make_shards(
     what: str, given: Any, mesh: Mesh, axis: str, dtype: Any, scale: str | None, memory: str, hot: Any
 ) -> tuple[dict[str, Any], ShardSpec]:
@@ -96,7 +90,7 @@ def make_shards(
     divided = NamedSharding(mesh, PartitionSpec(axis))
     kind = "pinned_host" if memory == "host" and platform == "cuda" else None
     words_at = NamedSharding(mesh, PartitionSpec(axis), memory_kind=kind) if kind else divided
-    width = words_per_row(spec.row, spec.dtype)
+    width = spec.local.leaf.shape[1]
     words = jax.make_array_from_single_device_arrays((devices * block, width), words_at, blocks)
     hot_ids = np.sort(distinct_ids(what, "hot", hot, len(given)))
     everywhere = PartitionSpec()
@@ -112,7 +106,7 @@ def make_shards(
     if len(hot_ids):
         hot_rows, hot_scale = encoder(_rows_at(given, hot_ids))
         parts["hot_ids"] = on_mesh(hot_ids.astype(np.int32), mesh, everywhere)
-        parts["hot_words"] = on_mesh(_as_words(hot_rows, spec), mesh, everywhere)
+        parts["hot_words"] = on_mesh(spec.local.to_words(hot_rows), mesh, everywhere)
         parts["hot_scale"] = None if hot_scale is None else on_mesh(hot_scale, mesh, everywhere)
     return parts, spec
 
@@ -124,23 +118,19 @@ def _blocks(encoder: Encoder, given: Any, spec: ShardSpec, mesh: Mesh) -> tuple[
     blocks, scales = [], []
     for device, index in (places or {}).items():
         first = (index[0].start or 0) if index else 0
-        table = HostTable.zeros((spec.block, *spec.row), spec.dtype, device=device) if spec.memory == "host" else None
-        rows = np.zeros((spec.block, *spec.row), spec.dtype) if table is None else None
+        last = max(first, min(first + spec.block, spec.rows))  # what follows is padding
+        own, on_device = (spec.block, *spec.row), spec.memory == "device"
+        builder = table_builder("ShardedTable", own, spec.dtype, on_device, device)
         scale = np.ones(spec.block, np.float32)
         step = block_rows(given)
-        for start in range(first, min(first + spec.block, spec.rows), step):
-            stop = min(start + step, first + spec.block, spec.rows)
+        for start in range(first, last, step):
+            stop = min(start + step, last)
             encoded, own_scale = encoder(np.asarray(given[start:stop]))
-            if table is not None:
-                table.write(start - first, encoded)
-            elif rows is not None:
-                rows[start - first : stop - first] = encoded
+            builder.write(start - first, encoded)
             if own_scale is not None:
                 scale[start - first : stop - first] = own_scale
-        if table is not None:
-            blocks.append(table._leaf)
-        elif rows is not None:
-            blocks.append(jax.device_put(_as_words(rows, spec), device))
+        builder.write(last - first, np.zeros((first + spec.block - last, *spec.row), spec.dtype))
+        blocks.append(builder.table()._leaf)
         scales.append(jax.device_put(scale, device))
     return blocks, scales if encoder.by_row else []
 
@@ -152,8 +142,3 @@ def _rows_at(given: Any, ids: np.ndarray) -> np.ndarray:
     step = block_rows(given)
     blocks = [(int(number) * step, ids[ids // step == number]) for number in np.unique(ids // step)]
     return np.concatenate([given[first : first + step][some - first] for first, some in blocks])
-
-
-def _as_words(rows: np.ndarray, spec: ShardSpec) -> np.ndarray:
-    width = words_per_row(spec.row, spec.dtype)
-    return np.ascontiguousarray(rows).view(f"uint{word_bits(spec.dtype)}").reshape(len(rows), width)

@@ -18,7 +18,7 @@ from dejax import _compat
 from dejax._pytrees import pytree
 from dejax.distributed._exchange import Route, route
 from dejax.distributed._placing import check_axis, on_mesh
-from dejax.distributed._shards import ShardSpec, make_shards, numpy_rows
+from dejax.distributed._shards import ShardSpec, make_shards
 from dejax.host_gather import (
     DeviceTable,
     HostTable,
@@ -168,7 +168,7 @@ class ShardedTable(Table):
         """
         if not self.words.is_fully_addressable:
             raise ValueError("ShardedTable.numpy: other processes hold rows; save the table with distributed.save")
-        return numpy_rows(numpy_copy(self.words), self.spec)
+        return self.spec.local.to_rows(numpy_copy(self.words)[: self.spec.rows])
 
     def __repr__(self) -> str:
         hot = "" if self.hot_ids is None else f", {self.hot_ids.shape[0]:,} hot"

@@ -75,6 +75,16 @@ class TableSpec:
         rows = self.rows if self.leaf_rows is None else self.leaf_rows
         return jax.ShapeDtypeStruct((rows, words), np.dtype(f"uint{_types.word_bits(self.dtype)}"))
 
+    def to_words(self, rows: np.ndarray) -> np.ndarray:
+        """Rows [n, *row] as the unsigned integers [n, words] that carry them."""
+        leaf = self.leaf
+        # A view of one axis: of several, numpy could not see the words of a row without elements.
+        return np.ascontiguousarray(rows, self.dtype).reshape(-1).view(leaf.dtype).reshape(len(rows), leaf.shape[1])
+
+    def to_rows(self, words: np.ndarray) -> np.ndarray:
+        """The rows [n, *row] that unsigned integers [n, words] carry; a view where they are contiguous."""
+        return np.ascontiguousarray(words).reshape(-1).view(self.dtype).reshape(len(words), *self.row)
+
     @property
     def words(self) -> TableSpec:
         """The spec of the same memory as a table of unsigned integers."""

@@ -65,7 +65,7 @@ class DeviceTable(LocalTable):
         """
         given = np.asarray(array)
         spec = _device_spec(table_spec(given.shape, given.dtype, device, "DeviceTable.from_numpy"), writable)
-        words = _as_words(given, spec)
+        words = spec.to_words(given)
         if np.may_share_memory(words, given):
             words = words.copy()  # on the CPU jax uses the memory of an aligned array as it is
         return cls(jax.device_put(words, device_or_default(device)), spec)
@@ -167,7 +167,7 @@ class SplitTable(LocalTable):
         for start in range(0, len(cold_ids), block):
             table.write(start, given[cold_ids[start : start + block]])
         target = device_or_default(device)
-        hot = jax.device_put(_as_words(given[hot_ids], spec), target)
+        hot = jax.device_put(spec.to_words(given[hot_ids]), target)
         return cls(table, hot, jax.device_put(slots, target), writable)
 
     @classmethod
@@ -215,17 +215,10 @@ def _slots(rows: int, on_device: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     return hot, slots
 
 
-def _as_words(rows: np.ndarray, spec: TableSpec) -> np.ndarray:
-    """The rows of an array as the unsigned integers that carry them."""
-    leaf = dataclasses.replace(spec, rows=len(rows)).leaf
-    # A view of one axis: of several, numpy could not see the words of a row without elements.
-    return np.ascontiguousarray(rows, spec.dtype).reshape(-1).view(leaf.dtype).reshape(leaf.shape)
-
-
 def _bits(array: Array, spec: TableSpec) -> Array:
     if array.dtype == spec.leaf.dtype:
         return array.reshape(spec.leaf.shape)
     if array.dtype.itemsize > 4 or array.dtype == jnp.bool_ or not spec.nbytes:
-        return jax.device_put(_as_words(np.asarray(array), spec), next(iter(array.devices())))
+        return jax.device_put(spec.to_words(np.asarray(array)), next(iter(array.devices())))
     bits: Array = jax.lax.bitcast_convert_type(array, spec.leaf.dtype)
     return bits.reshape(spec.leaf.shape)

@@ -158,14 +158,13 @@ class LocalTable(Table):
         """
         leaf, spec = self._concrete("numpy"), self._spec
         if spec.on_device:
-            return _from_words(numpy_copy(leaf), spec)
+            return spec.to_rows(numpy_copy(leaf))
         rows = self._host_rows(leaf)
         if not spec.is_split:
             return rows
         out, slots = np.empty(spec.shape, spec.dtype), numpy_copy(self._slots)
         out[slots < 0] = rows[~slots[slots < 0]]
-        hot = _from_words(numpy_copy(self._hot), spec.device_part(self._hot.shape[0]))
-        out[slots >= 0] = hot[slots[slots >= 0]]
+        out[slots >= 0] = spec.to_rows(numpy_copy(self._hot))[slots[slots >= 0]]
         return out
 
     def _host_rows(self, leaf: Array) -> np.ndarray:
@@ -174,7 +173,7 @@ class LocalTable(Table):
             leaf.block_until_ready()
             memory = memory_of(leaf)
             words = numpy_of(leaf) if memory is None else View(memory, leaf).array()
-        view = _from_words(words, self._spec.host_part)
+        view = self._spec.to_rows(words)
         view.flags.writeable = False
         return view
 
@@ -376,13 +375,6 @@ class LocalTable(Table):
 
 _TABLES: dict[str, Any] = {}
 """The tables of one array, by the memory in which they lie: `HostTable` and `DeviceTable` enter themselves."""
-
-
-def _from_words(words: np.ndarray, spec: TableSpec) -> np.ndarray:
-    """The rows that unsigned integers carry."""
-    if not spec.nbytes:
-        return np.empty(spec.shape, spec.dtype)
-    return words.reshape(spec.rows, -1).view(spec.dtype).reshape(spec.shape)
 
 
 def numpy_copy(array: Array) -> np.ndarray:

@@ -180,7 +180,7 @@ class TableBuilder:
     """Fills a table block by block, from several threads."""
 
     write: Callable[[int, np.ndarray], None]
-    table: Callable[[], Table]
+    table: Callable[[], LocalTable]
 
 
 def table_builder(

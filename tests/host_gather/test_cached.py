@@ -1,4 +1,4 @@
-"""`CachedTable` works wherever a table does, and writes through it update its cached copies."""
+"""`CachedTable`: which rows it copies, and copies of rows of any dtype; test_placed.py has its reads and writes."""
 
 import jax
 import jax.numpy as jnp
@@ -8,85 +8,13 @@ import pytest
 from dejax.host_gather import (
     CachedTable,
     HostTable,
-    RowGradient,
-    adagrad,
-    adam,
     count_ids,
     gather,
-    gather_done,
-    gather_start,
-    prefetched_scan,
     scatter,
-    scatter_add,
-    sgd,
-    shardings,
 )
-from tests.host_gather.rows import HOT, IDS, ROWS
+from tests.host_gather.rows import HOT, ROWS
 
 RNG = np.random.default_rng(1)
-
-
-def both() -> tuple[HostTable, CachedTable]:
-    table = HostTable.from_numpy(ROWS)
-    return table, CachedTable.from_ids(HostTable.from_numpy(ROWS), HOT)
-
-
-def assert_copies_are_current(cached: CachedTable) -> None:
-    slots = np.asarray(cached.slots)
-    words = cached.numpy().view(np.uint32)
-    np.testing.assert_array_equal(np.asarray(cached.cache)[slots[slots >= 0]], words[slots >= 0])
-
-
-def test_all_reads_give_the_rows_of_the_table() -> None:
-    table, cached = both()
-    for f in (
-        lambda t: t[IDS],
-        lambda t: gather(t, IDS, mode="clip", out_dtype=jnp.bfloat16),
-        lambda t: gather(t, IDS.reshape(1, -1), reduce="mean"),
-        lambda t: gather_done(gather_start(t, IDS)),
-        lambda t: prefetched_scan(lambda c, rows, _: (c + rows.sum(), rows), 0.0, t, IDS[:, None]),
-        lambda t: jax.vmap(lambda i: t[i])(jnp.asarray(IDS)),
-        lambda t: jax.checkpoint(lambda t: t[IDS])(t),
-    ):
-        jax.tree.map(np.testing.assert_array_equal, jax.jit(f)(cached), jax.jit(f)(table))
-    for name in ("shape", "dtype", "ndim", "size", "nbytes", "read_only"):
-        assert getattr(cached, name) == getattr(table, name)
-    assert len(cached) == 50
-    np.testing.assert_array_equal(cached.numpy(), ROWS)
-    with pytest.raises(TypeError, match="a slice would be copied"):
-        cached[1:3]
-    with cached:
-        pass
-    assert cached.is_closed()
-
-
-@pytest.mark.parametrize("jitted", [False, True])
-def test_writes_update_the_copies(jitted: bool) -> None:
-    values = RNG.standard_normal((7, 6)).astype(np.float32)
-    for f in (scatter, scatter_add):
-        table, cached = both()
-        step = jax.jit(f, donate_argnums=0, out_shardings=shardings(cached)) if jitted else f
-        plain = f(table, IDS, values).numpy()
-        written = step(cached, IDS, values)
-        assert isinstance(written, CachedTable)
-        np.testing.assert_array_equal(written.numpy(), plain)
-        assert_copies_are_current(written)
-        np.testing.assert_array_equal(written[IDS], HostTable.from_numpy(plain)[IDS])
-
-
-@pytest.mark.parametrize(
-    "optimizer", [adam(0.1), *(pytest.param(o, marks=pytest.mark.slow) for o in (sgd(0.1), adagrad(0.1)))]
-)
-def test_optimizers_update_the_copies(optimizer: object) -> None:
-    gradient = RowGradient(IDS, RNG.standard_normal((7, 6)).astype(np.float32))
-    table, cached = both()
-    state, other = optimizer.init(table), optimizer.init(cached)
-    step = jax.jit(optimizer.update, donate_argnums=(1, 2), out_shardings=shardings((cached, other)))
-    for _ in range(2):
-        table, state = optimizer.update(gradient, state, table)
-        cached, other = step(gradient, other, cached)
-    np.testing.assert_allclose(cached.numpy(), table.numpy(), rtol=1e-6)
-    assert_copies_are_current(cached)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint16", "float16", "float64", "complex64", "bool"])
