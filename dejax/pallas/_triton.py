@@ -218,15 +218,6 @@ def store(ref: Any, indices: tuple[jax.Array, ...], value: jax.Array, mask: jax.
     plt.store(ref.at[indices], value.astype(ref.dtype), mask=mask)
 
 
-def atomic_add(ref: Any, indices: tuple[jax.Array, ...], value: jax.Array, mask: jax.Array) -> None:
-    """`ref[indices] += value` where `mask` is true; additions to one element are all kept, in no fixed order."""
-    value = value.astype(ref.dtype)
-    if _interpreted.get():  # the interpreter's atomic_add keeps the last of duplicates and knows no mask
-        jax.ref.addupdate(ref, indices, where(mask, value, 0))
-    else:
-        plt.atomic_add(ref, indices, value, mask=mask)
-
-
 def arrive(ref: Any, index: jax.Array) -> jax.Array:
     """Adds 1 to `ref[index]` and gives what was there before; `index` is a scalar.
 

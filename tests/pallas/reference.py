@@ -47,7 +47,6 @@ class Gemm:
     activation: str | None = None
     dot_vector: bool = False
     dot_parts: int = 1
-    accumulate: bool = False
     covers_all: bool = False
     precision: str = "tf32"
     dtype: Any = jnp.float32
@@ -63,8 +62,6 @@ class Gemm:
 
     @property
     def out_rows(self) -> int:
-        if self.accumulate:
-            return 7
         return self.positions + (5 if self.scatter and not self.covers_all else 0)
 
     def arrays(self, seed: int = 0) -> dict[str, np.ndarray]:
@@ -82,8 +79,6 @@ class Gemm:
             a["x_index"][self.positions - self.padding :] = rows
         if self.scatter:
             a["out_index"] = rng.permutation(self.out_rows)[: self.positions].astype(np.int32)
-            if self.accumulate:
-                a["out_index"] = rng.integers(0, self.out_rows, self.positions).astype(np.int32)
         if self.scale:
             a["scale"] = rng.standard_normal((self.positions, heads))
         if self.bias:
@@ -103,9 +98,7 @@ class Gemm:
         epilogue = kernels.GemmEpilogue(
             a.get("scale"), a.get("bias"), self.activation, a.get("dot_vector"), self.dot_parts
         )
-        output = kernels.GemmOutput(
-            a.get("out_index"), self.out_rows, self.accumulate, self.covers_all, self.out_dtype, self.scaled_out
-        )
+        output = kernels.GemmOutput(a.get("out_index"), self.out_rows, self.covers_all, self.out_dtype, self.scaled_out)
         return kernels.GroupedGemm(
             a["x"], a["w"], groups, a.get("x_index"), None, self.transpose_w, epilogue, output, self.precision
         )
@@ -121,7 +114,7 @@ class Gemm:
             assert self.scaled_out and got[0].mantissa.dtype == jnp.float16
             got = (decoded(got[0]), got[1])
         tolerance = TF32 if tolerance is None and self.precision == "tf32" and self.dtype == jnp.float32 else tolerance
-        expected_dtype = jnp.float32 if self.accumulate else self.out_dtype or self.dtype
+        expected_dtype = self.out_dtype or self.dtype
         assert got[0].dtype == expected_dtype
         low = self.precision == "bf16" or self.dtype != jnp.float32 or self.out_dtype not in (None, jnp.float32)
         assert_close(got[0], y, low, tolerance)
@@ -146,7 +139,6 @@ GEMMS = {
     "eight heads": Gemm(k=16, n=16, heads=8),
     "heads merged": Gemm(heads=4, k=5, n=7, counts=(9, 2), scale=True, activation="relu"),
     "some heads merged": Gemm(heads=6, k=20, n=3, counts=(9, 2), transpose_w=True),
-    "heads merged, accumulate": Gemm(heads=4, k=5, n=7, counts=(9, 2), accumulate=True),
     "heads one by one": Gemm(heads=4, k=5, n=7, counts=(9, 2), precision="f32", scale=True),
     "transposed": Gemm(transpose_w=True),
     "transposed, k in blocks": Gemm(transpose_w=True, k=150, n=16, counts=(5, 5)),
@@ -163,11 +155,8 @@ GEMMS = {
     "bias, row-scaled, dot": Gemm(scaled_in=True, scaled_out=True, heads=None, bias=True, dot_vector=True),
     "tanh": Gemm(activation="tanh", heads=1),
     "sigmoid": Gemm(activation="sigmoid", heads=1),
-    "accumulate": Gemm(accumulate=True, scale=True),
-    "accumulate, no heads axis": Gemm(accumulate=True, heads=None, padding=2),
     "bfloat16": Gemm(dtype=jnp.bfloat16),
     "bfloat16 to float32": Gemm(dtype=jnp.bfloat16, out_dtype=jnp.float32, scale=True, dot_vector=True),
-    "bfloat16, accumulate": Gemm(dtype=jnp.bfloat16, accumulate=True),
     "bf16 products": Gemm(precision="bf16"),
     "f32 products": Gemm(precision="f32"),
     "covers all": Gemm(covers_all=True),
@@ -245,7 +234,6 @@ class WeightGradient:
     rows: int = 13
     row_scaled: tuple[str, ...] = ()
     shuffled: bool = False
-    narrow: int = 0
 
     @property
     def positions(self) -> int:
@@ -266,9 +254,7 @@ class WeightGradient:
                 a[name][self.positions - self.padding :] = rows
         if self.scale:
             a["scale"] = rng.standard_normal((self.positions, heads))
-        if self.narrow:
-            a["narrow"] = rng.standard_normal((rows, heads, self.narrow))
-        for name in ("x", "y", "scale", "narrow"):
+        for name in ("x", "y", "scale"):
             if name in a:
                 a[name] = np.asarray(jnp.asarray(a[name], self.dtype))
                 if self.heads is None:
@@ -295,11 +281,9 @@ class WeightGradient:
         tolerance = TF32 if tolerance is None and self.precision == "tf32" and self.dtype == jnp.float32 else tolerance
         low = self.precision == "bf16" or self.dtype != jnp.float32 or self.out_dtype != jnp.float32
         empty = np.array(self.counts) == 0
-        expected = products.grouped_weight_gradient(self.request(a))
-        for total, sum_ in zip(result if self.narrow else (result,), expected, strict=True):
-            assert total.dtype == self.out_dtype
-            assert_close(total, sum_, low, tolerance)
-            assert not np.any(np.asarray(total, np.float32)[empty]), "a type without positions must give exact zeros"
+        assert result.dtype == self.out_dtype
+        assert_close(result, products.grouped_weight_gradient(self.request(a)), low, tolerance)
+        assert not np.any(np.asarray(result, np.float32)[empty]), "a type without positions must give exact zeros"
 
 
 WEIGHT_GRADIENTS = {
@@ -328,20 +312,10 @@ WEIGHT_GRADIENTS = {
     "row-scaled, stored longer": WeightGradient(row_scaled=("x", "y"), heads=None, k=20, n=100, padding=5),
     "row-scaled, heads stored longer": WeightGradient(row_scaled=("x", "y"), heads=3, k=20, n=36, counts=(9, 2)),
     "row-scaled x, heads stored longer": WeightGradient(row_scaled=("x",), heads=2, k=20, n=3, counts=(9, 2)),
-}
-# Each with narrow rows, too: of one column, and of several where tiles and heads matter.
-WEIGHT_GRADIENTS |= {f"{name}; narrow": replace(case, narrow=1) for name, case in WEIGHT_GRADIENTS.items()} | {
-    "three narrow": WeightGradient(heads=None, narrow=3),
-    "sixteen narrow": WeightGradient(heads=1, n=20, narrow=16),
-    "two narrow, bfloat16": WeightGradient(narrow=2, dtype=jnp.bfloat16),
-    "five narrow, heads stored longer": WeightGradient(row_scaled=("x",), heads=2, k=20, n=3, counts=(9, 2), narrow=5),
-    "two narrow, heads merged": WeightGradient(heads=4, k=5, n=7, counts=(9, 2), padding=3, scale=True, narrow=2),
-    "four narrow, tiles of the result": WeightGradient(k=70, n=130, heads=1, counts=(5, 4), narrow=4),
-    "narrow, row-scaled": WeightGradient(row_scaled=("x", "narrow"), heads=1, narrow=2),
-    "narrow, 64 by 64": WeightGradient(
-        k=64, n=64, heads=1, counts=(70, 3), row_scaled=("x", "y"), rows_per_split=None, narrow=1
+    "row-scaled, 64 by 64": WeightGradient(
+        k=64, n=64, heads=1, counts=(70, 3), row_scaled=("x", "y"), rows_per_split=None
     ),
-    "narrow, wider than it": WeightGradient(k=256, n=100, heads=None, counts=(20,), padding=1, narrow=1),
+    "wide, by one column": WeightGradient(k=256, n=1, heads=None, counts=(20,), padding=1),
 }
 
 

@@ -19,11 +19,11 @@ QUICK_GEMMS = {
     "transposed, k in blocks",
     "padding, no indices",
     "bias, row-scaled, dot",
-    "bfloat16, accumulate",
+    "bfloat16 to float32",
     "f32 products",
     "three tiles a program",
 }
-QUICK_WEIGHT_GRADIENTS = {"heads merged", "all types empty", "bfloat16 result", "row-scaled, stored longer; narrow"}
+QUICK_WEIGHT_GRADIENTS = {"heads merged", "all types empty", "bfloat16 result", "row-scaled, stored longer"}
 QUICK_TRAVERSALS = {
     "attention, long segments, rows ordered",
     "attention, large scores",

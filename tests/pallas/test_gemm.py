@@ -15,7 +15,6 @@ from dejax.pallas.products import grouped_gemm, reference
 from dejax.pallas.products.schedule import WeightGradientSchedule
 from tests.cases import slow_but
 from tests.pallas.reference import (
-    WEIGHT_GRADIENTS,
     Gemm,
     WeightGradient,
     assert_close,
@@ -37,15 +36,14 @@ def test_grouped_gemm_vmap(operand):
         case.check((y[i], dot[i]), {n: s[n] if n in batched else v for n, v in samples[0].items()})
 
 
-@pytest.mark.parametrize("operand", slow_but(["x"], ["x", "y", "narrow"]))
+@pytest.mark.parametrize("operand", slow_but(["x"], ["x", "y"]))
 def test_grouped_weight_gradient_vmap(operand):
-    case = WeightGradient(counts=(5, 3), k=3, n=2, rows_per_split=4, narrow=1)
+    case = WeightGradient(counts=(5, 3), k=3, n=2, rows_per_split=4)
     samples = [case.arrays(seed) for seed in (0, 1)]
     stacked = {n: np.stack([s[n] for s in samples]) if n == operand else v for n, v in samples[0].items()}
     total = interpreted(jax.vmap(case.run, in_axes=({n: 0 if n == operand else None for n in stacked},)))(stacked)
     for i, s in enumerate(samples):
-        result = tuple(part[i] for part in total)
-        case.check(result, {n: s[n] if n == operand else v for n, v in samples[0].items()})
+        case.check(total[i], {n: s[n] if n == operand else v for n, v in samples[0].items()})
 
 
 def test_rows_out_of_range_are_neither_read_nor_written():
@@ -133,15 +131,9 @@ def test_no_positions(shape):
     case = Gemm(**shape)
     a = case.arrays()
     case.check(case.run(a), a)
-    for case in (WeightGradient(**shape), WeightGradient(**shape, narrow=1)):
-        b = case.arrays()
-        case.check(case.run(b), b)
-
-
-@pytest.mark.parametrize("name", slow_but(["plain"], ["plain", "tiles of the result", "row-scaled", "f32 products"]))
-def test_narrow_rows_do_not_change_the_other_sum(name):
-    alone, both = WEIGHT_GRADIENTS[name], WEIGHT_GRADIENTS[f"{name}; narrow"]
-    np.testing.assert_array_equal(interpreted(both.run)(both.arrays())[0], interpreted(alone.run)(alone.arrays()))
+    gradient = WeightGradient(**shape)
+    b = gradient.arrays()
+    gradient.check(gradient.run(b), b)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +146,7 @@ def test_narrow_rows_do_not_change_the_other_sum(name):
 def test_weight_gradients_of_rows_of_all_magnitudes(powers, row_scaled):
     """Sums have the largest power of two so far as their unit, in steps of 16 positions; small rows keep their bits."""
     case = WeightGradient(
-        counts=(90, 0, 110), k=20, n=18, heads=None, gather=False, rows_per_split=64, narrow=3, row_scaled=row_scaled
+        counts=(90, 0, 110), k=20, n=18, heads=None, gather=False, rows_per_split=64, row_scaled=row_scaled
     )
     a, rng = case.arrays(), np.random.default_rng(0)
     line = np.linspace(-60, 60, case.positions)
@@ -164,23 +156,13 @@ def test_weight_gradients_of_rows_of_all_magnitudes(powers, row_scaled):
         "of both against each other": (line * 1.6, line[::-1] * 1.6),
         "random": rng.uniform(-20, 20, (2, case.positions)),
     }[powers]
-    for name, power in (("x", of_x), ("y", of_y), ("narrow", of_y)):
+    for name, power in (("x", of_x), ("y", of_y)):
         a[name] = (a[name] * 2.0 ** power[:, None]).astype(np.float32)
     schedule = WeightGradientSchedule(16, 32, 32, 4, 1)
-    magnitudes = a | {name: np.abs(a[name]) for name in ("x", "y", "narrow")}
+    magnitudes = a | {name: np.abs(a[name]) for name in ("x", "y")}
     found = interpreted(functools.partial(case.run, schedule=schedule))(a)
-    expected, limits = (reference.grouped_weight_gradient(case.request(b)) for b in (a, magnitudes))
-    for total, sum_, limit in zip(found, expected, limits, strict=True):
-        assert np.all(np.abs(np.asarray(total, np.float64) - sum_) <= 2e-3 * limit)
-
-
-def test_narrow_rows_are_checked():
-    case = WeightGradient(narrow=17)
-    with pytest.raises(NotImplementedError, match="`narrow` must have 1 to 16 columns for each head, got 17"):
-        case.run(case.arrays())
-    a = WeightGradient(narrow=1).arrays()
-    with pytest.raises(ValueError, match=r"`narrow` must be \[13, 2, columns\], .*, got \(12, 2, 1\)"):
-        case.run(a | {"narrow": a["narrow"][1:]})
+    expected, limit = (reference.grouped_weight_gradient(case.request(b)) for b in (a, magnitudes))
+    assert np.all(np.abs(np.asarray(found, np.float64) - expected) <= 2e-3 * limit)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +172,6 @@ def test_narrow_rows_are_checked():
         (ValueError, "`block` must be a power of two of at least 16, got 8", {"block": 8}, {}),
         (ValueError, "`w` must have 1 heads and a contracted width of 17", {}, {"w": np.ones((1, 3, 17), np.float32)}),
         (ValueError, r"x_index must have shape \(5,\)", {"padding": 1}, {}),
-        (ValueError, "`accumulate` must be False", {"accumulate": True, "activation": "relu"}, {}),
         (ValueError, r"`scale` must be \[4, 1\] or \[4\], got \(3, 1\)", {}, {"scale": np.ones(3, np.float32)}),
         (NotImplementedError, "x must be float32, bfloat16 or float16", {}, {"x": np.ones((13, 17), np.int32)}),
         (NotImplementedError, "`activation` must be None", {"activation": "gelu"}, {}),

@@ -88,16 +88,16 @@ def test_schedules_of_products_are_powers_of_two_of_at_least_16(precision):
                 assert block * h.block_n <= 128 * 32 * h.num_warps
 
 
-@pytest.mark.parametrize("k, n, in_16_bits, narrow, positions, expected", [
-    (64, 64, "hh", False, 10**6, (32, 64, 64, 4, 3)), (64, 64, "hh", True, 10**6, (64, 64, 64, 4, 3)),
-    (64, 64, "hf", False, 10**6, (64, 64, 64, 4, 2)), (64, 128, "hh", False, 10**6, (64, 64, 64, 4, 2)),
-    (64, 64, "hh", False, 10**4, (64, 64, 64, 4, 1)), (100, 200, "hh", False, 10**6, (64, 128, 128, 8, 3)),
-    (128, 128, "hh", True, 10**6, (128, 128, 128, 8, 2)), (128, 128, "fh", False, 10**6, (64, 64, 128, 4, 2)),
-    (128, 100, "hf", False, 10**6, (64, 128, 64, 4, 2)), (64, 1, "hf", False, 10**6, (128, 64, 16, 4, 1)),
+@pytest.mark.parametrize("k, n, in_16_bits, positions, expected", [
+    (64, 64, "hh", 10**6, (32, 64, 64, 4, 3)), (64, 64, "fh", 10**6, (64, 64, 64, 4, 3)),
+    (64, 64, "hf", 10**6, (64, 64, 64, 4, 2)), (64, 128, "hh", 10**6, (64, 64, 64, 4, 2)),
+    (64, 64, "hh", 10**4, (64, 64, 64, 4, 1)), (100, 200, "hh", 10**6, (64, 128, 128, 8, 3)),
+    (128, 128, "ff", 10**6, (128, 128, 128, 8, 1)), (128, 128, "fh", 10**6, (64, 64, 128, 4, 2)),
+    (128, 100, "hf", 10**6, (64, 128, 64, 4, 2)), (64, 1, "hf", 10**6, (128, 64, 16, 4, 1)),
 ])  # fmt: skip
-def test_weight_gradient_schedules_follow_the_storage_of_their_rows(k, n, in_16_bits, narrow, positions, expected):
+def test_weight_gradient_schedules_follow_the_storage_of_their_rows(k, n, in_16_bits, positions, expected):
     rows = tuple(letter == "h" for letter in in_16_bits)
-    s = schedule.weight_gradient_schedule(k, n, "tf32", in_16_bits=rows, narrow=narrow, num_positions=positions)
+    s = schedule.weight_gradient_schedule(k, n, "tf32", in_16_bits=rows, num_positions=positions)
     assert dataclasses.astuple(s) == expected
 
 

@@ -19,7 +19,7 @@ from dejax.rgnn.compiler import execute
 from dejax.rgnn.compiler.execute import counts_of
 from dejax.rgnn.graphs import tables
 from dejax.rgnn.ir.inter import Program
-from dejax.rgnn.ir.intra import Traversal, WeightGradient
+from dejax.rgnn.ir.intra import Traversal
 from dejax.rgnn.lowering.pallas import PallasLowering
 from dejax.rgnn.lowering.running import SharedColumns
 from dejax.rgnn.passes import Counts, save
@@ -281,14 +281,6 @@ def test_as_on_a_gpu(name: str, precision: str) -> None:
     check(name, "long_segments", Size(20, 17, 2), options, tolerance=tolerance, loop_tables=True)
 
 
-def test_sums_by_atomic_addition() -> None:
-    """`deterministic=False`: a GEMM adds its rows in place."""
-    options = Options(
-        backend="pallas", precision="f32", interpret=True, deterministic=False, disable=("aggregate", "compact")
-    )
-    check("rgcn_sum_bare", "long_segments", Size(3, 3), options, tolerance=F32)
-
-
 def test_what_the_graphs_cover() -> None:
     """The graphs of the cases have the structures that cause errors."""
     typical, long_segments = GRAPHS["typical"], GRAPHS["long_segments"]
@@ -412,47 +404,6 @@ def test_scalars_that_one_traversal_stores_for_others(
 def test_scores_by_products_with_narrow_matrices(name: str, size: Size, precision: str, tolerance: float) -> None:
     """As where node rows do not fit in the cache; with many heads backward, too."""
     check(name, "typical", size, dataclasses.replace(PALLAS, precision=precision), tolerance=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("name", "graph", "size", "dtype", "precision", "tolerance"),
-    slow_but(
-        [("rgat", "no_edges", Size(3, 3, 1), "float32", "f32", F32)],
-        [
-            ("rgat_one_head", "typical", Size(16, 16, 1), "float32", "f32", F32),
-            ("rgat_one_head", "long_segments", Size(32, 33, 1), "float32", "tf32", TF32),
-            ("rgat", "typical", Size(40, 33, 1), "float32", "tf32", TF32),
-            ("rgat", "no_edges", Size(3, 3, 1), "float32", "f32", F32),
-            ("rgat", "typical", Size(16, 16, 1), "bfloat16", None, BF16),
-            ("rgat", "typical", Size(20, 17, 2), "float32", "tf32", TF32),
-            ("rgat", "long_segments", Size(8, 3, 5), "float32", "f32", F32),
-            ("rgat", "typical", Size(16, 16, 2), "bfloat16", None, BF16),
-        ],
-    ),
-    ids=str,
-)
-@pytest.mark.usefixtures("fresh_plans")
-def test_gradients_of_vectors_fused_with_those_of_weights(
-    name: str,
-    graph: str,
-    size: Size,
-    dtype: str,
-    precision: str | None,
-    tolerance: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The pass over rows for the weight gradient also computes the gradient of the attention vectors."""
-    paired: list[WeightGradient] = []
-    original = PallasLowering.weight_gradient
-
-    def weight_gradient(self: PallasLowering, instance: WeightGradient, env: dict[int, Any]) -> Any:
-        if instance.narrow is not None:
-            paired.append(instance)
-        return original(self, instance, env)
-
-    monkeypatch.setattr(PallasLowering, "weight_gradient", weight_gradient)
-    check(name, graph, size, dataclasses.replace(PALLAS, precision=precision), dtype, tolerance=tolerance)
-    assert paired
 
 
 @SLOW

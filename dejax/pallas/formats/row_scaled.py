@@ -246,17 +246,6 @@ def two_parts(x: Array) -> tuple[Array, Array]:
     return high, low.astype(jnp.float16)
 
 
-def two_floats(x: Array, dtype: Any = jnp.float16) -> tuple[Array, Array]:
-    """Two float16 tiles whose sum is `x`, of magnitudes below 2^15, to 22 bits; for infinities the second is 0.
-
-    Or two of another dtype of 16 bits, to twice its bits.
-    """
-    high, kept = _triton.narrowed(x, dtype)
-    low = lax.sub(x, kept)
-    low = lax.select(lax.eq(low, low), low, lax.full_like(low, 0))  # infinity less infinity
-    return high, low.astype(dtype)
-
-
 def max_magnitude(x: Array, axis: int) -> Array:
     """The largest of float32 magnitudes along an axis (kept, size 1); NaN where one of them is NaN."""
     return lax.expand_dims(as_integers(lambda bits: lax.reduce_max(bits, (axis,)), x), (axis,))

@@ -58,7 +58,6 @@ class GemmPlan(MergedHeads):
     head_n: int
     transpose_w: bool
     activation: str | None
-    accumulate: bool
     dot_parts: int  # inner products with `dot_vector` that each row has
     precision: str
     arithmetic: str  # see `requests.arithmetic`
@@ -309,10 +308,6 @@ def _with_epilogue(tile: _Tile, y: jax.Array) -> jax.Array:
 def _store_rows(tile: _Tile, y: jax.Array, out_row: jax.Array, valid: jax.Array, mask: jax.Array) -> None:
     ref, c, n = tile.ref, tile.c, tile.n
     stride = c.n + c.out_behind
-    if c.accumulate:
-        safe = where(valid, out_row, 0)[:, None]
-        _triton.atomic_add(ref["y"], (safe, tile.heads * stride + n), y, jnp.broadcast_to(mask, y.shape))
-        return
     if "y_exponent" not in ref:
         _triton.store(ref["y"], (out_row[:, None], tile.heads * stride + n), y, mask)
         return

@@ -12,20 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from dejax.pallas import _triton
-from dejax.pallas._shapes import cdiv, divide, lanes, next_power_of_two
+from dejax.pallas._shapes import cdiv, divide, lanes
 from dejax.pallas._tiles import steps, where, within
 from dejax.pallas.formats.row_scaled import (
-    RAISED,
-    exponents,
     finite_magnitude,
     inverse_of,
-    inverse_power,
     max_magnitude,
     power,
     power_of_any,
     powers_of_tile,
     raised_exponents,
-    two_floats,
     two_parts,
     whole_max,
 )
@@ -49,7 +45,6 @@ class GradientPlan(MergedHeads):
     merged: int
     head_k: int
     head_n: int
-    narrow: int  # columns of the narrow rows, of each head
     precision: str
     arithmetic: str  # see `requests.arithmetic`
     dtype: jnp.dtype  # that operands are cast to where the arithmetic is direct
@@ -60,10 +55,6 @@ class GradientPlan(MergedHeads):
     x_behind: int  # zeros behind the features of a row of x
     y_behind: int
     measured: tuple[str, ...]  # which of x and y the kernel divides by powers of two of its columns, measured there
-
-    @property
-    def narrow_width(self) -> int:
-        return self.merged * self.narrow
 
     @property
     def blocks(self) -> tuple[int, int, int]:
@@ -110,7 +101,7 @@ _dot = functools.partial(_triton.dot, transpose_x=True)
 
 
 def _added(sum_: Sum, x: Left, y: jax.Array, y_exponent: jax.Array | None, c: GradientPlan) -> Sum:
-    """The sum plus x^T y, where y are wide rows."""
+    """The sum plus x^T y."""
     if c.arithmetic == "exact":
         return sum_[0] + exact_transposed_product(x, y), sum_[1]
     if c.arithmetic == "direct":
@@ -128,32 +119,6 @@ def _added(sum_: Sum, x: Left, y: jax.Array, y_exponent: jax.Array | None, c: Gr
         for tile, part in ((x.tile, for_x), (y, relative - for_x))
     )
     return total + _dot(left, right, "tf32"), unit
-
-
-def _narrow_added(sum_: Sum, x: Left, y: jax.Array, c: GradientPlan) -> Sum:
-    """The sum plus x^T y, where y are narrow rows of several columns: in two parts, so that x alone is rounded."""
-    if c.arithmetic == "exact":
-        return _added(sum_, x, y, None, c)
-    y, (total, unit), dtype = y.astype(jnp.float32), sum_, c.dtype
-    if c.arithmetic == "scaled":  # powers of two of x's rows multiply y in float32
-        assert x.exponent is not None
-        y, dtype = y * power(x.exponent), jnp.dtype(jnp.float16)
-        total, unit = _relative(sum_, exponents(y, None)[0] - RAISED)
-        y = y * inverse_power(unit)
-    for part in reversed(two_floats(y, dtype)):
-        total = total + _dot(x.tile, part, c.precision)
-    return total, unit
-
-
-def _column_added(total: jax.Array, x: jax.Array, x_exponent: jax.Array | None, y: jax.Array) -> jax.Array:
-    """The sum plus the rows of x times y, [rows, 1], in float32, in several partial rows that are added at the end.
-
-    Tensor cores would multiply 15 columns of zeros. With 8 elements of the sum for each thread, a thread adds to its
-    own elements until the last step, so that no step has a barrier.
-    """
-    y = y.astype(jnp.float32)
-    y = y if x_exponent is None else y * power(x_exponent)
-    return total + lax.reduce_sum((x.astype(jnp.float32) * y).reshape(-1, *total.shape), (0,))
 
 
 def _relative(sum_: Sum, largest: jax.Array) -> Sum:
@@ -183,8 +148,7 @@ class _Side:
 
     name: str
     column: jax.Array  # [1, columns]
-    block: jax.Array | None  # the number of their block, of `size` columns; None: the program reads all columns
-    size: int
+    first: jax.Array  # of the columns
     width: int  # of a set of heads, as it is stored
     rows: int
     part: int  # columns that share an exponent
@@ -200,10 +164,8 @@ class _Program:
     heads: jax.Array  # the number of its set of merged heads
     start: jax.Array
     end: jax.Array
-    leads: jax.Array  # whether the program multiplies the narrow rows, too
     x: _Side
     y: _Side
-    narrow: _Side
     first: jax.Array  # [block_rows], the positions of the first step
 
 
@@ -215,30 +177,27 @@ Tile = tuple[jax.Array, jax.Array | None]
 
 
 def partial_kernel(*refs: Any, c: GradientPlan) -> None:
-    """Sums one split: `x^T y` for a tile of the result, and `x^T narrow` where the tile is the first of its rows."""
+    """Sums `x^T y` over one split, for a tile of the result."""
     p = _located(dict(zip(c.names, refs, strict=True)), c)
     at_first = _indices(p, p.first)
     powers = _measured_powers(p, at_first) if c.measured else {}
     inverses = {name: inverse_of(of_columns) for name, of_columns in powers.items()}
-    empty = _empty_sums(p)
+    empty = (jnp.zeros((c.schedule.block_k, c.schedule.block_n), jnp.float32), lax.full((), _LEAST, jnp.int32))
     count = steps(p.end - p.start, c.schedule.block_rows)
-    sums, _ = _triton.fori_loop(0, count, functools.partial(_step, p, inverses), (empty, at_first))
-    _store_all(p, *_with_units(p, sums, powers))
+    sum_, _ = _triton.fori_loop(0, count, functools.partial(_step, p, inverses), (empty, at_first))
+    _store(p, _with_units(p, sum_, powers))
 
 
 def _located(ref: dict[str, Any], c: GradientPlan) -> _Program:
-    s, count = c.schedule, c.narrow_width
+    s = c.schedule
     split, heads, block_k, block_n = _triton.program_ids(*c.blocks)
     start, end = ref["split_start"][split], ref["split_end"][split]
     number = ref["split_number"][split] if "split_number" in ref else split
-    leads = block_n == 0
     k = (block_k * s.block_k + lanes(s.block_k, 0, 1))[None, :]
     n = (block_n * s.block_n + lanes(s.block_n, 0, 1))[None, :]
-    m = lanes(max(16, next_power_of_two(count)) if count > 1 else 1, 0, 1)[None, :]
-    x = _Side("x", k, block_k, s.block_k, c.k + c.x_behind, c.x_rows, c.x_part)
-    y = _Side("y", n, block_n, s.block_n, c.n + c.y_behind, c.y_rows, c.y_part)
-    narrow = _Side("narrow", m, None, 0, count, c.y_rows, 1)
-    return _Program(ref, c, number, heads, start, end, leads, x, y, narrow, start + lanes(s.block_rows, 0, 1))
+    x = _Side("x", k, block_k * s.block_k, c.k + c.x_behind, c.x_rows, c.x_part)
+    y = _Side("y", n, block_n * s.block_n, c.n + c.y_behind, c.y_rows, c.y_part)
+    return _Program(ref, c, number, heads, start, end, x, y, start + lanes(s.block_rows, 0, 1))
 
 
 # --- loads -----------------------------------------------------------------------------------------------------------
@@ -249,34 +208,31 @@ def _indices(p: _Program, position: jax.Array) -> Indices:
     return tuple(_triton.load(index, (position,), position < p.end) for index in found)
 
 
-def _wide_rows(p: _Program, position: jax.Array, here: Indices) -> tuple[jax.Array, Tile, Tile]:
-    """The row of y at each position, and tiles of x and of y."""
+def _rows(p: _Program, position: jax.Array, here: Indices) -> tuple[Tile, Tile]:
+    """Tiles of x and of y."""
     valid, rows = position < p.end, iter(here)
     x_row, y_row = (next(rows) if f"{name}_index" in p.ref else position for name in "xy")
     y = _load(p, p.y, y_row, valid)
     x = _load(p, p.x, x_row, valid)
-    return y_row, x, y
+    return x, y
 
 
 def _load(p: _Program, side: _Side, row: jax.Array, valid: jax.Array) -> Tile:
-    first = 0 if side.block is None else side.block * side.size
     row_mask = within(row, side.rows, valid)[:, None]
     mask = row_mask & (side.column < side.width) if side.width % side.column.shape[1] else row_mask
     exponent = None
     if f"{side.name}_exponent" in p.ref:
         # The first column's part is every column's: `grouped_weight_gradient` decodes other rows beforehand.
-        part = lax.div(p.heads * side.width + first, jnp.int32(side.part)) + jnp.zeros_like(row[:, None])
+        part = lax.div(p.heads * side.width + side.first, jnp.int32(side.part)) + jnp.zeros_like(row[:, None])
         exponent = _triton.load(p.ref[f"{side.name}_exponent"], (row[:, None], part), row_mask).astype(jnp.int32)
     return _triton.load(p.ref[side.name], (row[:, None], p.heads * side.width + side.column), mask), exponent
 
 
-def _times_scale(
-    p: _Program, rows: jax.Array, position: jax.Array, valid: jax.Array, column: jax.Array, width: int
-) -> jax.Array:
-    """Rows times the scale of their position and of the head that each column, of heads of `width`, belongs to."""
+def _times_scale(p: _Program, rows: jax.Array, position: jax.Array, valid: jax.Array) -> jax.Array:
+    """Rows of y times the scale of their position and of the head that each column belongs to."""
     if "scale" not in p.ref:
         return rows
-    head = p.heads * p.c.merged + divide(column, width)[0] if p.c.merged > 1 else p.heads
+    head = p.heads * p.c.merged + divide(p.y.column, p.c.head_n)[0] if p.c.merged > 1 else p.heads
     scale = _triton.load(p.ref["scale"], (position[:, None], head), valid[:, None])
     return rows.astype(jnp.float32) * scale.astype(jnp.float32)
 
@@ -286,7 +242,7 @@ def _measured_powers(p: _Program, at_first: Indices) -> dict[str, jax.Array]:
 
     A program measures the rows of its first step. A power that is wrong by a factor of some thousands costs no digits.
     """
-    _, *tiles = _wide_rows(p, p.first, at_first)
+    tiles = _rows(p, p.first, at_first)
     found = {}
     for name, (rows, _) in zip("xy", tiles, strict=True):
         if name in p.c.measured:
@@ -306,71 +262,37 @@ def _powers_of_columns(p: _Program, side: _Side, width: int, measured: dict[str,
 # --- sums ------------------------------------------------------------------------------------------------------------
 
 
-def _empty_sums(p: _Program) -> list[Sum]:
-    s, count = p.c.schedule, p.c.narrow_width
-    empty = lambda shape, unit=_LEAST: (jnp.zeros(shape, jnp.float32), lax.full((), unit, jnp.int32))  # noqa: E731
-    found = [empty((s.block_k, s.block_n))]
-    if count == 1:  # relative to 1
-        found.append(empty((min(s.block_rows, 256 * s.num_warps // s.block_k), s.block_k), 127))
-    elif count:
-        found.append(empty((s.block_k, p.narrow.column.shape[1])))
-    return found
-
-
 def _step(
-    p: _Program, inverses: Mapping[str, jax.Array], i: jax.Array, carry: tuple[list[Sum], Indices]
-) -> tuple[list[Sum], Indices]:
-    """The sums with the next `block_rows` positions, and the indices of the step after."""
-    c, (sums, here) = p.c, carry
+    p: _Program, inverses: Mapping[str, jax.Array], i: jax.Array, carry: tuple[Sum, Indices]
+) -> tuple[Sum, Indices]:
+    """The sum with the next `block_rows` positions, and the indices of the step after."""
+    c, (sum_, here) = p.c, carry
     position = p.first + i * c.schedule.block_rows
     valid = position < p.end
     ahead = _indices(p, position + c.schedule.block_rows)  # waits for memory together with this step's rows
-    y_row, (x, x_exponent), (y, y_exponent) = _wide_rows(p, position, here)
+    (x, x_exponent), (y, y_exponent) = _rows(p, position, here)
     x, y = (
         rows.astype(jnp.float32) * inverses[name] if name in inverses else rows for name, rows in (("x", x), ("y", y))
     )
     left = _left(x, x_exponent, c)
-    y = _times_scale(p, y, position, valid, p.y.column, c.head_n)
-    found = [_added(sums[0], left, y, y_exponent, c)]
-    if c.narrow:
-        some = valid & p.leads if c.n > c.schedule.block_n else valid
-        narrow, _ = _load(p, p.narrow, y_row, some)
-        narrow = _times_scale(p, narrow, position, valid, p.narrow.column, c.narrow)
-        if c.narrow_width == 1:
-            found.append((_column_added(sums[1][0], x, x_exponent, narrow), sums[1][1]))
-        else:
-            found.append(_narrow_added(sums[1], left, narrow, c))
-    return found, ahead
+    return _added(sum_, left, _times_scale(p, y, position, valid), y_exponent, c), ahead
 
 
-def _with_units(p: _Program, sums: list[Sum], powers: dict[str, jax.Array]) -> tuple[list[jax.Array], jax.Array | None]:
-    """The sums of wide and of narrow rows, and the powers of x's columns, by which they are yet to be multiplied."""
-    c = p.c
-    wide, *narrow = (power_of_any(total, unit) if c.arithmetic == "scaled" else total for total, unit in sums)
+def _with_units(p: _Program, sum_: Sum, powers: dict[str, jax.Array]) -> jax.Array:
+    """The sum, multiplied by its unit and by the powers of two of columns."""
+    c, (total, unit) = p.c, sum_
+    total = power_of_any(total, unit) if c.arithmetic == "scaled" else total
     of_n, of_k = _powers_of_columns(p, p.y, c.n, powers), _powers_of_columns(p, p.x, c.k, powers)
-    if of_n is not None:
-        wide = wide * of_n
-    if c.narrow_width == 1:
-        narrow = [lax.reduce_sum(narrow[0], (0,)).reshape(-1, 1)]
-    return [wide, *narrow], of_k
+    total = total if of_n is None else total * of_n
+    return total if of_k is None else total * of_k.reshape(-1, 1)
 
 
-def _store_all(p: _Program, totals: list[jax.Array], of_k: jax.Array | None) -> None:
-    k = p.x.column.reshape(-1, 1)
-    wide, *narrow = (total if of_k is None else total * of_k.reshape(-1, 1) for total in totals)
-    _store(p, "partial", wide, k, p.y.column, p.c.head_n, jnp.ones((1, 1), jnp.bool_))
-    for total in narrow:
-        _store(p, "narrow_partial", total, k, p.narrow.column, p.c.narrow, lax.broadcast(p.leads, (1, 1)))
-
-
-def _store(
-    p: _Program, name: str, total: jax.Array, k: jax.Array, column: jax.Array, width: int, inside: jax.Array
-) -> None:
-    """Stores the blocks on the diagonal, `head_k` by `width`, of a tile of the result."""
-    c = p.c
-    inside, row, head = inside & (k < c.k) & (column < c.merged * width), k, p.heads
+def _store(p: _Program, total: jax.Array) -> None:
+    """Stores the blocks on the diagonal, `head_k` by `head_n`, of a tile of the result."""
+    c, row, column, head = p.c, p.x.column.reshape(-1, 1), p.y.column, p.heads
+    inside = (row < c.k) & (column < c.n)
     if c.merged > 1:
-        (head_of_row, row), (head_of_column, column) = divide(k, c.head_k), divide(column, width)
+        (head_of_row, row), (head_of_column, column) = divide(row, c.head_k), divide(column, c.head_n)
         inside = inside & (head_of_row == head_of_column)
         head = where(inside, p.heads * c.merged + head_of_column, c.head_blocks * c.merged)
-    _triton.store(p.ref[name], (p.number, head, row, column), total, inside)
+    _triton.store(p.ref["partial"], (p.number, head, row, column), total, inside)

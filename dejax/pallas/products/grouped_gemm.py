@@ -1,4 +1,4 @@
-"""The template of the grouped GEMM: rows times the matrix of their type; gathered, scattered or accumulated.
+"""The template of the grouped GEMM: rows times the matrix of their type; gathered or scattered.
 
 Reference: `products.reference.grouped_gemm`. Contract test: `test_grouped_gemm` of `tests/pallas/test_contract.py`.
 """
@@ -124,8 +124,6 @@ def _check_shapes(r: GroupedGemm) -> None:
 
 def _check_supported(r: GroupedGemm, schedule: GemmSchedule | None) -> None:
     e, n = r.epilogue, r.n
-    if r.output.accumulate and any(a is not None for a in (e.bias, e.dot_vector, e.activation)):
-        raise ValueError("`accumulate` must be False with a bias, an activation or a dot_vector, got True")
     for name, a in (("x", r.x), ("w", r.w), ("scale", e.scale), ("bias", e.bias), ("dot_vector", e.dot_vector)):
         if a is not None:
             check_float(a, name)
@@ -139,9 +137,9 @@ def _check_supported(r: GroupedGemm, schedule: GemmSchedule | None) -> None:
         raise NotImplementedError(f"`dot_parts` and columns must be powers of two, got {e.dot_parts} of {n} columns")
     if e.dot_vector is not None and next_power_of_two(n) > MAX_WHOLE_N:
         raise NotImplementedError(f"`dot_vector` needs a result of at most {MAX_WHOLE_N} columns, got {n}")
-    if r.output.row_scaled and (r.precision != "tf32" or r.output.accumulate or r.out_dtype != jnp.float32):
+    if r.output.row_scaled and (r.precision != "tf32" or r.out_dtype != jnp.float32):
         raise ValueError(
-            "`row_scaled` must be False but for float32 results of precision='tf32' without accumulate, got True with "
+            "`row_scaled` must be False but for float32 results of precision='tf32', got True with "
             f"{r.out_dtype} and {r.precision!r}"
         )
 
@@ -312,7 +310,7 @@ def _multiplied(r: GroupedGemm, schedule: GemmSchedule | None, interpret: bool |
     out_length = stored((n,))[0] if cut.row_scaled and cut.merged == 1 and cut.blocks_n(n) == 1 else n
     operands, results = _operands(r, weights, dot_vector, cut.row_scaled), _results(r, cut, out_length)
     aliases = {}
-    if r.output.accumulate or not r.output.covers_all:
+    if not r.output.covers_all:
         for i, s in enumerate(results.values()):
             aliases[len(operands)] = i
             operands[f"zeros{i}"] = jnp.zeros(s.shape, s.dtype)
@@ -355,7 +353,6 @@ def _plan(r: GroupedGemm, cut: _Cut, weights: _Weights, names: tuple[str, ...], 
         head_n=r.n,
         transpose_w=r.transpose_w,
         activation=r.epilogue.activation,
-        accumulate=r.output.accumulate,
         dot_parts=r.epilogue.dot_parts,
         precision=r.precision,
         arithmetic=cut.arithmetic,

@@ -29,7 +29,7 @@ def grouped_gemm(r: GroupedGemm) -> tuple[np.ndarray, np.ndarray | None]:
         y = y + _with_heads(_wide(e.bias), 3)[type_]
     y = activated(e.activation, y)
     result = np.zeros((r.out_rows, *y.shape[1:]))
-    np.add.at(result, out, y)
+    result[out] = y
     if e.dot_vector is None:
         return (result[:, 0] if flat else result), None
     parts = (y * _with_heads(_wide(e.dot_vector), 3)[type_]).reshape(len(y), y.shape[1] * e.dot_parts, -1).sum(-1)
@@ -50,23 +50,18 @@ def activated(name: str | None, y: np.ndarray) -> np.ndarray:
     }[kind]()
 
 
-def grouped_weight_gradient(r: GroupedWeightGradient) -> tuple[np.ndarray, ...]:
-    """The sum of `x^T y` for each type; and of `x^T narrow`, if there are narrow rows."""
+def grouped_weight_gradient(r: GroupedWeightGradient) -> np.ndarray:
+    """The sum of `x^T y` for each type."""
     offsets, flat = np.asarray(r.offsets), r.x.ndim == 2
-    x = _with_heads(_wide(r.x), 3)
+    x, y = _with_heads(_wide(r.x), 3), _with_heads(_wide(r.y), 3)
     type_, x_row, y_row = _types(offsets), _rows(r.x_index, offsets), _rows(r.y_index, offsets)
-    left = x[x_row]
+    left, right = x[x_row], y[y_row]
     if r.scale is not None:
         left = left * _with_heads(_wide(r.scale), 2)[: offsets[-1], :, None]
-    found = []
-    for side in (r.y, r.narrow):
-        if side is not None:
-            right = _with_heads(_wide(side), 3)[y_row]
-            total = np.zeros((len(offsets) - 1, *x.shape[1:], right.shape[2]))
-            for t in range(len(offsets) - 1):
-                total[t] = np.einsum("phk,phn->hkn", left[type_ == t], right[type_ == t])
-            found.append(total[:, 0] if flat else total)
-    return tuple(found)
+    total = np.zeros((len(offsets) - 1, *x.shape[1:], y.shape[2]))
+    for t in range(len(offsets) - 1):
+        total[t] = np.einsum("phk,phn->hkn", left[type_ == t], right[type_ == t])
+    return total[:, 0] if flat else total
 
 
 def row_product(x: Any, y: Any, mask: Any = None) -> np.ndarray:

@@ -62,11 +62,9 @@ class GemmOutput:
     """Where a grouped GEMM puts its result rows, and how they are stored.
 
     Attributes:
-      index: int32[num_positions], the row that a position writes; one out of range is not written. Without `accumulate`
-        no two positions of a type may name the same row. None: position p writes row p.
+      index: int32[num_positions], the row that a position writes; one out of range is not written. No two
+        positions may name the same row. None: position p writes row p.
       num_rows: rows of the result; the number of positions by default.
-      accumulate: adds product rows up in float32 result rows, atomically. The order of additions, and so the last bits,
-        differ from run to run. The result is float32.
       covers_all: the caller guarantees that every result row is written, so that none needs to be set to zero first.
       dtype: of the result; by default what `x` and `w` promote to.
       row_scaled: asks for the result as `RowScaled`, in half the bytes; only with `precision="tf32"` and a float32
@@ -76,7 +74,6 @@ class GemmOutput:
 
     index: jax.Array | None = None
     num_rows: int | None = None
-    accumulate: bool = False
     covers_all: bool = False
     dtype: Any = None
     row_scaled: bool = False
@@ -125,8 +122,7 @@ class GroupedGemm:
 
     @property
     def out_dtype(self) -> np.dtype:
-        promoted = self.output.dtype or jnp.promote_types(self.x.dtype, self.w.dtype)
-        return jnp.dtype(jnp.float32 if self.output.accumulate else promoted)
+        return jnp.dtype(self.output.dtype or jnp.promote_types(self.x.dtype, self.w.dtype))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,8 +138,6 @@ class GroupedWeightGradient:
       x_index: int32[num_positions], the row of `x` at each position; one out of range reads as zeros. None: row p.
       y_index: int32[num_positions], likewise for `y`.
       scale: float[num_positions, heads] or float[num_positions], a factor of each product.
-      narrow: float[rows, heads, m], or float[rows, m], m up to 16 (`MAX_NARROW`): further rows, read by `y_index`, that
-        multiply those of `x` in the same pass.
       precision: of float32 operands: `tf32` (10-bit mantissa; computed in float16 with powers of two for each row, see
         `row_scaled`), `f32` (22 bits; three such products) or `bf16` (cast). Sums are float32.
       dtype: of the result.
@@ -159,7 +153,6 @@ class GroupedWeightGradient:
     x_index: jax.Array | None = None
     y_index: jax.Array | None = None
     scale: jax.Array | None = None
-    narrow: jax.Array | RowScaled | None = None
     precision: str = "tf32"
     dtype: Any = jnp.float32
     rows_per_split: int | None = None

@@ -211,7 +211,6 @@ def weight_gradient_schedule(
     precision: str,
     *,
     in_16_bits: tuple[bool, bool] = (False, False),
-    narrow: bool = False,
     num_positions: int = 0,
 ) -> WeightGradientSchedule:
     """The heuristic schedule of a grouped weight gradient.
@@ -221,13 +220,12 @@ def weight_gradient_schedule(
       n: width of y.
       precision: `f32`, `tf32` or `bf16`.
       in_16_bits: whether rows of x and of y come in 16 bits.
-      narrow: whether rows of x are multiplied by narrow rows, too.
       num_positions: products that are summed; 0 for few.
     """
     wide_k, wide_n = max(16, next_power_of_two(k)), max(16, next_power_of_two(n))
     block_k, block_n = min(wide_k, 128), min(wide_n, 64)
     if precision == "tf32" and block_k >= 64 and block_n == 64:
-        found = _wide_weight_gradient_schedule(wide_k, wide_n, in_16_bits, narrow, num_positions)
+        found = _wide_weight_gradient_schedule(wide_k, wide_n, in_16_bits, num_positions)
         sides = (found.block_k, found.block_n)
         stage = found.block_rows * sum(side * (2 if h else 4) for side, h in zip(sides, in_16_bits, strict=True))
         return replace(found, num_stages=_fitting_stages(found.num_stages, stage))
@@ -237,7 +235,7 @@ def weight_gradient_schedule(
 
 
 def _wide_weight_gradient_schedule(
-    wide_k: int, wide_n: int, in_16_bits: tuple[bool, bool], narrow: bool, num_positions: int
+    wide_k: int, wide_n: int, in_16_bits: tuple[bool, bool], num_positions: int
 ) -> WeightGradientSchedule:
     """Of products in float16.
 
@@ -246,7 +244,7 @@ def _wide_weight_gradient_schedule(
     """
     if wide_k >= 128 and wide_n >= 128:
         if all(in_16_bits):
-            return WeightGradientSchedule(128, 128, 128, 8, 2) if narrow else WeightGradientSchedule(64, 128, 128, 8, 3)
+            return WeightGradientSchedule(64, 128, 128, 8, 3)
         if any(in_16_bits):
             return WeightGradientSchedule(64, 128 if in_16_bits[0] else 64, 128 if in_16_bits[1] else 64, 4, 2)
         return WeightGradientSchedule(128, 128, 128, 8, 1)
@@ -254,7 +252,7 @@ def _wide_weight_gradient_schedule(
     # With few rows a program ends before its pipeline is filled.
     if num_positions < _MANY_PRODUCTS or block_k > 64:
         return WeightGradientSchedule(64, block_k, 64, 4, 1)
-    if all(in_16_bits) and not narrow:
+    if all(in_16_bits):
         return WeightGradientSchedule(32, 64, 64, 4, 3) if wide_n == 64 else WeightGradientSchedule(64, 64, 64, 4, 2)
     return WeightGradientSchedule(64, 64, 64, 4, 3 if in_16_bits[1] else 2 if in_16_bits[0] else 1)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,35 +25,23 @@ _TILE_OF_MANY = (32, 128)
 _MANY_ROWS, _FEW_PROGRAMS = 8, 264
 
 
-def _kernel(*refs: Any, widths: tuple[int, ...], summed: int, block: int) -> None:
-    count = len(widths)
-    arrays, (offsets, *order), outs = refs[:count], refs[count:-count], refs[-count:]
-    blocks = [cdiv(width, block) for width in widths]
-    row, column = _triton.program_ids(sum(blocks))
+def _kernel(x: Any, offsets: Any, *rest: Any, width: int, summed: int, block: int) -> None:
+    *order, out = rest
+    row, column = _triton.program_ids(cdiv(width, block))
     start, end = offsets[row], offsets[row + 1]
+    columns = (column * block + lanes(block, 0, 1))[None, :]
 
-    def sums(x: Any, out: Any, width: int, first: int) -> None:
-        columns = ((column - first if first else column) * block + lanes(block, 0, 1))[None, :]
+    def step(i: jax.Array, total: jax.Array) -> jax.Array:
+        entry = start + i * summed + lanes(summed, 0, 1)
+        valid = entry < end
+        if order:
+            entry = _triton.load(order[0], (entry,), valid)
+        mask = valid[:, None] & (columns < width)
+        return total + _triton.load(x, (entry[:, None], columns), mask).astype(jnp.float32)
 
-        def step(i: jax.Array, total: jax.Array) -> jax.Array:
-            entry = start + i * summed + lanes(summed, 0, 1)
-            valid = entry < end
-            if order:
-                entry = _triton.load(order[0], (entry,), valid)
-            mask = valid[:, None] & (columns < width)
-            return total + _triton.load(x, (entry[:, None], columns), mask).astype(jnp.float32)
-
-        total = _triton.fori_loop(0, steps(end - start, summed), step, jnp.zeros((summed, block), jnp.float32))
-        columns = columns.reshape(-1)
-        _triton.store(out, (row, columns), lax.reduce_sum(total, (0,)), columns < width)
-
-    if count == 1:
-        sums(arrays[0], outs[0], widths[0], 0)
-        return
-    for number, (x, out, width) in enumerate(zip(arrays, outs, widths, strict=True)):
-        first = sum(blocks[:number])
-        mine = (column >= first) & (column < first + blocks[number])
-        _triton.when(mine, functools.partial(sums, x, out, width, first))
+    total = _triton.fori_loop(0, steps(end - start, summed), step, jnp.zeros((summed, block), jnp.float32))
+    columns = columns.reshape(-1)
+    _triton.store(out, (row, columns), lax.reduce_sum(total, (0,)), columns < width)
 
 
 def sum_rows(
@@ -83,41 +70,24 @@ def sum_rows(
       NotImplementedError: a dtype that the kernel does not have.
       ValueError: `order` has another length than `x`.
     """
-    (total,) = sum_rows_of_all((x,), offsets, order=order, dtype=dtype, name=name, interpret=interpret)
-    return total
-
-
-def sum_rows_of_all(
-    arrays: Sequence[jax.Array],
-    offsets: jax.Array,
-    *,
-    order: jax.Array | None = None,
-    dtype: Any = None,
-    name: str = "sum_rows",
-    interpret: bool | None = None,
-) -> tuple[jax.Array, ...]:
-    """`sum_rows` of several arrays of one length, in one kernel."""
-    x = arrays[0]
-    for a in arrays:
-        check_float(a, "x")
+    check_float(x, "x")
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    rows, widths = offsets.shape[0] - 1, tuple(math.prod(a.shape[1:]) for a in arrays)
-    if rows == 0 or any(a.size == 0 for a in arrays):
-        return tuple(jnp.zeros((rows, *a.shape[1:]), dtype) for a in arrays)
-    given = [*(a.reshape(a.shape[0], n) for a, n in zip(arrays, widths, strict=True)), offsets]
+    rows, width = offsets.shape[0] - 1, math.prod(x.shape[1:])
+    if rows == 0 or x.size == 0:
+        return jnp.zeros((rows, *x.shape[1:]), dtype)
+    given = [x.reshape(x.shape[0], width), offsets]
     if order is not None:
         given.append(as_index(order, "order", x.shape[0]))
-    widest = max(widths)
-    many = x.shape[0] >= _MANY_ROWS * rows or rows * cdiv(widest, _TILE[1]) < _FEW_PROGRAMS
+    many = x.shape[0] >= _MANY_ROWS * rows or rows * cdiv(width, _TILE[1]) < _FEW_PROGRAMS
     summed, most = _TILE_OF_MANY if many else _TILE
-    block = min(next_power_of_two(widest), most)
-    totals = _triton.pallas_call(
-        functools.partial(_kernel, widths=widths, summed=summed, block=block),
+    block = min(next_power_of_two(width), most)
+    (total,) = _triton.pallas_call(
+        functools.partial(_kernel, width=width, summed=summed, block=block),
         name=name,
-        num_programs=rows * sum(cdiv(n, block) for n in widths),
-        out_shape=[jax.ShapeDtypeStruct((rows, n), dtype) for n in widths],
+        num_programs=rows * cdiv(width, block),
+        out_shape=[jax.ShapeDtypeStruct((rows, width), dtype)],
         num_warps=4 if block == most else 1,
         num_stages=2,
         interpret=_triton.use_interpreter(interpret),
     )(*given)
-    return tuple(total.reshape(rows, *a.shape[1:]) for total, a in zip(totals, arrays, strict=True))
+    return total.reshape(rows, *x.shape[1:])

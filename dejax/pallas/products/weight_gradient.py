@@ -4,9 +4,6 @@ There are two passes and no atomics, so that the result is the same in every run
 programs, each of which sums its rows into a float32 partial. A second kernel adds the partials of each type in their
 order.
 
-Narrow rows of a few columns can multiply the rows of x in the same pass: the gradient of a vector by type is then fused
-with that of a weight by type.
-
 Reference: `products.reference.grouped_weight_gradient`. Contract test: `test_grouped_weight_gradient` of
 `tests/pallas/test_contract.py`.
 """
@@ -29,10 +26,7 @@ from dejax.pallas.products import schedule as schedules
 from dejax.pallas.products.gradient_kernel import GradientPlan, partial_kernel
 from dejax.pallas.products.requests import GroupedWeightGradient, arithmetic
 from dejax.pallas.products.schedule import WeightGradientSchedule, merged_heads, weight_gradient_schedule
-from dejax.pallas.products.sums import sum_rows_of_all
-
-# Columns of narrow rows: those of the smallest product of tensor cores.
-MAX_NARROW = 16
+from dejax.pallas.products.sums import sum_rows
 
 
 def split_table(offsets: jax.Array, rows_per_split: int, num_positions: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -59,7 +53,7 @@ def split_table(offsets: jax.Array, rows_per_split: int, num_positions: int) -> 
 
 def grouped_weight_gradient(
     request: GroupedWeightGradient, *, schedule: WeightGradientSchedule | None = None, interpret: bool | None = None
-) -> Any:
+) -> jax.Array:
     """For each type the sum of `x^T y` over its positions: `out[t, h] = sum_p scale[p, h] * x[i(p), h]^T y[j(p), h]`.
 
     The sum goes over positions p of type t, `offsets[t]` to `offsets[t + 1]`; i(p) = `x_index[p]` and j(p) =
@@ -71,27 +65,21 @@ def grouped_weight_gradient(
       interpret: run the kernels interpreted; by default where there is no GPU.
 
     Returns:
-      dtype[types, heads, k, n], exact zeros for types without positions; with `narrow` a pair of that and the sum of
-      `x^T narrow`, dtype[types, heads, k, m].
+      dtype[types, heads, k, n], exact zeros for types without positions.
 
     Raises:
-      NotImplementedError: a dtype that the kernel does not have, or narrow rows of too many columns.
+      NotImplementedError: a dtype that the kernel does not have.
       ValueError: shapes that do not fit each other.
     """
     check_precision(request.precision)
     flat = request.x.ndim == 2
     r = _with_heads_axis(request)
-    sides = r.x.shape[2], r.y.shape[2]
+    k, n = r.x.shape[2], r.y.shape[2]
     r = _with_stored_heads(r)
-    widths = _widths(r)
-    if min(r.offsets.shape[0] - 1, r.num_positions, *r.x.shape, *r.y.shape) == 0:
-        totals = [jnp.zeros(shape, r.dtype) for shape in _result_shapes(r, widths)]
-    else:
-        totals = _summed(r, widths, schedule, interpret)
-    if (r.x.shape[2], r.y.shape[2]) != sides:  # without what zeros behind the features of a head make
-        totals = [t[:, :, : sides[0], :n] for t, n in zip(totals, (sides[1], *widths[1:]), strict=True)]
-    totals = [total[:, 0] for total in totals] if flat else totals
-    return tuple(totals) if len(totals) > 1 else totals[0]
+    types, empty = r.offsets.shape[0] - 1, 0 in (r.offsets.shape[0] - 1, r.num_positions, *r.x.shape, *r.y.shape)
+    total = jnp.zeros((types, *_partial_shape(r)), r.dtype) if empty else _summed(r, schedule, interpret)
+    total = total[:, :, :k, :n]  # without what zeros behind the features of a head make
+    return total[:, 0] if flat else total
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
@@ -99,13 +87,12 @@ def grouped_weight_gradient(
 
 def _with_heads_axis(r: GroupedWeightGradient) -> GroupedWeightGradient:
     """The request with an axis of heads in every operand."""
-    x, y, narrow, scale = r.x, r.y, r.narrow, r.scale
+    x, y, scale = r.x, r.y, r.scale
     check_float(x, "x")
     check_float(y, "y")
     flat = x.ndim == 2
     if flat and x.ndim == y.ndim:
         x, y = x.reshape(x.shape[0], 1, x.shape[1]), y.reshape(y.shape[0], 1, y.shape[1])
-        narrow = narrow.reshape(narrow.shape[0], 1, -1) if narrow is not None and narrow.ndim == 2 else narrow
     if x.ndim != 3 or y.ndim != 3 or x.shape[1] != y.shape[1]:
         raise ValueError(
             "`x` and `y` must be [rows, heads, width] with the same heads, or both [rows, width]; "
@@ -118,7 +105,7 @@ def _with_heads_axis(r: GroupedWeightGradient) -> GroupedWeightGradient:
             raise ValueError(
                 f"`scale` must be [{r.num_positions}, {x.shape[1]}] or [{r.num_positions}], got {scale.shape}"
             )
-    return replace(r, x=x, y=y, narrow=narrow, scale=scale)
+    return replace(r, x=x, y=y, scale=scale)
 
 
 def _with_stored_heads(r: GroupedWeightGradient) -> GroupedWeightGradient:
@@ -129,42 +116,23 @@ def _with_stored_heads(r: GroupedWeightGradient) -> GroupedWeightGradient:
     return replace(r, x=x, y=y)
 
 
-def _widths(r: GroupedWeightGradient) -> tuple[int, ...]:
-    """The columns of each head of y, and of the narrow rows if there are any."""
-    (rows, heads, n), narrow = r.y.shape, r.narrow
-    if narrow is None:
-        return (n,)
-    check_float(narrow, "narrow")
-    if narrow.ndim != 3 or narrow.shape[:2] != (rows, heads):
-        raise ValueError(
-            f"`narrow` must be [{rows}, {heads}, columns], with the rows and heads of `y`, got {narrow.shape}"
-        )
-    if not 0 < narrow.shape[2] <= MAX_NARROW:
-        raise NotImplementedError(f"`narrow` must have 1 to {MAX_NARROW} columns for each head, got {narrow.shape[2]}")
-    return n, narrow.shape[2]
-
-
 # --- the call --------------------------------------------------------------------------------------------------------
 
 
-def _result_shapes(r: GroupedWeightGradient, widths: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return [(r.offsets.shape[0] - 1, *r.x.shape[1:], width) for width in widths]
+def _partial_shape(r: GroupedWeightGradient) -> tuple[int, ...]:
+    return (*r.x.shape[1:], r.y.shape[2])
 
 
-def _chosen_schedule(
-    r: GroupedWeightGradient, merged: int, widths: tuple[int, ...], interpret: bool | None
-) -> WeightGradientSchedule:
+def _chosen_schedule(r: GroupedWeightGradient, merged: int, interpret: bool | None) -> WeightGradientSchedule:
     (_, heads, k), n = r.x.shape, r.y.shape[2]
     heuristic = weight_gradient_schedule(
         merged * k, merged * n, r.precision,
-        in_16_bits=(_in_16_bits(r.x), _in_16_bits(r.y)), narrow=r.narrow is not None,
-        num_positions=r.num_positions,
+        in_16_bits=(_in_16_bits(r.x), _in_16_bits(r.y)), num_positions=r.num_positions,
     )  # fmt: skip
     forms = "".join("h" if isinstance(a, RowScaled) else "f" for a in (r.x, r.y))
-    narrow = "".join(f"+{width}" for width in widths[1:])
     fields = tuned_tables.choose(
         "outer",
-        f"{next_power_of_two(k)}x{next_power_of_two(n)}{narrow}x{heads}-{r.precision}-{r.x.dtype}-{forms}"
+        f"{next_power_of_two(k)}x{next_power_of_two(n)}x{heads}-{r.precision}-{r.x.dtype}-{forms}"
         f"-{tuned_tables.bucket(r.num_positions)}",
         asdict(heuristic),
         # The heuristic merges heads; their tiles are not searched.
@@ -187,8 +155,7 @@ def _decoded(r: GroupedWeightGradient, merged: int, schedule: WeightGradientSche
     if isinstance(y, RowScaled):
         one_exponent = y.one_exponent(merged * y.shape[2], schedule.block_n)
         y = y if scaled and r.scale is None and one_exponent else y.decode()
-    narrow = r.narrow.decode() if isinstance(r.narrow, RowScaled) else r.narrow
-    return replace(r, x=x, y=y, narrow=narrow)
+    return replace(r, x=x, y=y)
 
 
 def _operands(r: GroupedWeightGradient, splits: tuple[Any, ...]) -> dict[str, Any]:
@@ -207,8 +174,6 @@ def _operands(r: GroupedWeightGradient, splits: tuple[Any, ...]) -> dict[str, An
             found[name] = as_index(index, name, r.num_positions)
     if r.scale is not None:
         found["scale"] = jnp.broadcast_to(r.scale, (r.num_positions, r.x.shape[1]))
-    if r.narrow is not None:
-        found["narrow"] = r.narrow.reshape(r.narrow.shape[0], -1)
     return found
 
 
@@ -221,39 +186,33 @@ def _stored_width(a: jax.Array | RowScaled) -> int:
     return math.prod((a.mantissa if isinstance(a, RowScaled) else a).shape[1:])
 
 
-def _summed(
-    r: GroupedWeightGradient, widths: tuple[int, ...], schedule: WeightGradientSchedule | None, interpret: bool | None
-) -> list[jax.Array]:
+def _summed(r: GroupedWeightGradient, schedule: WeightGradientSchedule | None, interpret: bool | None) -> jax.Array:
     (_, heads, k), types = r.x.shape, r.offsets.shape[0] - 1
     merged = 1
     if schedule is None:
         merged = merged_heads(heads, k, r.y.shape[2], r.precision, r.x.dtype)
-        schedule = _chosen_schedule(r, merged, widths, interpret)
+        schedule = _chosen_schedule(r, merged, interpret)
     r = _decoded(r, merged, schedule)
     per_split = r.rows_per_split or schedules.rows_per_split(r.num_positions, types)
     splits = r.splits or (*split_table(jnp.asarray(r.offsets), per_split, r.num_positions), None)
     operands, num_splits = _operands(r, splits), splits[0].shape[0]
-    shapes = _result_shapes(r, widths)
-    outs = ("partial", "narrow_partial")[: len(shapes)]
-    plan = _plan(r, merged, schedule, (*operands, *outs), sum(widths[1:]))
-    partials = _triton.pallas_call(
+    plan = _plan(r, merged, schedule, (*operands, "partial"))
+    (partials,) = _triton.pallas_call(
         functools.partial(partial_kernel, c=plan),
         name="grouped_weight_gradient",
         num_programs=num_splits * math.prod(plan.blocks),
-        out_shape=[jax.ShapeDtypeStruct((num_splits, *shape[1:]), jnp.dtype(jnp.float32)) for shape in shapes],
+        out_shape=[jax.ShapeDtypeStruct((num_splits, *_partial_shape(r)), jnp.dtype(jnp.float32))],
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
         interpret=_triton.use_interpreter(interpret),
     )(*operands.values())
     if per_split >= r.num_positions:  # one split of each type: its partial is the sum
-        return [partial.astype(r.dtype) for partial in partials]
-    return list(
-        sum_rows_of_all(partials, splits[2], dtype=r.dtype, name="grouped_weight_gradient_sum", interpret=interpret)
-    )
+        return partials.astype(r.dtype)
+    return sum_rows(partials, splits[2], dtype=r.dtype, name="grouped_weight_gradient_sum", interpret=interpret)
 
 
 def _plan(
-    r: GroupedWeightGradient, merged: int, schedule: WeightGradientSchedule, names: tuple[str, ...], narrow: int
+    r: GroupedWeightGradient, merged: int, schedule: WeightGradientSchedule, names: tuple[str, ...]
 ) -> GradientPlan:
     (x_rows, heads, k), (y_rows, _, n) = r.x.shape, r.y.shape
     how = arithmetic(r.precision, r.x.dtype, r.y.dtype)
@@ -269,7 +228,6 @@ def _plan(
         merged=merged,
         head_k=k,
         head_n=n,
-        narrow=narrow,
         precision=r.precision,
         arithmetic=how,
         dtype=_triton.product_dtype(r.x.dtype, r.y.dtype, r.precision),

@@ -169,8 +169,6 @@ class CostModel:
         traffic = _Traffic()
         self._rows_of(traffic, o.x, rows)
         self._rows_of(traffic, o.y, rows)
-        if o.narrow is not None:
-            self._rows_of(traffic, o.narrow, rows)
         split = rows_per_split(rows, types)
         splits = rows / split + types
         width = sum(ops[v].width for v in o.writes)

@@ -81,10 +81,6 @@ class CompileTask:
         """
         return self.options.precision == "f32" or why_xla(self.options) is not None
 
-    @property
-    def deterministic(self) -> bool:
-        return self.options.deterministic
-
 
 def counts_of(graph: RelGraph) -> Counts:
     typical = graph.typical_source_pairs
@@ -114,7 +110,6 @@ def inference_kernels(task: CompileTask, watch: Watch = silent) -> Kernels:
         optimised(task),
         task.counts,
         task.disable,
-        deterministic=task.deterministic,
         row_scaled=task.row_scaled,
         row_scaled_outputs=task.row_scaled_outputs,
         inference=task.raw,

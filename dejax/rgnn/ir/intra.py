@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from dejax.rgnn.ir.inter import VIAS, IRError, Op, Program, Space, format_op
-from dejax.rgnn.ir.templates import GEMM_SPECS, NARROW_SPECS, access_by, can_weigh
+from dejax.rgnn.ir.templates import GEMM_SPECS, access_by, can_weigh
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,12 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """A grouped GEMM, rows times the matrix of their type: `out = x @ w[type]`, with gathered or accumulated rows.
+    """A grouped GEMM, rows times the matrix of their type: `out = x @ w[type]`, with gathered rows.
 
     Attributes:
-      out: the value after the epilogue (`bias`, `activation`) or the reduction by `accumulate`; `product`, before it.
+      out: the value after the epilogue (`bias`, `activation`); `product`, before it.
       bias: a row for each type that is added to the rows of the product.
       activation: a level-1 elementwise operator.
-      accumulate: the map by which rows of the product are accumulated in place.
       dot: the inner product of each row of the product with `vector`, the vector of its type.
     """
 
@@ -74,7 +73,6 @@ class Gemm:
     via: str
     bias: int | None = None
     activation: str | None = None
-    accumulate: str | None = None
     dot: int | None = None
     vector: int | None = None
 
@@ -89,18 +87,13 @@ class Gemm:
     def __str__(self) -> str:
         extra = f", plus %{self.bias}" if self.bias is not None else ""
         extra += f", then {self.activation}" if self.activation else ""
-        extra += f", accumulated by {self.accumulate}" if self.accumulate else ""
         extra += f", %{self.dot} = its inner product with %{self.vector}" if self.dot is not None else ""
         return f"{self.template} %{self.out} = {self.x} x %{self.w} by {self.via}, {self.spec}{extra}"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightGradient:
-    """A grouped weight gradient: outer products of the rows of `x` and `y`, summed by type.
-
-    `narrow` are other rows, of at most `MAX_NARROW` elements, that the rows of `x` meet in the same pass: the sum of
-    these products, by `narrow_spec`, is `narrow_out`.
-    """
+    """A grouped weight gradient: outer products of the rows of `x` and `y`, summed by type."""
 
     template: ClassVar[str] = "weight gradient"
     out: int
@@ -108,21 +101,17 @@ class WeightGradient:
     y: Operand
     spec: str
     via: str
-    narrow_out: int | None = None
-    narrow: Operand | None = None
-    narrow_spec: str = ""
 
     @property
     def writes(self) -> tuple[int, ...]:
-        return (self.out,) if self.narrow_out is None else (self.out, self.narrow_out)
+        return (self.out,)
 
     @property
     def reads(self) -> tuple[int, ...]:
-        return (self.x.value, self.y.value, *(() if self.narrow is None else (self.narrow.value,)))
+        return (self.x.value, self.y.value)
 
     def __str__(self) -> str:
-        extra = "" if self.narrow is None else f"; %{self.narrow_out} = same rows x {self.narrow}, {self.narrow_spec}"
-        return f"{self.template} %{self.out} = {self.x} x {self.y} by {self.via}, {self.spec}{extra}"
+        return f"{self.template} %{self.out} = {self.x} x {self.y} by {self.via}, {self.spec}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,12 +354,6 @@ def verify_kernels(kernels: Kernels) -> Kernels:
             _verify_traversal(program, instance, where)
         if isinstance(instance, Gemm) and instance.spec not in GEMM_SPECS:
             raise IRError(f"{where}: contraction {instance.spec} is not a product with a matrix")
-        if (
-            isinstance(instance, WeightGradient)
-            and instance.narrow is not None
-            and instance.narrow_spec not in NARROW_SPECS
-        ):
-            raise IRError(f"{where}: {instance.narrow_spec} is not a product with narrow rows")
         have.update(instance.writes)
     lost = [o for o in program.outputs if o not in have]
     if lost:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
 from dejax.pallas._shapes import padded_size
-from dejax.pallas.products.weight_gradient import MAX_NARROW
 from dejax.pallas.traversal.template import MAX_WIDTH
 from dejax.rgnn.ir.inter import COMPOSED_VIAS, Op
 from dejax.rgnn.ir.operators import named
@@ -18,8 +15,6 @@ GEMM_SPECS = MATRIX_SPECS | {"k,k->"}
 WEIGHT_GRADIENT_SPECS = frozenset(
     "k,n->kn hk,hn->hkn k,hn->hkn hk,hn->kn n,k->kn hn,hk->hkn hn,k->hkn hn,hk->kn k,->k hk,h->hk k,h->hk".split()
 )
-# Contractions of the rows of a weight gradient with narrow rows, in the same pass.
-NARROW_SPECS = frozenset(("k,->k", "hk,h->hk", "k,h->hk"))
 # Contractions of a row with one or a few vectors for its type: the traversal template, in registers.
 VECTOR_SPECS = frozenset("k,k-> hk,hk->h k,hk->h ,k->k h,hk->k h,hk->hk".split())
 # Row-by-row operators that a kernel can compute on a tile in registers.
@@ -28,14 +23,6 @@ TILE_OPS = named(lambda o: o.in_registers)
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 # Accesses by which a traversal reads once for all entries of a segment.
 ONCE_A_SEGMENT = ("row", "row_indexed", "shared")
-
-
-def takes_narrow_rows(spec: str, narrow_spec: str, narrow: tuple[int, ...]) -> bool:
-    """Whether a weight gradient by `spec` can compute one with rows of the shape `narrow` in the same pass."""
-    if spec not in WEIGHT_GRADIENT_SPECS or narrow_spec not in NARROW_SPECS:
-        return False
-    each_head = by_head(narrow_spec)
-    return each_head == by_head(spec) and (1 if each_head else math.prod(narrow)) <= MAX_NARROW
 
 
 def by_head(spec: str) -> bool:

@@ -65,8 +65,7 @@ class Products(Running):
 
         result = call(self._gemm_schedule(x, w, transpose, instance, group, call))
         found = [result] if instance.dot is None else list(result)
-        if output.covers_all:
-            found = self.cleared(self.program.ops[instance.product].space, found, [(v,) for v in instance.writes])
+        found = self.cleared(self.program.ops[instance.product].space, found, [(v,) for v in instance.writes])
         if split:
             found[0] = self._with_heads(found[0].reshape(output.num_rows, *heads_of), instance)
         if instance.dot is not None:
@@ -82,20 +81,14 @@ class Products(Running):
     def _output(self, instance: Gemm, group: Segments, heads_of: tuple[int, ...]) -> kernels.GemmOutput:
         """Where and how the result is stored; `heads_of` is the feature shape with the zeros after each head."""
         op = self.program.ops[instance.out]
-        index, rows = group.order, group.num_entries
-        if instance.accumulate is not None:
-            onto = segments(self.graph, instance.accumulate)
-            index = onto.index if group.order is None else onto.index[group.order]
-            rows = onto.num_rows
         columns = self.scales.powers(instance.out) if instance.out in self.row_scaled else None
         if columns is not None and heads_of != op.shape:
             behind = [(0, longer - size) for longer, size in zip(heads_of, op.shape, strict=True)]
             columns = jnp.pad(columns, behind, constant_values=1)
         return kernels.GemmOutput(
-            index=index,
-            num_rows=rows,
-            accumulate=instance.accumulate is not None,
-            covers_all=instance.accumulate is None,
+            index=group.order,
+            num_rows=group.num_entries,
+            covers_all=True,
             dtype=jnp.dtype(op.dtype),
             row_scaled=instance.out in self.row_scaled,
             columns=columns,
@@ -155,7 +148,6 @@ class Products(Running):
         x_index, y_index = self.row_index(instance.x, group), self.row_index(instance.y, group)
         gathered = x_index is not None or y_index is not None
         splits = group.near_splits if gathered and group.near_splits is not None else group.splits
-        narrow = None if instance.narrow is None else env[instance.narrow.value]
         dtype = jnp.dtype(self.program.ops[instance.out].dtype)
         request = kernels.GroupedWeightGradient(
             x.reshape(shape(x)),
@@ -164,21 +156,13 @@ class Products(Running):
             group.num_entries,
             x_index=x_index,
             y_index=y_index,
-            narrow=None if narrow is None else narrow.reshape(shape(narrow)),
             splits=None if splits is None else splits.tables,
             rows_per_split=None if splits is None else splits.rows_per_split,
             precision=self.precision,
             dtype=jnp.float32 if summed else dtype,
         )
-        found = kernels.grouped_weight_gradient(request, interpret=self.interpret)
-        totals = found if isinstance(found, tuple) else (found,)
-        sides = [(instance.spec, instance.y, lengths)]
-        if instance.narrow is not None and narrow is not None:
-            sides.append((instance.narrow_spec, instance.narrow, (lengths[0], narrow.shape[-1])))
-        return tuple(
-            self.as_contracted(total, spec, instance.x, other, stored_as).astype(dtype)
-            for total, (spec, other, stored_as) in zip(totals, sides, strict=True)
-        )
+        total = kernels.grouped_weight_gradient(request, interpret=self.interpret)
+        return (self.as_contracted(total, instance.spec, instance.x, instance.y, lengths).astype(dtype),)
 
     def row_products(self, instance: RowProducts, env: dict[int, Any]) -> tuple[jax.Array, ...]:
         """The sums of products over the rows that are not padding, and of the rows of y.

@@ -25,7 +25,6 @@ from dejax.rgnn.passes.canonical.split_sums import split_sums
 from dejax.rgnn.passes.compact import compact
 from dejax.rgnn.passes.contract import contract
 from dejax.rgnn.passes.dce import dce
-from dejax.rgnn.passes.factor_weights import factor_weights
 from dejax.rgnn.passes.fallback import fallback
 from dejax.rgnn.passes.faults import left_out
 from dejax.rgnn.passes.fold import fold
@@ -34,7 +33,6 @@ from dejax.rgnn.passes.fuse_row_products import fuse_row_products
 from dejax.rgnn.passes.fuse_traversal import fuse_traversal
 from dejax.rgnn.passes.hoist import hoist
 from dejax.rgnn.passes.merge_gemms import merge_gemms
-from dejax.rgnn.passes.merge_weight_gradients import merge_weight_gradients
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.reuse_rows import reuse_rows
 from dejax.rgnn.passes.save import Cut, cut
@@ -85,7 +83,6 @@ AFTER_BACKWARD: tuple[tuple[str, Pass], ...] = (
     ("hoist", hoist),
     ("cse", cse),
     ("contract", contract),
-    ("factor_weights", factor_weights),
     ("concat_parts", concat_parts),
     ("combine_node_products", combine_node_products),
     ("dce", dce),
@@ -94,7 +91,7 @@ AFTER_BACKWARD: tuple[tuple[str, Pass], ...] = (
 PASSES = (
     *dict.fromkeys(name for name, _ in (*OPTIMISE, *AFTER_BACKWARD)),
     *("backward", "recompute", "gemm", "row_products", "traversal", "share_scalars", "fallback"),
-    *("merge_weight_gradients", "storage"),
+    "storage",
 )
 
 
@@ -176,14 +173,12 @@ def lower_to_kernels(
     counts: Counts,
     disable: frozenset[str] = frozenset(),
     *,
-    deterministic: bool = True,
     row_scaled: bool = False,
     row_scaled_outputs: tuple[int, ...] = (),
     inference: bool = False,
     watch: Watch = silent,
 ) -> Kernels:
-    """Level 1 to level 2: GEMM instances and products of all rows, then traversals, then the fallback; then weight
-    gradients are merged.
+    """Level 1 to level 2: GEMM instances and products of all rows, then traversals, then the fallback.
 
     A plan that has an error is taken apart, with a warning: first XLA computes what traversals would, then everything.
     With `row_scaled`, kernels store wide rows for each other as row-scaled float16. So they do with the outputs whose
@@ -194,21 +189,17 @@ def lower_to_kernels(
         program = run_passes(program, AFTER_BACKWARD, counts, disable, watch)
     for left in _TAKEN_APART[:-1]:
         try:
-            return _planned(
-                program, counts, disable.union(left), deterministic, row_scaled, row_scaled_outputs, inference
-            )
+            return _planned(program, counts, disable.union(left), row_scaled, row_scaled_outputs, inference)
         except Exception as error:
             left_out(program, "the plan of the kernels", "XLA computes more of it", error)
-    return _planned(
-        program, counts, disable.union(_TAKEN_APART[-1]), deterministic, row_scaled, row_scaled_outputs, inference
-    )
+    return _planned(program, counts, disable.union(_TAKEN_APART[-1]), row_scaled, row_scaled_outputs, inference)
 
 
 # What a plan does without, from the whole plan to none.
 _TAKEN_APART: tuple[tuple[str, ...], ...] = (
     (),
-    ("traversal", "merge_weight_gradients", "storage"),
-    ("traversal", "merge_weight_gradients", "storage", "gemm", "row_products"),
+    ("traversal", "storage"),
+    ("traversal", "storage", "gemm", "row_products"),
 )
 
 
@@ -216,7 +207,6 @@ def _planned(
     program: Program,
     counts: Counts,
     disable: frozenset[str],
-    deterministic: bool,
     row_scaled: bool,
     row_scaled_outputs: tuple[int, ...],
     inference: bool,
@@ -224,15 +214,13 @@ def _planned(
     """The instances for a program on which all passes of level 1 have run; see `lower_to_kernels`."""
     kernels = Kernels(program)
     if "gemm" not in disable:
-        kernels = fuse_gemm(kernels, counts, accumulate=not deterministic)
+        kernels = fuse_gemm(kernels, counts)
     if "row_products" not in disable:
         kernels = fuse_row_products(kernels)
     row_scaled = row_scaled and "storage" not in disable
     if "traversal" not in disable:
         kernels = fuse_traversal(kernels, counts, sharing="share_scalars" not in disable, row_scaled=row_scaled)
     kernels = verify_kernels(fallback(kernels, merge="fallback" not in disable))
-    if "merge_weight_gradients" not in disable:
-        kernels = verify_kernels(merge_weight_gradients(kernels))
     if row_scaled:
         kernels = storage(kernels, row_scaled_outputs, inference=inference, counts=counts)
     return kernels

@@ -21,15 +21,8 @@ _WHOLE_WIDTH = 64
 _MIN_VECTORS = 4
 
 
-def fuse_gemm(kernels: Kernels, counts: Counts, *, accumulate: bool = False) -> Kernels:
-    """Adds the GEMM instances.
-
-    Args:
-      kernels: a level-2 program without any.
-      counts: of the graph.
-      accumulate: a product whose rows are only summed by node is accumulated in place. It is atomic, so the order of
-        additions and the last bits vary from run to run.
-    """
+def fuse_gemm(kernels: Kernels, counts: Counts) -> Kernels:
+    """Adds the GEMM instances to a level-2 program without any."""
     program, users = kernels.program, kernels.program.users()
     made: list[Instance] = []
     for i, op in enumerate(program.ops):
@@ -38,7 +31,7 @@ def fuse_gemm(kernels: Kernels, counts: Counts, *, accumulate: bool = False) -> 
             continue
         x = access_operand(program, op.args[0])
         if op.name == "linear" and (spec := _as_matrix(program, counts, i)) is not None:
-            made.append(_with_epilogue(program, users, i, spec, accumulate))
+            made.append(_with_epilogue(program, users, i, spec))
         elif op.name == "outer" and op.attr("spec") in WEIGHT_GRADIENT_SPECS:
             y = access_operand(program, op.args[1])
             made.append(WeightGradient(i, x, y, op.attr("spec"), op.attr("via")))
@@ -69,7 +62,7 @@ def _as_matrix(program: Program, counts: Counts, i: int) -> str | None:
     return str(product.with_heads_as_matrix) if pays else None
 
 
-def _with_epilogue(program: Program, users: list[list[int]], i: int, spec: str, accumulate: bool) -> Gemm:
+def _with_epilogue(program: Program, users: list[list[int]], i: int, spec: str) -> Gemm:
     op = program.ops[i]
     x, w, via = access_operand(program, op.args[0]), op.args[1], op.attr("via")
     out, bias, activation = i, None, None
@@ -83,9 +76,6 @@ def _with_epilogue(program: Program, users: list[list[int]], i: int, spec: str, 
         if OPERATORS[user.name].epilogue:
             slope = f":{user.attr('slope')}" if user.name == "leaky_relu" else ""
             out, activation = u, user.name + slope
-        elif bias is None and accumulate and user.is_sum:
-            if user.dtype == "float32":
-                return Gemm(u, i, x, w, spec, via, accumulate=user.attr("via"))
     dot = None if activation else _inner_product(program, users[out], out, via)
     vector = None if dot is None else program.ops[dot].args[1]
     return Gemm(out, i, x, w, spec, via, bias=bias, activation=activation, dot=dot, vector=vector)

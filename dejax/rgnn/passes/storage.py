@@ -291,7 +291,7 @@ def _in_inner_products(kernels: Kernels, t: Traversal) -> set[int]:
 def _candidates(kernels: Kernels, instance: Instance) -> list[int]:
     ops = kernels.program.ops
     written: tuple[int, ...] = ()
-    if isinstance(instance, Gemm) and instance.accumulate is None:
+    if isinstance(instance, Gemm):
         written = (instance.out,)
     elif isinstance(instance, Traversal) and instance.via is None:
         written = instance.entry_outputs  # which it uses itself as it writes them

@@ -19,8 +19,7 @@ from dejax import rgnn
 from dejax.rgnn import Options, RelGraph, library
 
 REASSOCIATING = (
-    "reorder", "aggregate", "fold", "contract", "factor_weights", "hoist", "merge_gemms", "concat_parts",
-    "merge_weight_gradients",
+    "reorder", "aggregate", "fold", "contract", "hoist", "merge_gemms", "concat_parts",
 )  # fmt: skip
 WIDTH, HEADS, HEAD_WIDTH, TYPES, NODE_TYPES = 16, 2, 8, 5, 2
 DRAWS = 5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -33,7 +32,6 @@ from dejax.rgnn.passes.canonical.weight_heads import weight_heads
 from dejax.rgnn.passes.compact import compact
 from dejax.rgnn.passes.contract import contract
 from dejax.rgnn.passes.dce import dce
-from dejax.rgnn.passes.factor_weights import factor_weights
 from dejax.rgnn.passes.fallback import fallback
 from dejax.rgnn.passes.fold import fold
 from dejax.rgnn.passes.fuse_gemm import fuse_gemm
@@ -41,7 +39,6 @@ from dejax.rgnn.passes.fuse_row_products import fuse_row_products
 from dejax.rgnn.passes.fuse_traversal import fuse_traversal
 from dejax.rgnn.passes.hoist import hoist
 from dejax.rgnn.passes.merge_gemms import merge_gemms
-from dejax.rgnn.passes.merge_weight_gradients import merge_weight_gradients
 from dejax.rgnn.passes.reorder import reorder
 from dejax.rgnn.passes.reuse_rows import reuse_rows
 from dejax.rgnn.passes.save import Cut, cut
@@ -328,16 +325,6 @@ def inner_product_of_a_sum(b: Tiny) -> list[int]:
     return [total, b.sum(b.op("mul", c, b.op("dot", b.dst(y), row)))]
 
 
-@program("factor_weights")
-def vector_after_product(b: Tiny) -> list[int]:
-    """The gradients of a weight, and of a vector that multiplies the rows after the weight."""
-    x, w, to_score, to_row = b.node("x", 4), b.weight("w", 1, 4, 3), b.edge("ds", 1), b.edge("dy", 1, 3)
-    row = b.src(x)
-    z = b.linear(row, w, "k,hkn->hn")
-    of = lambda left, right, spec: b.op("outer", left, right, spec=spec, via="etype", dtype="float32")  # noqa: E731
-    return [of(z, to_score, "hk,h->hk"), of(row, to_row, "k,hn->hkn")]
-
-
 @program("backward")
 def message_passing(b: Tiny) -> int:
     x, w = b.node("x", 4), b.weight("w", 4, 3)
@@ -414,7 +401,6 @@ GOLDEN: list[tuple[str, Program, Callable[[Program, Counts], Program]]] = [
     ("hoist", mean, hoist),
     ("hoist_shared", sum_of_a_shared_vector, hoist),
     ("contract", inner_product_of_a_sum, contract),
-    ("factor_weights", vector_after_product, factor_weights),
     ("concat_parts", two_halves, concat_parts),
     ("combine_node_products", gradients_of_both_ends, combine_node_products),
 ]
@@ -521,48 +507,6 @@ def test_golden_row_products(golden: Golden) -> None:
     assert len(first.xs) == 2 and first.total is not None and second.total is None
 
 
-def test_golden_merge_weight_gradients(golden: Golden) -> None:
-    """One pass over rows, once the gradients of vector and weight are products with the same rows."""
-    apart = fallback(fuse_gemm(Kernels(dce(factor_weights(vector_after_product, COUNTS), COUNTS)), COUNTS))
-    paired = verify_kernels(merge_weight_gradients(apart))
-    golden("pass_merge_weight_gradients.txt", before_after(apart, ("merged", paired)))
-    assert merge_weight_gradients(paired) == paired
-    assert (
-        merge_weight_gradients(fallback(fuse_gemm(Kernels(vector_after_product), COUNTS))).instances[-1].narrow is None
-    )
-
-
-def vector_and_weight(
-    b: Tiny, *, heads: int = 1, weight_too: bool = True, dtype: str = "float32", after: bool = False
-) -> list[int]:
-    """`vector_after_product` with other shapes; with `after`, the weight's gradient reads the vector's."""
-    x, w, row_of = b.node("x", 4), b.weight("w", heads, 4, 3), b.edge("dy", heads, 3)
-    row, to_score = b.src(x), b.given("ds", Space.EDGE, heads, dtype=dtype)
-    of = lambda left, right, spec: b.op("outer", left, right, spec=spec, via="etype", dtype=dtype)  # noqa: E731
-    vector = of(b.linear(row, w, "k,hkn->hn"), to_score, "hk,h->hk")
-    if after:
-        row_of = b.op("add", row_of, b.op("gather", vector, via="etype"))
-    return [vector, *([of(row, row_of, "k,hn->hkn")] if weight_too else [])]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"heads": 17}, {"weight_too": False}, {"dtype": "bfloat16"}],
-    ids=["many heads", "no gradient of the weight", "another dtype"],
-)
-def test_weights_are_not_factored_out_where_no_other_gradient_has_their_rows(options: dict[str, Any]) -> None:
-    p = program("factor_weights")(lambda b: vector_and_weight(b, **options))
-    assert factor_weights(p, COUNTS) == p
-
-
-def test_weight_gradients_that_read_each_other_are_not_merged() -> None:
-    p = program("merge_weight_gradients")(lambda b: vector_and_weight(b, after=True))
-    after = verify(factor_weights(p, COUNTS))
-    assert after != p
-    apart = fallback(fuse_gemm(Kernels(dce(after, COUNTS)), COUNTS))
-    assert merge_weight_gradients(apart) == apart and sum(isinstance(i, WeightGradient) for i in apart.instances) == 2
-
-
 def test_golden_storage(golden: Golden) -> None:
     """Rows between kernels are stored as row-scaled float16, outputs only if they are packed."""
     fused = fallback(fuse_traversal(fuse_gemm(Kernels(products_of_products), COUNTS), COUNTS))
@@ -587,7 +531,6 @@ def test_every_pass_has_a_golden_text() -> None:
         "traversal",
         "share_scalars",
         "fallback",
-        "merge_weight_gradients",
         "storage",
     }
     assert shown == set(PASSES)
@@ -960,15 +903,6 @@ def test_a_softmax_saves_nothing_of_edges() -> None:
     halves = differentiated(optimise(attention, COUNTS), (0, 1), COUNTS)
     kept = [halves.forward.ops[o] for o in halves.forward.outputs[1:]]
     assert {op.space for op in kept} == {Space.NODE}
-
-
-def test_atomic_sums_only_where_they_are_allowed() -> None:
-    def instances(deterministic: bool) -> list[Any]:
-        return list(lower_to_kernels(message_passing, COUNTS, deterministic=deterministic).instances)
-
-    assert not any(isinstance(i, Gemm) and i.accumulate for i in instances(True))
-    (gemm,) = (i for i in instances(False) if isinstance(i, Gemm))
-    assert gemm.accumulate == "dst"
 
 
 @pytest.mark.parametrize("disabled", ["gemm", "traversal"])

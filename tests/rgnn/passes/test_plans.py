@@ -15,13 +15,9 @@ import pytest
 from dejax import rgnn
 from dejax.rgnn import Options, Program, passes
 from dejax.rgnn.compiler import execute
-from dejax.rgnn.compiler.execute import counts_of
-from dejax.rgnn.ir.inter import Builder, Space
-from dejax.rgnn.ir.intra import Kernels, Traversal, WeightGradient, in_order, verify_kernels
-from dejax.rgnn.passes.fallback import fallback
-from dejax.rgnn.passes.fuse_gemm import fuse_gemm
+from dejax.rgnn.ir.inter import Builder
+from dejax.rgnn.ir.intra import Kernels, Traversal, in_order
 from dejax.rgnn.passes.fuse_traversal import fuse_traversal
-from dejax.rgnn.passes.merge_weight_gradients import merge_weight_gradients
 from tests.rgnn.references import GRAPHS, graph_of
 
 PALLAS = Options(backend="pallas", interpret=True, precision="f32")
@@ -83,22 +79,6 @@ def test_one_softmax_in_several_hops(backend: str) -> None:
     want = gradients(Options(backend="xla", precision="f32", disable=("backward",)))
     got = gradients(replace(PALLAS, backend=backend))
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5), got, want)
-
-
-def test_three_weight_gradients_of_the_same_rows() -> None:
-    """The second takes the first, and can then not be taken by the third."""
-    b = Builder("gradients")
-
-    def given(space: Space, *shape: int) -> int:
-        number = sum(op.name == "input" for op in b.ops)
-        return b.op("input", name="x", position=number, space=str(space), shape=shape, dtype="float32")
-
-    row = b.op("gather", given(Space.NODE, 4), via="src")
-    others = [("k,->k", given(Space.EDGE)), ("k,h->hk", given(Space.EDGE, 2)), ("k,n->kn", given(Space.EDGE, 8))]
-    outs = [b.op("outer", row, y, spec=spec, via="etype", dtype="float32") for spec, y in others]
-    kernels = fallback(fuse_gemm(Kernels(b.build(outs)), counts_of(GRAPH)))
-    merged = verify_kernels(merge_weight_gradients(kernels))
-    assert [i.narrow is None for i in merged.instances if isinstance(i, WeightGradient)] == [False, True]
 
 
 def test_rows_that_are_read_twice_at_each_step() -> None:
