@@ -17,7 +17,7 @@ from flax import nnx
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.layers import dropout, library
 from dejax.rgnn.layers.specs import RGATSpec
-from dejax.rgnn.nnx import HGTConv, ProgramModule, RGATConv, RGCNConv
+from dejax.rgnn.nnx import GATConv, HGTConv, ProgramModule, RGATConv, RGCNConv
 from tests.cases import slow_but
 from tests.rgnn.flax_layers import features, gated, typed_graph, without_edges
 
@@ -275,8 +275,9 @@ def test_hgt_dropout_is_before_the_skip() -> None:
         lambda r: RGCNConv(4, 6, R, edge_dropout=0.5, rngs=r),
         lambda r: RGATConv(4, 6, R, attention_dropout=0.5, rngs=r),
         lambda r: HGTConv(4, 6, T, R, dropout=0.5, rngs=r),
+        lambda r: GATConv(4, 3, num_heads=2, attention_dropout=0.5, rngs=r),
     ],
-    ids=["rgcn", "rgat", "hgt"],
+    ids=["rgcn", "rgat", "hgt", "gat"],
 )
 def test_dropout_follows_train_and_eval(make: Any) -> None:
     layer = make(nnx.Rngs(0))

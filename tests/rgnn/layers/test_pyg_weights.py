@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from dejax.rgnn import Options, interop, linen, nnx
+from dejax.rgnn import Options, interop, library, linen, nnx, zoo
 from dejax.rgnn.graphs.rel_graph import RelGraph
 
 Arrays = dict[str, np.ndarray]
@@ -130,6 +130,28 @@ def test_same_results(name: str) -> None:
         close(module(graph, x, *more))
         linen_module, variables = linen.from_pyg(layer, **keywords)
         close(linen_module.apply(variables, graph, x, *more, deterministic=True))
+
+
+@pytest.mark.usefixtures("programs_by_numpy")
+@pytest.mark.parametrize("concat_heads", [True, False])
+@pytest.mark.parametrize("softmax", ["dst", "relation"])
+def test_vectors_of_all_relations_that_are_equal_are_shared_ones(softmax: str, concat_heads: bool) -> None:
+    """`rgat` has a vector for each relation and head, PyTorch Geometric shares a matrix of all heads' features."""
+    graph, x, _ = inputs("typed", False)
+    types, heads, width = graph.num_edge_types, 2, 4
+    rng = np.random.default_rng(0)
+    weight, source, destination = (
+        rng.normal(size=s) for s in ((types, heads, x.shape[1], width), *[(heads, width)] * 2)
+    )
+    blocks = lambda vectors: (np.eye(heads)[:, None] * vectors[..., None]).reshape(heads * width, heads)  # noqa: E731
+    equal = {"attention_src": source, "attention_dst": destination}
+    own = {"weight": weight} | {name: np.tile(vectors, (types, 1, 1)) for name, vectors in equal.items()}
+    merged = weight.swapaxes(1, 2).reshape(types, x.shape[1], heads * width)
+    shared = {"weight": merged, "query": blocks(destination), "key": blocks(source)}
+    keywords = {"softmax": softmax, "concat_heads": concat_heads}
+    with jax.enable_x64(True):
+        found = library.rgat(graph, x, own, **keywords)
+        np.testing.assert_allclose(found, zoo.rgat_shared(graph, x, shared, **keywords), rtol=1e-10, atol=1e-10)
 
 
 def test_every_class_has_a_case() -> None:

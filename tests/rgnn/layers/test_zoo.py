@@ -110,13 +110,6 @@ def test_layers_in_float64_on_a_typical_graph(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graph", AWKWARD)
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_in_float64_on_awkward_graphs(name: str, graph: str) -> None:
-    compare(name, GRAPHS[graph], XLA)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_on_kernels(name: str) -> None:
     compare(name, GRAPHS["typical"], KERNELS)
