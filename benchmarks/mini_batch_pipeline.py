@@ -3,7 +3,7 @@
     python -m benchmarks mini_batch_pipeline --out results.json
     python -m benchmarks mini_batch_pipeline --only igb --scale 0.1 --device-gb 30
 
-- `mag`, `am`: the steps of `benchmarks.mini_batch`, single and pipelined.
+- `mag`, `am`: R-GAT of two and three layers on their counts, single and pipelined.
 - `igb`: MLPerf's R-GAT on a random graph with IGB's counts times `--scale`: FP8 rows of 1 KiB, 1,024 seeds.
 
 For each: milliseconds of a step as a caller sees it, the busy share of a CPU core, rows and bytes over the bus and its
@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks.mini_batch import (
+from benchmarks.mini_batch_inputs import (
     BUS,
     MAG_EDGES,
     MAG_NODES,
@@ -202,7 +202,7 @@ def profiled(call: Callable[[], Any], count: int, top: int = 14) -> dict[str, An
 
 
 def relational(name: str, args: argparse.Namespace) -> Case:
-    """The step of `benchmarks.mini_batch` on mag's or am's counts."""
+    """A step on mag's or am's counts."""
     begin = time.perf_counter()
     if name == "mag":
         edges, counts = both_directions(MAG_EDGES, MAG_NODES, args.scale_of_mag)

@@ -43,7 +43,7 @@ from flax import nnx
 
 from benchmarks.clock import milliseconds
 from benchmarks.divided_graphs import full_graph
-from benchmarks.mini_batch import MAG_EDGES, MAG_NODES, Model, both_directions, shared_fan_outs
+from benchmarks.mini_batch_inputs import MAG_EDGES, MAG_NODES, Model, both_directions, shared_fan_outs
 from benchmarks.provenance import Save
 from dejax import distributed
 from dejax.distributed import Part, ShardedTable, data_parallel, link_bytes
