@@ -5,41 +5,24 @@
 #include <nanobind/stl/vector.h>
 
 #include "activations/bindings.h"
-#include "activations/handlers.h"
 #include "driver/cuda_driver.h"
 #include "driver/cuda_launch.h"
+#include "driver/ffi_handlers.h"
 #include "driver/host_memory.h"
 #include "driver/thread_pool.h"
 #include "state/bindings.h"
-#include "state/pieces.h"
 #include "tables/table_gather.h"
-#include "tables/table_update.h"
 #include "testing/bindings.h"
 
 namespace nb = nanobind;
 
 namespace {
 
-nb::tuple Handler(const char* name, const char* platform, XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
-  return nb::make_tuple(name, platform, nb::capsule(reinterpret_cast<void*>(handler)));
-}
-
-nb::list Handlers() {
+nb::list HandlersOfPython() {
   nb::list handlers;
-  handlers.append(Handler("dejax_table_gather", "cpu", dejax::TableGatherCpu));
-  handlers.append(Handler("dejax_table_gather", "CUDA", dejax::TableGatherCuda));
-  handlers.append(Handler("dejax_table_gather_start", "CUDA", dejax::TableGatherStart));
-  handlers.append(Handler("dejax_table_gather_done", "CUDA", dejax::TableGatherDone));
-  handlers.append(Handler("dejax_table_update", "cpu", dejax::TableUpdateCpu));
-  handlers.append(Handler("dejax_table_update", "CUDA", dejax::TableUpdateCuda));
-  handlers.append(Handler("dejax_offload_store", "cpu", dejax::offload::StoreCpu));
-  handlers.append(Handler("dejax_offload_store", "CUDA", dejax::offload::StoreCuda));
-  handlers.append(Handler("dejax_offload_fetch", "cpu", dejax::offload::FetchCpu));
-  handlers.append(Handler("dejax_offload_fetch", "CUDA", dejax::offload::FetchCuda));
-  handlers.append(Handler("dejax_offload_guard", "cpu", dejax::offload::GuardCpu));
-  handlers.append(Handler("dejax_offload_guard", "CUDA", dejax::offload::GuardCuda));
-  handlers.append(Handler("dejax_offload_pieces", "cpu", dejax::offload::PiecesCpu));
-  handlers.append(Handler("dejax_offload_pieces", "CUDA", dejax::offload::PiecesCuda));
+  for (const dejax::Handler& handler : dejax::Handlers()) {
+    handlers.append(nb::make_tuple(handler.name, handler.platform, nb::capsule(reinterpret_cast<void*>(handler.call))));
+  }
   return handlers;
 }
 
@@ -91,7 +74,7 @@ void DefineKernels(nb::module_& m) {
 NB_MODULE(_dejax_native, m) {
   m.doc() = "XLA FFI handlers of dejax, the probe of the CUDA driver, host memory and the offload store.";
 
-  m.def("handlers", Handlers, "(name, platform, capsule) of each handler, for jax.ffi.register_ffi_target.");
+  m.def("handlers", HandlersOfPython, "(name, platform, capsule) of each handler, for jax.ffi.register_ffi_target.");
   m.def("num_threads", [] { return dejax::ThreadPool::Get().num_threads(); },
         "Threads that a CPU handler uses, the calling one included.");
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);

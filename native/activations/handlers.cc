@@ -1,11 +1,10 @@
-#include "activations/handlers.h"
-
+// The handlers of dejax.offload's activations.
 #include <cstring>
 
 #include "activations/current.h"
 #include "activations/store.h"
+#include "driver/ffi_handlers.h"
 #include "driver/together.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
@@ -14,180 +13,124 @@ namespace {
 
 using HandleBuffer = ffi::BufferR1<ffi::DataType::U32>;
 
-// Turns an exception into XLA's error.
 template <typename Body>
-ffi::Error Run(Body body) {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, error.what());
-  }
-  return ffi::Error::Success();
+ffi::Error Run(const Body& body) {
+  return Reported("", ffi::ErrorCode::kFailedPrecondition, body);
 }
 
-// The same for a call on a shard, which fails together with those of the other devices: see together.h.
+// A call on a shard (layout is not 0) fails together with those of the other devices, see together.h; `fill` then makes
+// its result.
 template <typename Body, typename Fill>
-ffi::Error RunOnShard(int64_t run, int device, int64_t layout, int64_t bytes, Body body, Fill fill) {
+ffi::Error RunOnShard(const Where& where, int64_t layout, int64_t bytes, const Body& body, const Fill& fill) {
   if (layout == 0) return Run(body);
   return Run([&] {
-    BeginTogether(run);
-    CountTogether(run, device, bytes);
-    if (!HasFailedTogether(run)) {
+    BeginTogether(where.run);
+    CountTogether(where.run, where.device, bytes);
+    if (!HasFailedTogether(where.run)) {
       try {
         body();
         return;
       } catch (const FailsEverywhere&) {
         throw;
       } catch (const std::exception& error) {
-        FailTogether(run, error.what());
+        FailTogether(where.run, error.what());
       }
     }
+    if (where.on_gpu) GiveUpRun(where.run, where.device);
     fill();
   });
 }
 
 DevicePointer Address(const void* data) { return reinterpret_cast<DevicePointer>(data); }
 
-constexpr int kCpu = -1;
+StoreCall CallOf(const Where& where, int64_t site, int64_t layout) {
+  return {where.run, where.on_gpu ? where.device : kCpu, site, {layout, where.device}, where.stream};
+}
 
-ffi::Error DoStoreCpu(ffi::RunId run, int32_t device, ffi::AnyBuffer x, ffi::Result<HandleBuffer> handle,
-                      int64_t binding, int64_t site, int64_t, int64_t layout) {
+void Fill(const Where& where, void* data, int64_t bytes) {
+  if (where.on_gpu) {
+    FillWithOnes(Address(data), bytes, where.stream);
+  } else {
+    std::memset(data, 0xff, bytes);
+  }
+}
+
+// Stores a tensor, of any whole-byte type and at least one element.
+//   store: a binding, see current.h. site: which call of the program this is. ring: bytes of the device's ring, where the
+//   store was given no size.
+ffi::Error StoreTensor(Where where, ffi::AnyBuffer x, ffi::Result<HandleBuffer> handle, int64_t binding, int64_t site,
+                 int64_t ring, int64_t layout) {
   const auto set = [&](uint64_t value) { std::memcpy(handle->typed_data(), &value, sizeof(value)); };
   return RunOnShard(
-      run.run_id, device, layout, x.size_bytes(),
+      where, layout, x.size_bytes(),
       [&] {
-        const auto store = StoreOfRun(run.run_id, kCpu, binding);
-        set(store->StoreOnCpu({run.run_id, site, {layout, device}}, x.untyped_data(), x.size_bytes()));
+        const StoreCall call = CallOf(where, site, layout);
+        const auto store = StoreOfRun(call.run, call.device, binding);
+        if (where.on_gpu) {
+          store->StoreOnCuda(call, ring, Address(x.untyped_data()), x.size_bytes(), Address(handle->untyped_data()));
+        } else {
+          set(store->StoreOnCpu(call, x.untyped_data(), x.size_bytes()));
+        }
       },
-      [&] { set(0); });
+      [&] {
+        if (!where.on_gpu) return set(0);
+        Check(GetDriver().memset_d32(Address(handle->untyped_data()), 0, 2, where.stream), "cuMemsetD32Async");
+      });
 }
 
-ffi::Error DoFetchCpu(ffi::RunId run, int32_t device, HandleBuffer handle, ffi::RemainingArgs,
-                      ffi::Result<ffi::AnyBuffer> x, int64_t site, int64_t layout) {
+// Fetches the tensor of a handle. Further operands only make the fetch wait for them. On a GPU the launching thread waits
+// for the work that it has submitted, which writes the handle.
+ffi::Error FetchTensor(Where where, HandleBuffer handle, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> x, int64_t site,
+                 int64_t layout) {
+  const auto bytes = static_cast<int64_t>(x->size_bytes());
   return RunOnShard(
-      run.run_id, device, layout, -static_cast<int64_t>(x->size_bytes()),
+      where, layout, -bytes,
       [&] {
+        const StoreCall call = CallOf(where, site, layout);
         uint64_t value = 0;
-        std::memcpy(&value, handle.typed_data(), sizeof(value));
-        FindStore(StoreOf(value))
-            ->FetchOnCpu({run.run_id, site, {layout, device}}, value, x->untyped_data(), x->size_bytes());
+        if (where.on_gpu) {
+          value = ReadHandle(Address(handle.untyped_data()), where.stream);
+          FindStore(StoreOf(value))->FetchOnCuda(call, value, Address(x->untyped_data()), bytes);
+        } else {
+          std::memcpy(&value, handle.typed_data(), sizeof(value));
+          FindStore(StoreOf(value))->FetchOnCpu(call, value, x->untyped_data(), bytes);
+        }
       },
-      [&] { std::memset(x->untyped_data(), 0xff, x->size_bytes()); });
+      [&] { Fill(where, x->untyped_data(), bytes); });
 }
 
-ffi::Error DoStoreCuda(Stream stream, ffi::RunId run, int32_t device, ffi::AnyBuffer x,
-                       ffi::Result<HandleBuffer> handle, int64_t binding, int64_t site, int64_t ring, int64_t layout) {
-  return RunOnShard(
-      run.run_id, device, layout, x.size_bytes(),
-      [&] {
-        StoreOfRun(run.run_id, device, binding)
-            ->StoreOnCuda({run.run_id, device, stream, site, layout}, ring, Address(x.untyped_data()), x.size_bytes(),
-                          Address(handle->untyped_data()));
-      },
-      [&] {
-        GiveUpRun(run.run_id, device);
-        Check(GetCalls().memset_d32(Address(handle->untyped_data()), 0, 2, stream), "cuMemsetD32Async");
-      });
-}
-
-// The launching thread waits here for the work that it has submitted, which writes the handle.
-ffi::Error DoFetchCuda(Stream stream, ffi::RunId run, int32_t device, HandleBuffer handle, ffi::RemainingArgs,
-                       ffi::Result<ffi::AnyBuffer> x, int64_t site, int64_t layout) {
-  return RunOnShard(
-      run.run_id, device, layout, -static_cast<int64_t>(x->size_bytes()),
-      [&] {
-        const uint64_t value = ReadHandle(Address(handle.untyped_data()), stream);
-        FindStore(StoreOf(value))
-            ->FetchOnCuda({run.run_id, device, stream, site, layout}, value, Address(x->untyped_data()),
-                          x->size_bytes());
-      },
-      [&] {
-        GiveUpRun(run.run_id, device);
-        FillWithOnes(Address(x->untyped_data()), x->size_bytes(), stream);
-      });
-}
-
-ffi::Error DoGuardCpu(ffi::RunId run, ffi::AnyBuffer x, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> out) {
-  if (HasFailedTogether(run.run_id)) {
-    std::memset(out->untyped_data(), 0xff, out->size_bytes());
-  } else if (out->untyped_data() != x.untyped_data()) {
-    std::memcpy(out->untyped_data(), x.untyped_data(), x.size_bytes());
-  }
-  return ffi::Error::Success();
-}
-
-ffi::Error DoGuardCuda(Stream stream, ffi::RunId run, ffi::AnyBuffer x, ffi::RemainingArgs,
-                       ffi::Result<ffi::AnyBuffer> out) {
+// NaN in place of its operand where this run has failed on one device of several (together.h). The result aliases the
+// operand. Further operands only make the guard wait for them.
+ffi::Error GuardTensor(Where where, ffi::AnyBuffer x, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> out) {
   return Run([&] {
-    if (HasFailedTogether(run.run_id)) {
-      FillWithOnes(Address(out->untyped_data()), out->size_bytes(), stream);
-    } else if (out->untyped_data() != x.untyped_data()) {
-      Check(GetCalls().copy_device_to_device(Address(out->untyped_data()), Address(x.untyped_data()), x.size_bytes(),
-                                             stream),
+    void* const to = out->untyped_data();
+    if (HasFailedTogether(where.run)) {
+      Fill(where, to, out->size_bytes());
+    } else if (to == x.untyped_data()) {
+      return;
+    } else if (where.on_gpu) {
+      Check(GetDriver().copy_device_to_device(Address(to), Address(x.untyped_data()), x.size_bytes(), where.stream),
             "cuMemcpyDtoDAsync");
+    } else {
+      std::memcpy(to, x.untyped_data(), x.size_bytes());
     }
   });
 }
 
+DEJAX_FFI_HANDLERS("dejax_offload_store", StoreTensor,
+                   .Arg<ffi::AnyBuffer>()
+                       .Ret<HandleBuffer>()
+                       .Attr<int64_t>("store")
+                       .Attr<int64_t>("site")
+                       .Attr<int64_t>("ring")
+                       .Attr<int64_t>("layout"));
+DEJAX_FFI_HANDLERS("dejax_offload_fetch", FetchTensor,
+                   .Arg<HandleBuffer>()
+                       .RemainingArgs()
+                       .Ret<ffi::AnyBuffer>()
+                       .Attr<int64_t>("site")
+                       .Attr<int64_t>("layout"));
+DEJAX_FFI_HANDLERS("dejax_offload_guard", GuardTensor, .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>());
+
 }  // namespace
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GuardCpu, DoGuardCpu,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::RunId>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GuardCuda, DoGuardCuda,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<Stream>>()
-                                  .Ctx<ffi::RunId>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(StoreCpu, DoStoreCpu,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<HandleBuffer>()
-                                  .Attr<int64_t>("store")
-                                  .Attr<int64_t>("site")
-                                  .Attr<int64_t>("ring")
-                                  .Attr<int64_t>("layout"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(FetchCpu, DoFetchCpu,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<HandleBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("site")
-                                  .Attr<int64_t>("layout"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(StoreCuda, DoStoreCuda,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<Stream>>()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<HandleBuffer>()
-                                  .Attr<int64_t>("store")
-                                  .Attr<int64_t>("site")
-                                  .Attr<int64_t>("ring")
-                                  .Attr<int64_t>("layout"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(FetchCuda, DoFetchCuda,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<Stream>>()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<HandleBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("site")
-                                  .Attr<int64_t>("layout"));
-
 }  // namespace dejax::offload

@@ -14,12 +14,12 @@ constexpr float kLeastStall = 0.01f;     // ms: two events with no wait between 
 }  // namespace
 
 Ring::Ring(Store* store, Stream compute)
-    : store_(store), calls_(GetCalls()), events_(std::make_shared<EventPool>()),
+    : store_(store), driver_(GetDriver()), events_(std::make_shared<EventPool>()),
       timers_(std::make_shared<EventPool>(/*timed=*/true)) {
-  Check(calls_.stream_get_ctx(compute, &context_), "cuStreamGetCtx");
+  Check(driver_.stream_get_ctx(compute, &context_), "cuStreamGetCtx");
   const ContextScope scope(context_);
-  Check(calls_.stream_create(&out_, kNonBlocking), "cuStreamCreate");
-  Check(calls_.stream_create(&in_, kNonBlocking), "cuStreamCreate");
+  Check(driver_.stream_create(&out_, kNonBlocking), "cuStreamCreate");
+  Check(driver_.stream_create(&in_, kNonBlocking), "cuStreamCreate");
 }
 
 Ring::~Ring() {
@@ -27,16 +27,16 @@ Ring::~Ring() {
   for (Event* event : {&consumed_, &consumed_seen_by_in_, &out_fence_, &last_in_, &last_out_}) event->reset();
   window_.clear();
   stalls_.clear();
-  if (memory_ != 0) calls_.mem_free(memory_);
-  calls_.stream_destroy(out_);
-  calls_.stream_destroy(in_);
+  if (memory_ != 0) driver_.mem_free(memory_);
+  driver_.stream_destroy(out_);
+  driver_.stream_destroy(in_);
 }
 
 void Ring::Synchronize() {
   const ContextScope scope(context_);
-  calls_.stream_synchronize(out_);
-  calls_.stream_synchronize(in_);
-  if (consumed_) calls_.event_synchronize(consumed_.get());
+  driver_.stream_synchronize(out_);
+  driver_.stream_synchronize(in_);
+  if (consumed_) driver_.event_synchronize(consumed_.get());
 }
 
 // While its memory is exchanged the ring has none, and steps of other threads run as without a ring.
@@ -57,14 +57,14 @@ void Ring::Reserve(Lock& lock, int64_t bytes, Stream compute) {
   resizing_ = true;
   {
     const Unlocked unlocked(&store_->monitor_, lock);
-    calls_.stream_synchronize(compute);  // a new size is rare: everything in flight may end first
-    calls_.stream_synchronize(out_);
-    calls_.stream_synchronize(in_);
-    if (last_use) calls_.event_synchronize(last_use.get());
-    if (memory != 0) calls_.mem_free(memory);
+    driver_.stream_synchronize(compute);  // a new size is rare: everything in flight may end first
+    driver_.stream_synchronize(out_);
+    driver_.stream_synchronize(in_);
+    if (last_use) driver_.event_synchronize(last_use.get());
+    if (memory != 0) driver_.mem_free(memory);
     memory = 0;
     for (int64_t size : {bytes, before}) {
-      if (size > 0 && calls_.mem_alloc(&memory, static_cast<size_t>(size)) == 0) {
+      if (size > 0 && driver_.mem_alloc(&memory, static_cast<size_t>(size)) == 0) {
         capacity = size;
         break;
       }
@@ -128,7 +128,7 @@ void Ring::CopyOut(Lock& lock, const EntryPtr& entry) {
   Wait(out_, entry->slot->last_read);
   Wait(out_, entry->slot->last_write);
   Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
-    Check(calls_.copy_device_to_host(static_cast<char*>(entry->slot->data) + at, ring, bytes, out_), "cuMemcpyDtoHAsync");
+    Check(driver_.copy_device_to_host(static_cast<char*>(entry->slot->data) + at, ring, bytes, out_), "cuMemcpyDtoHAsync");
   });
   entry->copied_out = events_->Record(out_);
   entry->slot->last_write = entry->copied_out;
@@ -140,7 +140,7 @@ void Ring::CopyOut(Lock& lock, const EntryPtr& entry) {
 void Ring::WaitCounted(Stream compute, std::initializer_list<const Event*> events, double* total) {
   Stall stall;
   for (const Event* event : events) {
-    if (!*event || calls_.event_query(event->get()) == 0) continue;
+    if (!*event || driver_.event_query(event->get()) == 0) continue;
     if (!stall.begin && stalls_.size() < kMostStalls) stall.begin = timers_->Record(compute);
     Wait(compute, *event);
   }
@@ -151,10 +151,10 @@ void Ring::WaitCounted(Stream compute, std::initializer_list<const Event*> event
 }
 
 void Ring::CountStalls() {
-  while (!stalls_.empty() && calls_.event_query(stalls_.front().end.get()) == 0) {
+  while (!stalls_.empty() && driver_.event_query(stalls_.front().end.get()) == 0) {
     const Stall& stall = stalls_.front();
     float milliseconds = 0;
-    const bool known = calls_.event_elapsed_time(&milliseconds, stall.begin.get(), stall.end.get()) == 0;
+    const bool known = driver_.event_elapsed_time(&milliseconds, stall.begin.get(), stall.end.get()) == 0;
     if (known && milliseconds > kLeastStall) *stall.total += 1e-3 * milliseconds;
     stalls_.pop_front();
   }
@@ -167,7 +167,7 @@ void Ring::PushToHost(Lock& lock, const EntryPtr& entry, DevicePointer data, Str
   Wait(compute, slot->last_read);
   Wait(compute, slot->last_write);
   if (entry->bytes > 0) {
-    Check(calls_.copy_device_to_host(slot->data, data, entry->bytes, compute), "cuMemcpyDtoHAsync");
+    Check(driver_.copy_device_to_host(slot->data, data, entry->bytes, compute), "cuMemcpyDtoHAsync");
   }
   entry->copied_out = events_->Record(compute);
   slot->last_write = entry->copied_out;
@@ -212,7 +212,7 @@ void Ring::Push(Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePoin
   WaitCounted(compute, {&out_fence_, &last_in_}, &store_->stats_.device_store_stall_seconds);
   last_in_.reset();
   Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
-    Check(calls_.copy_device_to_device(ring, data + at, bytes, compute), "cuMemcpyDtoDAsync");
+    Check(driver_.copy_device_to_device(ring, data + at, bytes, compute), "cuMemcpyDtoDAsync");
   });
   entry->ready = events_->Record(compute);
   entry->span = span;
@@ -233,7 +233,7 @@ void Ring::Load(const EntryPtr& entry) {
   Wait(in_, entry->slot->last_write);
   Wait(in_, entry->slot->last_read);  // the slot is free once its last reader has ended, so the last must end last
   Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
-    Check(calls_.copy_host_to_device(ring, static_cast<char*>(entry->slot->data) + at, bytes, in_), "cuMemcpyHtoDAsync");
+    Check(driver_.copy_host_to_device(ring, static_cast<char*>(entry->slot->data) + at, bytes, in_), "cuMemcpyHtoDAsync");
   });
   entry->ready = events_->Record(in_);
   entry->slot->last_read = entry->ready;
@@ -268,7 +268,7 @@ void Ring::Pop(Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePoint
       Wait(compute, entry->ready);
     }
     Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
-      Check(calls_.copy_device_to_device(data + at, ring, bytes, compute), "cuMemcpyDtoDAsync");
+      Check(driver_.copy_device_to_device(data + at, ring, bytes, compute), "cuMemcpyDtoDAsync");
     });
     auto& counter = loaded_now ? store_->stats_.demand_bytes
                                : (entry->prefetched ? store_->stats_.prefetched_bytes : store_->stats_.ring_hit_bytes);
@@ -281,7 +281,7 @@ void Ring::Pop(Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePoint
   Wait(compute, entry->slot->last_write);
   Wait(compute, entry->slot->last_read);
   if (entry->bytes > 0) {
-    Check(calls_.copy_host_to_device(data, entry->slot->data, entry->bytes, compute), "cuMemcpyHtoDAsync");
+    Check(driver_.copy_host_to_device(data, entry->slot->data, entry->bytes, compute), "cuMemcpyHtoDAsync");
   }
   consumed_ = events_->Record(compute);
   entry->slot->last_read = consumed_;
@@ -320,8 +320,8 @@ void Ring::Prefetch(const RunPtr& run) {
 }
 
 void Ring::SetHandle(DevicePointer handle, uint64_t value, Stream compute) {
-  Check(calls_.memset_d32(handle, static_cast<unsigned>(value), 1, compute), "cuMemsetD32Async");
-  Check(calls_.memset_d32(handle + 4, static_cast<unsigned>(value >> 32), 1, compute), "cuMemsetD32Async");
+  Check(driver_.memset_d32(handle, static_cast<unsigned>(value), 1, compute), "cuMemsetD32Async");
+  Check(driver_.memset_d32(handle + 4, static_cast<unsigned>(value >> 32), 1, compute), "cuMemsetD32Async");
 }
 
 }  // namespace dejax::offload

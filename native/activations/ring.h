@@ -51,7 +51,7 @@ class Ring {
   void Pieces(int64_t offset, int64_t bytes, Copy copy);
 
   Store* const store_;
-  const Calls& calls_;
+  const Driver& driver_;
   Context context_ = nullptr;
   Stream out_ = nullptr, in_ = nullptr;
   struct Stall {

@@ -27,7 +27,7 @@ std::runtime_error AnotherFailed(const Run& run) {
 }  // namespace
 
 struct Store::DeviceCall {
-  DeviceCall(Store* store, const CudaCall& call)
+  DeviceCall(Store* store, const StoreCall& call)
       : lock(store->Enter()), stopwatch(&store->stats_.launch_seconds), ring(Begin(store, lock, call)),
         scope(ring.context()) {
     ring.CountStalls();
@@ -39,20 +39,20 @@ struct Store::DeviceCall {
   const ContextScope scope;
 
  private:
-  static Ring& Begin(Store* store, Lock& lock, const CudaCall& call) {
+  static Ring& Begin(Store* store, Lock& lock, const StoreCall& call) {
     Ring& ring = store->RingOf(lock, call.device, call.stream);
     store->RequireOpen();
     return ring;
   }
 };
 
-uint64_t Store::StoreOnCpu(const CpuCall& call, const void* data, int64_t bytes) {
+uint64_t Store::StoreOnCpu(const StoreCall& call, const void* data, int64_t bytes) {
   Lock lock = Enter();
   const Stopwatch stopwatch(&stats_.launch_seconds);
-  const RunPtr run = RunOf(call.run, -1);
+  const RunPtr run = RunOf(call.run, kCpu);
   // XLA may make further calls of a step that has failed: nobody would ever fetch what they stored.
   if (!run->failure.empty()) throw AnotherFailed(*run);
-  const EntryPtr entry = registry_.Add(run, call.call, bytes, call.place);
+  const EntryPtr entry = registry_.Add(run, call.site, bytes, call.place);
   try {
     Before(Operation::kStore);
     Slot* slot = TakeSlot(lock, entry, /*pinned=*/false);
@@ -81,10 +81,10 @@ uint64_t Store::StoreOnCpu(const CpuCall& call, const void* data, int64_t bytes)
   return registry_.HandleOf(entry->serial);
 }
 
-void Store::FetchOnCpu(const CpuCall& call, uint64_t handle, void* data, int64_t bytes) {
+void Store::FetchOnCpu(const StoreCall& call, uint64_t handle, void* data, int64_t bytes) {
   Lock lock = Enter();
   const Stopwatch stopwatch(&stats_.launch_seconds);
-  const EntryPtr entry = registry_.Find(handle, call.call, bytes, /*device=*/-1, call.place);
+  const EntryPtr entry = registry_.Find(handle, call.site, bytes, kCpu, call.place);
   const RunPtr run = entry->run.lock();
   try {
     Before(Operation::kFetch);
@@ -109,12 +109,12 @@ void Store::FetchOnCpu(const CpuCall& call, uint64_t handle, void* data, int64_t
   }
 }
 
-void Store::StoreOnCuda(const CudaCall& call, int64_t ring_bytes, DevicePointer data, int64_t bytes,
+void Store::StoreOnCuda(const StoreCall& call, int64_t ring_bytes, DevicePointer data, int64_t bytes,
                         DevicePointer handle) {
   DeviceCall held(this, call);
   const RunPtr run = RunOf(call.run, call.device);
   if (!run->failure.empty()) throw AnotherFailed(*run);
-  const EntryPtr entry = registry_.Add(run, call.call, bytes, {call.layout, call.device});
+  const EntryPtr entry = registry_.Add(run, call.site, bytes, call.place);
   try {
     Before(Operation::kStore);
     held.ring.Reserve(held.lock, options_.device_bytes >= 0 ? options_.device_bytes : ring_bytes, call.stream);
@@ -129,12 +129,12 @@ void Store::StoreOnCuda(const CudaCall& call, int64_t ring_bytes, DevicePointer 
   }
 }
 
-void Store::FetchOnCuda(const CudaCall& call, uint64_t handle, DevicePointer data, int64_t bytes) {
+void Store::FetchOnCuda(const StoreCall& call, uint64_t handle, DevicePointer data, int64_t bytes) {
   DeviceCall held(this, call);
   RunPtr run = registry_.FindRun(call.run, call.device);
   try {
     Before(Operation::kFetch);
-    const EntryPtr entry = registry_.Find(handle, call.call, bytes, call.device, {call.layout, call.device});
+    const EntryPtr entry = registry_.Find(handle, call.site, bytes, call.device, call.place);
     const RunPtr own = run;
     run = entry->run.lock();
     if (run) FetchBegins(run, run == own);

@@ -34,20 +34,15 @@ namespace dejax::offload {
 
 class Ring;
 
-// A call on a GPU: which run makes it, and where.
-struct CudaCall {
-  int64_t run = 0;
-  int device = 0;
-  Stream stream = nullptr;
-  int64_t call = 0;  // which call of its program
-  int64_t layout = 0;  // see Place
-};
+constexpr int kCpu = -1;  // in place of a GPU's number: the CPU, whose devices share their stores' runs
 
-// A call on the CPU, whose devices share their stores' runs.
-struct CpuCall {
+// A call of a step: which run makes it, and where.
+struct StoreCall {
   int64_t run = 0;
-  int64_t call = 0;
+  int device = kCpu;  // or a GPU's number
+  int64_t site = 0;   // which call of its program
   Place place;
+  Stream stream = nullptr;  // of a GPU
 };
 
 class Store {
@@ -59,10 +54,10 @@ class Store {
   void BeginClose();
   void Close();
 
-  uint64_t StoreOnCpu(const CpuCall& call, const void* data, int64_t bytes);
-  void FetchOnCpu(const CpuCall& call, uint64_t handle, void* data, int64_t bytes);
-  void StoreOnCuda(const CudaCall& call, int64_t ring_bytes, DevicePointer data, int64_t bytes, DevicePointer handle);
-  void FetchOnCuda(const CudaCall& call, uint64_t handle, DevicePointer data, int64_t bytes);
+  uint64_t StoreOnCpu(const StoreCall& call, const void* data, int64_t bytes);
+  void FetchOnCpu(const StoreCall& call, uint64_t handle, void* data, int64_t bytes);
+  void StoreOnCuda(const StoreCall& call, int64_t ring_bytes, DevicePointer data, int64_t bytes, DevicePointer handle);
+  void FetchOnCuda(const StoreCall& call, uint64_t handle, DevicePointer data, int64_t bytes);
   // Drops what this device has stored in the run; does nothing where the store closes or does not know the run.
   void GiveUpRun(int64_t run, int device);
 

@@ -17,8 +17,8 @@ constexpr auto kPoll = std::chrono::microseconds(100);
 // cuEventSynchronize alone would keep a core busy for each waiting thread, and cores are needed to read and write.
 // (Events made for a blocking wait cost the launch thread a millisecond a call.)
 void Await(const Event& event) {
-  while (GetCalls().event_query(event.get()) == kNotReady) std::this_thread::sleep_for(kPoll);
-  Check(GetCalls().event_synchronize(event.get()), "cuEventSynchronize");
+  while (GetDriver().event_query(event.get()) == kNotReady) std::this_thread::sleep_for(kPoll);
+  Check(GetDriver().event_synchronize(event.get()), "cuEventSynchronize");
 }
 
 Chunk& ChunkOf(const ChunkJob& job) { return (*job.io->chunks)[job.chunk]; }

@@ -1,87 +1,137 @@
 #include "driver/cuda_driver.h"
 
-#include <memory>
+#include <dlfcn.h>
+
+#include <stdexcept>
 #include <utility>
 
 namespace dejax::cuda {
 namespace {
 
-std::pair<std::unique_ptr<Api>, std::string> Load() {
+// Values of the driver's enumeration CUdevice_attribute, which is part of its binary interface.
+enum DeviceAttribute : int {
+  kMultiprocessorCount = 16,
+  kIntegrated = 18,
+  kCanMapHostMemory = 19,
+  kL2CacheSize = 38,
+  kComputeCapabilityMajor = 75,
+  kComputeCapabilityMinor = 76,
+  kPageableMemoryAccess = 88,
+  kCanUseHostPointerForRegisteredMemory = 91,
+};
+
+constexpr Part kParts[] = {kCore, kTables, kOffload};
+
+struct Loaded {
+  Driver driver;
+  std::string why[std::size(kParts)];  // why a part cannot use it; empty: it can
+
+  void Refuse(unsigned parts, const std::string& reason) {
+    for (size_t i = 0; i < std::size(kParts); ++i) {
+      if ((parts & (kParts[i] | kCore)) != 0 && why[i].empty()) why[i] = reason;
+    }
+  }
+};
+
+Loaded Load() {
+  Loaded loaded;
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* error = dlerror();
-    return {nullptr, std::string("no CUDA driver: ") + (error ? error : "libcuda.so.1 could not be opened")};
+    loaded.Refuse(kCore, std::string("no CUDA driver: ") + (error ? error : "libcuda.so.1 could not be opened"));
+    return loaded;
   }
-  auto api = std::make_unique<Api>();
-  std::string why;
-  const bool complete = Find(library, "cuInit", &api->init, &why) &&
-                        Find(library, "cuDriverGetVersion", &api->driver_get_version, &why) &&
-                        Find(library, "cuDeviceGetCount", &api->device_get_count, &why) &&
-                        Find(library, "cuDeviceGet", &api->device_get, &why) &&
-                        Find(library, "cuDeviceGetName", &api->device_get_name, &why) &&
-                        Find(library, "cuDeviceTotalMem_v2", &api->device_total_mem, &why) &&
-                        Find(library, "cuDeviceGetAttribute", &api->device_get_attribute, &why) &&
-                        Find(library, "cuStreamGetCtx", &api->stream_get_ctx, &why) &&
-                        Find(library, "cuCtxPushCurrent_v2", &api->ctx_push_current, &why) &&
-                        Find(library, "cuCtxPopCurrent_v2", &api->ctx_pop_current, &why) &&
-                        Find(library, "cuGetErrorName", &api->get_error_name, &why);
-  if (!complete) return {nullptr, why};
-  if (const Result result = api->init(0)) return {nullptr, "cuInit failed: " + ErrorName(*api, result)};
-  return {std::move(api), ""};
+#define DEJAX_FIND(parts, name, symbol, ...)                                                                 \
+  loaded.driver.name = reinterpret_cast<decltype(loaded.driver.name)>(dlsym(library, symbol));               \
+  if (loaded.driver.name == nullptr) {                                                                       \
+    loaded.Refuse(parts, "libcuda.so.1 has no " symbol "; the driver is too old for dejax");                 \
+  }
+  DEJAX_CUDA_FUNCTIONS(DEJAX_FIND)
+#undef DEJAX_FIND
+  if (!loaded.why[0].empty()) return loaded;
+  if (const Result result = loaded.driver.init(0)) {
+    const char* name = nullptr;
+    const bool known = loaded.driver.get_error_name(result, &name) == 0 && name != nullptr;
+    loaded.Refuse(kCore, "cuInit failed: " + (known ? name : "CUDA error " + std::to_string(result)));
+  }
+  return loaded;
+}
+
+const Loaded& Get() {
+  static const Loaded* const loaded = new Loaded(Load());  // never destroyed: the driver is never closed
+  return *loaded;
 }
 
 }  // namespace
 
-std::string ErrorName(const Api& api, Result result) {
+const Driver* FindDriver(Part part, std::string* why) {
+  const Loaded& loaded = Get();
+  for (size_t i = 0; i < std::size(kParts); ++i) {
+    if (kParts[i] != part || loaded.why[i].empty()) continue;
+    *why = loaded.why[i];
+    return nullptr;
+  }
+  return &loaded.driver;
+}
+
+const Driver& GetDriver(Part part) {
+  std::string why;
+  if (const Driver* driver = FindDriver(part, &why)) return *driver;
+  throw std::runtime_error(part == kOffload ? "no CUDA driver to offload with: " + why : why);
+}
+
+std::string ErrorName(Result result) {
   const char* name = nullptr;
-  if (api.get_error_name(result, &name) == 0 && name != nullptr) return name;
+  const auto get = Get().driver.get_error_name;
+  if (get != nullptr && get(result, &name) == 0 && name != nullptr) return name;
   return "CUDA error " + std::to_string(result);
 }
 
-const Api* GetApi(std::string* why) {
-  // Never destroyed: the driver is never closed.
-  static const auto* const loaded = new std::pair<std::unique_ptr<Api>, std::string>(Load());
-  if (why != nullptr) *why = loaded->second;
-  return loaded->first.get();
+void Check(Result result, const char* call) {
+  if (result != 0) throw std::runtime_error(std::string(call) + " failed: " + ErrorName(result));
+}
+
+ContextScope::ContextScope(Context context) : active_(context != nullptr) {
+  if (active_) Check(GetDriver(kCore).ctx_push(context), "cuCtxPushCurrent");
+}
+
+ContextScope::~ContextScope() {
+  Context context = nullptr;
+  if (active_) Get().driver.ctx_pop(&context);
 }
 
 DriverInfo Probe() {
   DriverInfo info;
-  const Api* api = GetApi(&info.unavailable);
-  if (api == nullptr) return info;
-  int count = 0;
-  if (Result result = api->driver_get_version(&info.version)) {
-    info.unavailable = "cuDriverGetVersion failed: " + ErrorName(*api, result);
-    return info;
-  }
-  if (Result result = api->device_get_count(&count)) {
-    info.unavailable = "cuDeviceGetCount failed: " + ErrorName(*api, result);
-    return info;
-  }
-  for (int ordinal = 0; ordinal < count; ++ordinal) {
-    DeviceInfo device_info;
-    Device device = 0;
-    if (Result result = api->device_get(&device, ordinal)) {
-      info.unavailable = "cuDeviceGet failed: " + ErrorName(*api, result);
-      return info;
+  const Driver* driver = FindDriver(kCore, &info.unavailable);
+  if (driver == nullptr) return info;
+  try {
+    int count = 0;
+    Check(driver->driver_get_version(&info.version), "cuDriverGetVersion");
+    Check(driver->device_get_count(&count), "cuDeviceGetCount");
+    for (int ordinal = 0; ordinal < count; ++ordinal) {
+      DeviceInfo found;
+      Device device = 0;
+      Check(driver->device_get(&device, ordinal), "cuDeviceGet");
+      char name[256] = {};
+      if (driver->device_get_name(name, sizeof(name) - 1, device) == 0) found.name = name;
+      driver->device_total_mem(&found.total_memory, device);
+      // An attribute that this driver does not know is 0.
+      const auto attribute = [&](int which) {
+        int value = 0;
+        return driver->device_get_attribute(&value, which, device) == 0 ? value : 0;
+      };
+      found.compute_capability_major = attribute(kComputeCapabilityMajor);
+      found.compute_capability_minor = attribute(kComputeCapabilityMinor);
+      found.multiprocessors = attribute(kMultiprocessorCount);
+      found.l2_cache = attribute(kL2CacheSize);
+      found.can_map_host_memory = attribute(kCanMapHostMemory) != 0;
+      found.can_use_registered_host_pointer = attribute(kCanUseHostPointerForRegisteredMemory) != 0;
+      found.pageable_memory_access = attribute(kPageableMemoryAccess) != 0;
+      found.integrated = attribute(kIntegrated) != 0;
+      info.devices.push_back(std::move(found));
     }
-    char name[256] = {};
-    if (api->device_get_name(name, sizeof(name) - 1, device) == 0) device_info.name = name;
-    api->device_total_mem(&device_info.total_memory, device);
-    // An attribute that this driver does not know is 0.
-    const auto attribute = [&](int which) {
-      int value = 0;
-      return api->device_get_attribute(&value, which, device) == 0 ? value : 0;
-    };
-    device_info.compute_capability_major = attribute(kComputeCapabilityMajor);
-    device_info.compute_capability_minor = attribute(kComputeCapabilityMinor);
-    device_info.multiprocessors = attribute(kMultiprocessorCount);
-    device_info.l2_cache = attribute(kL2CacheSize);
-    device_info.can_map_host_memory = attribute(kCanMapHostMemory) != 0;
-    device_info.can_use_registered_host_pointer = attribute(kCanUseHostPointerForRegisteredMemory) != 0;
-    device_info.pageable_memory_access = attribute(kPageableMemoryAccess) != 0;
-    device_info.integrated = attribute(kIntegrated) != 0;
-    info.devices.push_back(std::move(device_info));
+  } catch (const std::runtime_error& error) {
+    info.unavailable = error.what();
   }
   return info;
 }

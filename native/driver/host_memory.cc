@@ -75,23 +75,26 @@ struct Block {
                  call, static_cast<long long>(bytes), why.c_str());
   }
 
-  bool Unpin() {
-    const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
+  bool Unpin() try {
+    const cuda::Driver& driver = cuda::GetDriver(cuda::kTables);
     const auto done = [this](const char* call, cuda::Result result) {
-      if (result != 0) Complain(call, cuda::ErrorName(*cuda::GetApi(nullptr), result));
+      if (result != 0) Complain(call, cuda::ErrorName(result));
       return result == 0;
     };
     // A step in flight may still read the memory: jax drops its references when work is enqueued, not when it is done.
     // Only devices that this process uses can have such a step.
     bool idle = true;
     for (cuda::Context each : cuda::ActiveContexts()) {
-      cuda::CurrentContext current(each);
-      idle = done("cuCtxSynchronize", launch.ctx_synchronize()) && idle;
+      const cuda::ContextScope scope(each);
+      idle = done("cuCtxSynchronize", driver.ctx_synchronize()) && idle;
     }
     if (!idle) return false;
-    cuda::CurrentContext current(context);
-    if (registered) return done("cuMemHostUnregister", launch.mem_host_unregister(data));
-    return kind != kAllocated || data == nullptr || done("cuMemFreeHost", launch.mem_free_host(data));
+    const cuda::ContextScope scope(context);
+    if (registered) return done("cuMemHostUnregister", driver.host_unregister(data));
+    return kind != kAllocated || data == nullptr || done("cuMemFreeHost", driver.host_free(data));
+  } catch (const std::runtime_error& error) {  // the context is gone
+    Complain("releasing them", error.what());
+    return false;
   }
 };
 
@@ -122,8 +125,6 @@ cuda::Context ContextOf(int ordinal) {
   return context;
 }
 
-std::string Reason(cuda::Result result) { return cuda::ErrorName(*cuda::GetApi(nullptr), result); }
-
 // `device`: the ordinal of the CUDA device for which memory is pinned; none for memory that is not pinned.
 Shared Allocate(int64_t bytes, std::optional<int> device) {
   auto block = std::make_shared<Block>();
@@ -131,10 +132,10 @@ Shared Allocate(int64_t bytes, std::optional<int> device) {
   const size_t size = static_cast<size_t>(std::max<int64_t>(bytes, 128));
   if (device) {
     block->context = ContextOf(*device);
-    cuda::CurrentContext current(block->context);
+    const cuda::ContextScope scope(block->context);
     void* data = nullptr;
-    if (cuda::Result result = cuda::GetLaunchApi(nullptr)->mem_host_alloc(&data, size, kPortable | kDeviceMap)) {
-      throw std::runtime_error("cuMemHostAlloc of " + std::to_string(bytes) + " bytes failed: " + Reason(result));
+    if (cuda::Result result = cuda::GetDriver(cuda::kTables).host_alloc(&data, size, kPortable | kDeviceMap)) {
+      throw std::runtime_error("cuMemHostAlloc of " + std::to_string(bytes) + " bytes failed: " + cuda::ErrorName(result));
     }
     block->data = static_cast<char*>(data);
     block->pinned = true;
@@ -166,10 +167,10 @@ Shared MapFile(const std::string& path, int64_t offset, int64_t bytes, std::opti
   block->bytes = bytes;
   if (device) {
     block->context = ContextOf(*device);
-    cuda::CurrentContext current(block->context);
-    const cuda::Result result = cuda::GetLaunchApi(nullptr)->mem_host_register(
+    const cuda::ContextScope scope(block->context);
+    const cuda::Result result = cuda::GetDriver(cuda::kTables).host_register(
         block->data, static_cast<size_t>(bytes), kPortable | kDeviceMap | kRegisterReadOnly);
-    if (result != 0) throw std::runtime_error("cuMemHostRegister of " + path + " failed: " + Reason(result));
+    if (result != 0) throw std::runtime_error("cuMemHostRegister of " + path + " failed: " + cuda::ErrorName(result));
     block->registered = block->pinned = true;
   }
   Register(block);
@@ -184,15 +185,15 @@ Shared Adopt(uintptr_t address, int64_t bytes, bool writable, std::optional<int>
   block->bytes = bytes;
   if (device && bytes > 0) {
     block->context = ContextOf(*device);
-    cuda::CurrentContext current(block->context);
-    const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
+    const cuda::ContextScope scope(block->context);
+    const cuda::Driver& driver = cuda::GetDriver(cuda::kTables);
     unsigned flags = kPortable | kDeviceMap | (writable ? 0 : kRegisterReadOnly);
-    if (cuda::Result result = launch.mem_host_register(block->data, static_cast<size_t>(bytes), flags)) {
-      throw std::runtime_error("cuMemHostRegister of " + std::to_string(bytes) + " bytes failed: " + Reason(result));
+    if (cuda::Result result = driver.host_register(block->data, static_cast<size_t>(bytes), flags)) {
+      throw std::runtime_error("cuMemHostRegister of " + std::to_string(bytes) + " bytes failed: " + cuda::ErrorName(result));
     }
     block->registered = block->pinned = true;
     cuda::DevicePointer seen = 0;
-    if (launch.mem_host_get_device_pointer(&seen, block->data, 0) != 0 || seen != address) {
+    if (driver.host_get_device_pointer(&seen, block->data, 0) != 0 || seen != address) {
       throw std::runtime_error("this device reads registered memory at another address than the CPU");
     }
   }

@@ -132,20 +132,20 @@ class Pieces {
     // XLA reuses the memory of a failed step: nothing may write to it any more.
     if (context_ != nullptr) {
       const ContextScope scope(context_);
-      GetCalls().stream_synchronize(in_);
-      GetCalls().stream_synchronize(out_);
+      GetDriver().stream_synchronize(in_);
+      GetDriver().stream_synchronize(out_);
     }
     Forget(chain->second);
     chains_.erase(chain);
   }
 
   void OpenDevice(Stream compute) {
-    const Calls& calls = GetCalls();
+    const Driver& driver = GetDriver();
     Context context = nullptr;
-    Check(calls.stream_get_ctx(compute, &context), "cuStreamGetCtx");
+    Check(driver.stream_get_ctx(compute, &context), "cuStreamGetCtx");
     const ContextScope scope(context);
-    Check(calls.stream_create(&in_, /*non-blocking*/ 1), "cuStreamCreate");
-    Check(calls.stream_create(&out_, /*non-blocking*/ 1), "cuStreamCreate");
+    Check(driver.stream_create(&in_, /*non-blocking*/ 1), "cuStreamCreate");
+    Check(driver.stream_create(&out_, /*non-blocking*/ 1), "cuStreamCreate");
     events_ = std::make_shared<EventPool>();
     context_ = context;
   }
@@ -171,8 +171,8 @@ class Pieces {
       std::memcpy(tickets.data(), request.tickets, 4 * tickets.size());
     } else {
       const auto from = reinterpret_cast<DevicePointer>(request.tickets);
-      Check(GetCalls().copy_device_to_host(tickets.data(), from, 4 * tickets.size(), compute), "cuMemcpyDtoHAsync");
-      Check(GetCalls().stream_synchronize(compute), "cuStreamSynchronize");
+      Check(GetDriver().copy_device_to_host(tickets.data(), from, 4 * tickets.size(), compute), "cuMemcpyDtoHAsync");
+      Check(GetDriver().stream_synchronize(compute), "cuStreamSynchronize");
     }
     for (size_t i = 0; i < request.opened.size(); ++i) {
       const uint32_t* const ticket = tickets.data() + words * i;
@@ -327,7 +327,7 @@ class Pieces {
     piece->region->held = 1;
     DevicePointer to = piece->staged;
     for (const StateIoPtr& io : piece->reads) {
-      Check(GetCalls().copy_host_to_device(to, io->buffer->data, static_cast<size_t>(io->bytes), in_),
+      Check(GetDriver().copy_host_to_device(to, io->buffer->data, static_cast<size_t>(io->bytes), in_),
             "cuMemcpyHtoDAsync");
       to += static_cast<DevicePointer>(io->bytes);
       io->buffer->busy = events_->Record(in_);
@@ -344,7 +344,7 @@ class Pieces {
     StagingRegionPtr region;
     if (device_ >= 0) {
       region = staging_.Take(bytes, host_bytes, compute);
-      Check(GetCalls().copy_device_to_device(region->memory, reinterpret_cast<DevicePointer>(from), bytes, compute),
+      Check(GetDriver().copy_device_to_device(region->memory, reinterpret_cast<DevicePointer>(from), bytes, compute),
             "cuMemcpyDtoDAsync");
       region->free = events_->Record(compute);
       Wait(out_, region->free);
@@ -356,7 +356,7 @@ class Pieces {
         std::memcpy(io->buffer->data, static_cast<const char*>(from) + at, size);
       } else {
         Wait(out_, io->buffer->busy);
-        Check(GetCalls().copy_device_to_host(io->buffer->data, region->memory + static_cast<DevicePointer>(at), size,
+        Check(GetDriver().copy_device_to_host(io->buffer->data, region->memory + static_cast<DevicePointer>(at), size,
                                              out_),
               "cuMemcpyDtoHAsync");
         io->after[0] = last_out_ = region->free = events_->Record(out_);

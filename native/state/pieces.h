@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "driver/cuda_driver.h"
-#include "xla/ffi/api/api.h"
 
 namespace dejax::offload {
 
@@ -47,7 +46,7 @@ void CallPieces(int device, const PiecesRequest& request, cuda::Stream compute);
 // The run has failed on another device: forgets its chain, which makes no more calls.
 void AbandonPieces(int device, int64_t run, int64_t site);
 
-// A call of the chain. `mode`:
+// The handler of a call of the chain is in pieces_calls.cc. Its attribute `mode`:
 //   0, register: tells the chain where the host arrays lie. Later calls name them by their numbers, and write to them,
 //      although they are no operands: with a result in host memory beside one on the device, XLA would take both for host
 //      memory. The first and the last call make sure that nobody else has them.
@@ -76,7 +75,4 @@ void AbandonPieces(int device, int64_t run, int64_t site);
 // the device, exceeded if need be; sharded: 1 or 2 for the chain of one device of several (inside of a shard_map), whose
 // failures together.h raises on all of them; 2: on a CPU by `finish`, which waits for the step's results: the CPU's devices
 // run a program in different orders, and one that raised early could leave others waiting in a collective operation.
-XLA_FFI_DECLARE_HANDLER_SYMBOL(PiecesCpu);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(PiecesCuda);
-
 }  // namespace dejax::offload

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "driver/cuda_calls.h"
+#include "driver/ffi_handlers.h"
 #include "driver/together.h"
 #include "state/pieces.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
@@ -118,10 +118,10 @@ void CallDisk(int device, Stream compute, PiecesRequest* request, const ffi::Rem
   CallPieces(device, *request, compute);
 }
 
-void Do(int device, Stream compute, ffi::RunId run, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+void Do(int device, Stream compute, int64_t run, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
         const Attributes& attributes) {
   PiecesRequest request;
-  request.run = run.run_id;
+  request.run = run;
   request.site = attributes.site;
   request.staging_bytes = attributes.staging_bytes;
   request.finish = attributes.mode == kFinish;
@@ -160,67 +160,38 @@ void FillResults(int device, Stream compute, const ffi::RemainingRets& rets, con
 // A call of one device's chain, which fails together with those of the other devices: see together.h. A state that no
 // device can go on from is refused at once, or with the last call (pieces.h): all devices make it at the same place of
 // the program.
-void DoOnShard(int device, Stream compute, ffi::RunId run, const ffi::RemainingArgs& args,
+void DoOnShard(int device, Stream compute, int64_t run, const ffi::RemainingArgs& args,
                const ffi::RemainingRets& rets, const Attributes& attributes) {
   const bool late = attributes.sharded == 2 && device < 0 && attributes.mode != kFinish;
   try {
-    BeginTogether(run.run_id);
-    if (!HasFailedTogether(run.run_id)) {
+    BeginTogether(run);
+    if (!HasFailedTogether(run)) {
       try {
         Do(device, compute, run, args, rets, attributes);
         return;
       } catch (const FailsEverywhere& error) {
-        BeginTogether(run.run_id);  // as this step began, the one before failed on another device: that is the cause
+        BeginTogether(run);  // as this step began, the one before failed on another device: that is the cause
         if (!late) throw;
-        RefuseTogether(run.run_id, error.what());
+        RefuseTogether(run, error.what());
       } catch (const std::exception& error) {
-        FailTogether(run.run_id, error.what(), /*of_state=*/true);
+        FailTogether(run, error.what(), /*of_state=*/true);
       }
     }
   } catch (const std::exception&) {
     if (!late) throw;
   }
-  AbandonPieces(device, run.run_id, attributes.site);
+  AbandonPieces(device, run, attributes.site);
   FillResults(device, compute, rets, attributes);
 }
 
-ffi::Error Run(int device, Stream compute, ffi::RunId run, const ffi::RemainingArgs& args,
-               const ffi::RemainingRets& rets, const Attributes& attributes) {
-  try {
-    (attributes.sharded != 0 ? DoOnShard : Do)(device, compute, run, args, rets, attributes);
-  } catch (const std::exception& error) {
-    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, error.what());
-  }
-  return ffi::Error::Success();
+ffi::Error CallOfChain(Where where, ffi::RemainingArgs args, ffi::RemainingRets rets, Attributes attributes) {
+  return Reported("", ffi::ErrorCode::kFailedPrecondition, [&] {
+    const int device = where.on_gpu ? where.device : -1 - where.device;
+    (attributes.sharded != 0 ? DoOnShard : Do)(device, where.stream, where.run, args, rets, attributes);
+  });
 }
 
-ffi::Error DoCpu(ffi::RunId run, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                 Attributes attributes) {
-  return Run(-1 - device, nullptr, run, args, rets, attributes);
-}
-
-ffi::Error DoCuda(Stream compute, int32_t device, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  Attributes attributes) {
-  return Run(device, compute, run, args, rets, attributes);
-}
+DEJAX_FFI_HANDLERS("dejax_offload_pieces", CallOfChain, .RemainingArgs().RemainingRets().Attrs<Attributes>());
 
 }  // namespace
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    PiecesCpu, DoCpu,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::RunId>()
-        .Ctx<ffi::DeviceOrdinal>()
-        .RemainingArgs()
-        .RemainingRets()
-        .Attrs<Attributes>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PiecesCuda, DoCuda,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<Stream>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::RunId>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs<Attributes>());
-
 }  // namespace dejax::offload

@@ -79,7 +79,7 @@ void Staging::Replace(size_t wanted, size_t least) {
   next_ = 0;
   small_ = 0;
   for (size_t size = wanted;; size = std::max(Aligned(size / 2), least)) {
-    if (GetCalls().mem_alloc(&ring_.memory, size) == 0) {
+    if (GetDriver().mem_alloc(&ring_.memory, size) == 0) {
       ring_.bytes = size;
       return;
     }
@@ -98,15 +98,15 @@ void Staging::FreeRetired(bool wait) {
       const StagingRegion& region = *entry.second;
       if (region.held > 0) return false;
       if (!region.free) return true;
-      if (!wait) return GetCalls().event_query(region.free.get()) == 0;
-      Check(GetCalls().event_synchronize(region.free.get()), "cuEventSynchronize");
+      if (!wait) return GetDriver().event_query(region.free.get()) == 0;
+      Check(GetDriver().event_synchronize(region.free.get()), "cuEventSynchronize");
       return true;
     });
     if (!unused) {
       ++at;
       continue;
     }
-    Check(GetCalls().mem_free(at->memory), "cuMemFree");
+    Check(GetDriver().mem_free(at->memory), "cuMemFree");
     at = retired_.erase(at);
   }
 }

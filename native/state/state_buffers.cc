@@ -48,7 +48,7 @@ std::shared_ptr<StateBuffer> StateBuffers::Take(int64_t bytes, bool write, int64
     found.capacity = bytes;
     found.pinned = pinned;
     void* data = nullptr;
-    const bool failed = pinned ? GetCalls().host_alloc(&data, static_cast<size_t>(bytes), /*portable | device map*/ 3) != 0
+    const bool failed = pinned ? GetDriver().host_alloc(&data, static_cast<size_t>(bytes), /*portable | device map*/ 3) != 0
                                : posix_memalign(&data, kPage, static_cast<size_t>(bytes)) != 0;
     if (failed) {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -81,8 +81,8 @@ void StateBuffers::Free(const StateBuffer& buffer) {
     std::free(buffer.data);
     return;
   }
-  if (buffer.busy) GetCalls().event_synchronize(buffer.busy.get());
-  GetCalls().host_free(buffer.data);
+  if (buffer.busy) GetDriver().event_synchronize(buffer.busy.get());
+  GetDriver().host_free(buffer.data);
 }
 
 int64_t StateBuffers::peak_bytes() const {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 
 #include "driver/cuda_launch.h"
@@ -19,8 +20,6 @@ using cuda::DevicePointer;
 constexpr unsigned kThreads = 1024;
 constexpr int64_t kMaxRowBytes = 1 << 30;  // the kernel counts the bytes of a row in 32 bits
 
-ffi::Error Failed(ffi::ErrorCode code, const std::string& what) { return GatherError(code, what); }
-
 std::atomic<volatile long long*> error_words{nullptr};
 
 // Two words of pinned memory into which kernels report an id out of range. They are allocated on first use, in the
@@ -30,38 +29,18 @@ volatile long long* ErrorWords() {
   std::lock_guard<std::mutex> lock(*mutex);
   if (error_words == nullptr) {
     void* data = nullptr;
-    if (cuda::GetLaunchApi(nullptr)->mem_host_alloc(&data, 64, 3) != 0) return nullptr;
+    if (cuda::GetDriver(cuda::kTables).host_alloc(&data, 64, 3) != 0) return nullptr;
     std::memset(data, 0, 64);
     error_words = static_cast<volatile long long*>(data);
   }
   return error_words;
 }
 
-ffi::Error CheckCall(const GatherCall& call, int64_t out_bytes) {
-  if (call.fill.size() != 16 || call.fan_out < 1 || call.row_bytes < 0 || call.row_bytes > kMaxRowBytes ||
-      call.grid < 1 || (call.align & (call.align - 1)) != 0 || call.align < 16) {
-    return Failed(ffi::ErrorCode::kInvalidArgument, "the attributes do not fit together");
-  }
-  GatherSizes sizes;
-  sizes.ids = static_cast<int64_t>(call.ids.element_count());
-  sizes.ids_are_integers =
-      call.ids.element_type() == ffi::DataType::S64 || call.ids.element_type() == ffi::DataType::S32;
-  sizes.perm = static_cast<int64_t>(call.perm.element_count());
-  sizes.slots = static_cast<int64_t>(call.slots.element_count());
-  sizes.cache_bytes = static_cast<int64_t>(call.cache.size_bytes());
-  sizes.scale = static_cast<int64_t>(call.scale.element_count());
-  sizes.rows = call.rows();
-  sizes.table_rows = call.table.dimensions()[0];
-  sizes.split = call.split;
-  sizes.table_bytes = static_cast<int64_t>(call.table.size_bytes());
-  sizes.out_bytes = out_bytes;
-  sizes.source = call.source;
-  sizes.result = call.result;
-  sizes.row_bytes = call.row_bytes;
-  sizes.fan_out = call.fan_out;
-  sizes.mean = call.mean;
-  if (const char* misfit = sizes.Misfit()) return Failed(ffi::ErrorCode::kInvalidArgument, misfit);
-  return ffi::Error::Success();
+void CheckCall(const GatherCall& call, int64_t out_bytes) {
+  const GatherAttributes& how = call.how;
+  const bool fits = how.row_bytes <= kMaxRowBytes && how.grid >= 1 && (how.align & (how.align - 1)) == 0 && how.align >= 16;
+  const char* const misfit = fits ? call.Misfit(out_bytes) : "the attributes do not fit together";
+  if (misfit != nullptr) throw CallError(ffi::ErrorCode::kInvalidArgument, misfit);
 }
 
 // The kernel's parameters except lanes and errors.
@@ -77,118 +56,107 @@ GatherParams Params(const GatherCall& call, void* out, void* ticket) {
   p.scale = call.scale.typed_data();
   p.out = static_cast<char*>(out);
   p.ticket = static_cast<unsigned long long*>(ticket);
-  const int64_t ids = static_cast<int64_t>(call.ids.element_count());
-  p.n = call.mean ? ids / call.fan_out : ids;
-  p.rows = call.rows();
+  p.n = call.num_results();
+  p.rows = call.num_rows();
   p.scale_count = static_cast<long long>(call.scale.element_count());
-  p.row_bytes = static_cast<int>(call.row_bytes);
-  p.fan_out = static_cast<int>(call.fan_out);
-  p.clip = call.clip;
-  p.fill_value = call.fill_value;
-  std::memcpy(p.fill.bytes, call.fill.begin(), 16);
+  p.row_bytes = static_cast<int>(call.how.row_bytes);
+  p.fan_out = static_cast<int>(call.how.fan_out);
+  p.clip = call.how.clip;
+  p.fill_value = call.how.fill_value;
+  std::memcpy(p.fill.bytes, call.how.fill.begin(), 16);
   return p;
 }
 
 // Assigns the chunks of a row to lanes of a warp, such that no two instructions read the same line.
 void SetLanes(const GatherCall& call, GatherParams* p) {
   // Rows of whole lines begin at the beginning of a line only if the table does.
-  const bool aligned = reinterpret_cast<uintptr_t>(p->table) % static_cast<uintptr_t>(call.align) == 0;
-  const int64_t align = aligned ? call.align : 16, unit = call.row_bytes & -call.row_bytes;
+  const bool aligned = reinterpret_cast<uintptr_t>(p->table) % static_cast<uintptr_t>(call.how.align) == 0;
+  const int64_t align = aligned ? call.how.align : 16, unit = call.how.row_bytes & -call.how.row_bytes;
   // The most bytes between a boundary of `align` and the beginning of a row after it.
   const int64_t offset = unit >= align ? 0 : align - std::min<int64_t>(unit, 16);
-  int64_t chunks = (call.row_bytes + offset + 15) / 16;
+  int64_t chunks = (call.how.row_bytes + offset + 15) / 16;
   if (align == 128) chunks = (chunks + 7) / 8 * 8;
   p->chunks = static_cast<int>(chunks);
   p->lanes = static_cast<int>(chunks % 8 == 0 || chunks > 32 ? 32 : 32 / chunks * chunks);
   p->align = static_cast<int>(align);
 }
 
-// Lets the kernel report ids out of range; fails if an earlier kernel has reported one.
-ffi::Error ReportErrors(GatherParams* p) {
+// Lets the kernel report ids out of range; throws if an earlier kernel has reported one.
+void ReportErrors(GatherParams* p) {
   volatile long long* words = ErrorWords();
   if (words == nullptr) {
-    return Failed(ffi::ErrorCode::kResourceExhausted,
-                  "no pinned memory for the 64 bytes into which mode='raise' reports ids out of range");
+    throw CallError(ffi::ErrorCode::kResourceExhausted,
+                    "no pinned memory for the 64 bytes into which mode='raise' reports ids out of range");
   }
   p->error = words;
-  if (words[0] == 0) return ffi::Error::Success();
+  if (words[0] == 0) return;
   const long long id = words[1];
   words[0] = 0;
-  return Failed(ffi::ErrorCode::kOutOfRange, "id " + std::to_string(id) + " was out of range in an earlier call");
+  throw CallError(ffi::ErrorCode::kOutOfRange, "id " + std::to_string(id) + " was out of range in an earlier call");
 }
 
 }  // namespace
 
-ffi::Error LaunchGather(const GatherCall& call, void* out, int64_t out_bytes, void* ticket, cuda::Context context,
-                        cuda::Stream stream) {
-  if (auto error = CheckCall(call, out_bytes); error.failure()) return error;
-  if (call.ids.element_count() == 0 || call.row_bytes == 0) return ffi::Error::Success();
+void LaunchGather(const GatherCall& call, void* out, int64_t out_bytes, void* ticket, cuda::Context context,
+                  cuda::Stream stream) {
+  CheckCall(call, out_bytes);
+  if (call.num_ids() == 0 || call.how.row_bytes == 0) return;
   std::string why;
-  cuda::Function kernel = cuda::FindKernel(call.kernel, context, &why);
-  if (kernel == nullptr) return Failed(ffi::ErrorCode::kInternal, why);
+  cuda::Function kernel = cuda::FindKernel(call.how.kernel, context, &why);
+  if (kernel == nullptr) throw std::runtime_error(why);
   GatherParams p = Params(call, out, ticket);
   if (reinterpret_cast<uintptr_t>(p.table) % 16 != 0) {
-    return Failed(ffi::ErrorCode::kInvalidArgument, "the table does not begin at a multiple of 16 bytes");
+    throw CallError(ffi::ErrorCode::kInvalidArgument, "the table does not begin at a multiple of 16 bytes");
   }
   SetLanes(call, &p);
-  if (call.raises) {
-    if (auto error = ReportErrors(&p); error.failure()) return error;
-  }
+  if (call.how.raises) ReportErrors(&p);
   // No more warps than there is work.
   const int64_t steps = (p.n * p.chunks + p.lanes * kUnroll - 1) / (p.lanes * kUnroll);
   const unsigned threads =
-      static_cast<unsigned>(std::clamp<int64_t>((steps + call.grid - 1) / call.grid * 32, 32, kThreads));
-  const unsigned grid = static_cast<unsigned>(std::min<int64_t>(call.grid, std::max<int64_t>(1, steps)));
+      static_cast<unsigned>(std::clamp<int64_t>((steps + call.how.grid - 1) / call.how.grid * 32, 32, kThreads));
+  const unsigned grid = static_cast<unsigned>(std::min<int64_t>(call.how.grid, std::max<int64_t>(1, steps)));
   void* arguments[] = {&p};
-  const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
-  if (auto result = launch.launch_kernel(kernel, grid, 1, 1, threads, 1, 1, 0, stream, arguments, nullptr)) {
-    return Failed(ffi::ErrorCode::kInternal,
-                  "cuLaunchKernel failed: " + cuda::ErrorName(*cuda::GetApi(nullptr), result));
-  }
-  return ffi::Error::Success();
+  cuda::Check(cuda::GetDriver(cuda::kTables).launch_kernel(kernel, grid, 1, 1, threads, 1, 1, 0, stream, arguments, nullptr),
+              "cuLaunchKernel");
 }
 
-ffi::Error ZeroTicket(void* ticket, cuda::Stream stream) {
-  const auto at = reinterpret_cast<DevicePointer>(ticket);
-  if (auto result = cuda::GetLaunchApi(nullptr)->memset_d8_async(at, 0, 8, stream)) {
-    return Failed(ffi::ErrorCode::kInternal,
-                  "cuMemsetD8Async failed: " + cuda::ErrorName(*cuda::GetApi(nullptr), result));
-  }
-  return ffi::Error::Success();
+void ZeroTicket(void* ticket, cuda::Stream stream) {
+  cuda::Check(cuda::GetDriver(cuda::kTables).memset_d8(reinterpret_cast<DevicePointer>(ticket), 0, 8, stream),
+              "cuMemsetD8Async");
 }
 
-ffi::Error StreamContext(cuda::Stream stream, cuda::Context* context) {
+cuda::Context StreamContext(cuda::Stream stream) {
   std::string why;
-  const cuda::LaunchApi* launch = cuda::GetLaunchApi(&why);
-  if (launch == nullptr) return Failed(ffi::ErrorCode::kUnavailable, why);
+  const cuda::Driver* driver = cuda::FindDriver(cuda::kTables, &why);
+  if (driver == nullptr) throw CallError(ffi::ErrorCode::kUnavailable, why);
   // A stream that is being captured into a graph has no context to ask for. XLA makes the context current before.
-  if (launch->ctx_get_current(context) != 0 || *context == nullptr) {
-    if (auto result = cuda::GetApi(nullptr)->stream_get_ctx(stream, context)) {
-      return Failed(ffi::ErrorCode::kInternal,
-                    "cuStreamGetCtx failed: " + cuda::ErrorName(*cuda::GetApi(nullptr), result));
-    }
+  cuda::Context context = nullptr;
+  if (driver->ctx_get_current(&context) != 0 || context == nullptr) {
+    cuda::Check(driver->stream_get_ctx(stream, &context), "cuStreamGetCtx");
   }
-  return ffi::Error::Success();
+  return context;
 }
 
 namespace {
 
 ffi::Error OnCuda(cuda::Stream stream, ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer perm,
                   ffi::AnyBuffer slots, ffi::AnyBuffer cache, ffi::Buffer<ffi::F32> scale,
-                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> scratch, int64_t source, int64_t result,
-                  int64_t row_bytes, int64_t fan_out, bool mean, bool clip, bool raises, bool split, float fill_value,
-                  ffi::Span<const uint8_t> fill, int64_t kernel, int64_t grid, int64_t align) {
-  cuda::Context context = nullptr;
-  if (auto error = StreamContext(stream, &context); error.failure()) return error;
-  cuda::CurrentContext current(context);
-  void* ticket = perm.element_count() > 0 ? scratch->untyped_data() : nullptr;
-  if (ticket != nullptr) {
-    if (auto error = ZeroTicket(ticket, stream); error.failure()) return error;
-  }
-  return LaunchGather({table, ids, perm, slots, cache, scale, source, result, row_bytes, fan_out, mean, clip, raises, split,
-                       fill_value, fill, kernel, grid, align},
-                      out->untyped_data(), static_cast<int64_t>(out->size_bytes()), ticket, context, stream);
+                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> scratch, GatherAttributes how) {
+  return ReportedGather([&] {
+    const cuda::Context context = StreamContext(stream);
+    const cuda::ContextScope scope(context);
+    void* ticket = perm.element_count() > 0 ? scratch->untyped_data() : nullptr;
+    if (ticket != nullptr) ZeroTicket(ticket, stream);
+    LaunchGather({table, ids, perm, slots, cache, scale, how}, out->untyped_data(),
+                 static_cast<int64_t>(out->size_bytes()), ticket, context, stream);
+  });
 }
+
+DEJAX_FFI_HANDLER("dejax_table_gather", "CUDA",
+                  ffi::Ffi::Bind()
+                      .Ctx<ffi::PlatformStream<cuda::Stream>>() DEJAX_GATHER_OPERANDS DEJAX_GATHER_RESULTS
+                      .Attrs<GatherAttributes>()
+                      .To(OnCuda, {ffi::Traits::kCmdBufferCompatible}));
 
 }  // namespace
 
@@ -196,7 +164,7 @@ bool PrepareGatherErrors(int ordinal) {
   std::string why;
   cuda::Context context = cuda::PrimaryContext(ordinal, &why);
   if (context == nullptr) return false;
-  cuda::CurrentContext current(context);
+  const cuda::ContextScope scope(context);
   return ErrorWords() != nullptr;
 }
 
@@ -207,9 +175,5 @@ bool TakeGatherError(long long* id) {
   words[0] = 0;
   return true;
 }
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherCuda, OnCuda,
-                              ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>() DEJAX_GATHER_SIGNATURE,
-                              {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace dejax

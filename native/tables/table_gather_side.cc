@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <map>
 #include <mutex>
-#include <string>
+#include <stdexcept>
 #include <vector>
 
 #include "tables/pending_sites.h"
@@ -42,36 +42,28 @@ std::map<cuda::Context, Side>& Sides() {
   return *sides;
 }
 
-ffi::Error Failed(const char* call, cuda::Result code) {
-  return GatherError(ffi::ErrorCode::kInternal,
-                     std::string(call) + " failed: " + cuda::ErrorName(*cuda::GetApi(nullptr), code));
-}
+const cuda::Driver& TheDriver() { return cuda::GetDriver(cuda::kTables); }
 
-ffi::Error MakeStream(Side& side) {
-  const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
+void MakeStream(Side& side) {
+  const cuda::Driver& driver = TheDriver();
   int least = 0, greatest = 0;
-  if (auto code = launch.ctx_get_stream_priority_range(&least, &greatest)) {
-    return Failed("cuCtxGetStreamPriorityRange", code);
-  }
+  cuda::Check(driver.ctx_get_stream_priority_range(&least, &greatest), "cuCtxGetStreamPriorityRange");
   // The highest priority: when a block of the compute stream ends, a block of the gather takes its place.
-  if (auto code = launch.stream_create_with_priority(&side.stream, kNonBlocking, greatest)) {
-    return Failed("cuStreamCreateWithPriority", code);
-  }
+  cuda::Check(driver.stream_create_with_priority(&side.stream, kNonBlocking, greatest), "cuStreamCreateWithPriority");
   // Freed memory stays in the pool; by default it returns to the driver at each synchronisation.
   cuda::Device device = 0;
   cuda::MemoryPool pool = nullptr;
   uint64_t everything = UINT64_MAX;
-  if (launch.ctx_get_device(&device) == 0 && launch.device_get_default_mem_pool(&pool, device) == 0) {
-    launch.mem_pool_set_attribute(pool, kReleaseThreshold, &everything);
+  if (driver.ctx_get_device(&device) == 0 && driver.device_get_default_mem_pool(&pool, device) == 0) {
+    driver.mem_pool_set_attribute(pool, kReleaseThreshold, &everything);
   }
-  return ffi::Error::Success();
 }
 
 // Frees what a gather holds, in the order of `stream`. Returns the first error.
 cuda::Result Free(const Pending& pending, cuda::Stream stream) {
-  const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
-  const cuda::Result freed = pending.data ? launch.mem_free_async(pending.data, stream) : 0;
-  const cuda::Result destroyed = pending.done != nullptr ? launch.event_destroy(pending.done) : 0;
+  const cuda::Driver& driver = TheDriver();
+  const cuda::Result freed = pending.data ? driver.mem_free_async(pending.data, stream) : 0;
+  const cuda::Result destroyed = pending.done != nullptr ? driver.event_destroy(pending.done) : 0;
   return freed != 0 ? freed : destroyed;
 }
 
@@ -79,7 +71,7 @@ cuda::Result Free(const Pending& pending, cuda::Stream stream) {
 void FreeQuietly(const Pending& pending, cuda::Stream stream) {
   if (const cuda::Result code = Free(pending, stream)) {
     std::fprintf(stderr, "dejax.host_gather: memory of a gather that no step took was not freed: %s\n",
-                 cuda::ErrorName(*cuda::GetApi(nullptr), code).c_str());
+                 cuda::ErrorName(code).c_str());
   }
 }
 
@@ -98,96 +90,94 @@ struct Moved {
 
 size_t RoundUp(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// Enqueues the gather. If this fails, the caller must free what `pending` holds.
-ffi::Error Begin(const GatherCall& call, cuda::Context context, cuda::Stream stream, cuda::Stream side,
-                 Pending* pending) {
-  const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
+// Enqueues the gather. If this throws, the caller must free what `pending` holds.
+void Begin(const GatherCall& call, cuda::Context context, cuda::Stream stream, cuda::Stream side, Pending* pending) {
+  const cuda::Driver& driver = TheDriver();
   const size_t ids_bytes = call.ids.size_bytes(), perm_bytes = call.perm.size_bytes();
   // One allocation has the rows, the counter, and copies of ids and perm: XLA may reuse its own when this call returns.
   const size_t rows = RoundUp(pending->bytes), ids = RoundUp(ids_bytes), perm = RoundUp(perm_bytes);
-  if (auto code = launch.mem_alloc_async(&pending->data, rows + ids + perm + 256, stream)) {
-    pending->data = 0;
-    return Failed("cuMemAllocAsync", code);
-  }
-  const DevicePointer own_ids = pending->data + rows, own_perm = own_ids + ids, counter = own_perm + perm;
+  DevicePointer data = 0;
+  cuda::Check(driver.mem_alloc_async(&data, rows + ids + perm + 256, stream), "cuMemAllocAsync");
+  pending->data = data;
+  const DevicePointer own_ids = data + rows, own_perm = own_ids + ids, counter = own_perm + perm;
   const auto copy = [&](DevicePointer to, const void* from, size_t bytes) {
-    return bytes ? launch.memcpy_dtod_async(to, reinterpret_cast<DevicePointer>(from), bytes, stream) : 0;
+    if (bytes == 0) return;
+    cuda::Check(driver.copy_device_to_device(to, reinterpret_cast<DevicePointer>(from), bytes, stream),
+                "cuMemcpyDtoDAsync");
   };
-  if (auto code = copy(own_ids, call.ids.untyped_data(), ids_bytes)) return Failed("cuMemcpyDtoDAsync", code);
-  if (auto code = copy(own_perm, call.perm.untyped_data(), perm_bytes)) return Failed("cuMemcpyDtoDAsync", code);
+  copy(own_ids, call.ids.untyped_data(), ids_bytes);
+  copy(own_perm, call.perm.untyped_data(), perm_bytes);
   // On the compute stream, like the copies: a fill is a kernel, and on the side stream it would wait until compute leaves
   // room for it.
-  if (auto error = ZeroTicket(reinterpret_cast<void*>(counter), stream); error.failure()) return error;
+  ZeroTicket(reinterpret_cast<void*>(counter), stream);
   // The side stream continues from here.
   cuda::Event ready = nullptr;
-  if (auto code = launch.event_create(&ready, kWithoutTiming)) return Failed("cuEventCreate", code);
-  cuda::Result code = launch.event_record(ready, stream);
-  if (code == 0) code = launch.stream_wait_event(side, ready, 0);
-  const cuda::Result destroyed = launch.event_destroy(ready);
-  if (code == 0) code = destroyed;
-  if (code == 0) code = launch.event_create(&pending->done, kWithoutTiming);
-  if (code != 0) return Failed("an event of gather_start", code);
+  cuda::Check(driver.event_create(&ready, kWithoutTiming), "cuEventCreate");
+  cuda::Result code = driver.event_record(ready, stream);
+  if (code == 0) code = driver.stream_wait_event(side, ready, 0);
+  const cuda::Result destroyed = driver.event_destroy(ready);
+  cuda::Check(code != 0 ? code : destroyed, "an event of gather_start");
+  cuda::Check(driver.event_create(&pending->done, kWithoutTiming), "cuEventCreate");
   Moved moved_ids(call.ids, own_ids), moved_perm(call.perm, own_perm);
   GatherCall own = call;
   own.ids = ffi::AnyBuffer(&moved_ids.raw);
   own.perm = ffi::AnyBuffer(&moved_perm.raw);
-  ffi::Error error = LaunchGather(own, reinterpret_cast<void*>(pending->data), static_cast<int64_t>(pending->bytes),
-                                  reinterpret_cast<void*>(counter), context, side);
-  if (error.failure()) return error;
-  if (auto code = launch.event_record(pending->done, side)) return Failed("cuEventRecord", code);
-  return ffi::Error::Success();
+  LaunchGather(own, reinterpret_cast<void*>(data), static_cast<int64_t>(pending->bytes), reinterpret_cast<void*>(counter),
+               context, side);
+  cuda::Check(driver.event_record(pending->done, side), "cuEventRecord");
 }
 
-ffi::Error NoStart(Found found) {
-  if (found == Found::kNone) {
-    return GatherError(
-        ffi::ErrorCode::kFailedPrecondition,
-        "gather_done found no gather_start of its own in this execution; both must be in one jitted function");
+void RequireStart(Found found) {
+  if (found == Found::kYes) return;
+  throw CallError(ffi::ErrorCode::kFailedPrecondition,
+                  found == Found::kNone
+                      ? "gather_done found no gather_start of its own in this execution; both must be in one jitted "
+                        "function"
+                      : "several gathers of one call of gather_start or prefetched_scan are in flight and cannot be told "
+                        "apart: call it once for each of them, not a jitted function that calls it");
+}
+
+struct StartAttributes : GatherAttributes {
+  int64_t site, place, out_bytes;
+};
+
+void BeginStart(cuda::Stream stream, int64_t run, const GatherCall& call, const StartAttributes& how, const void* from,
+                const void* to) {
+  const cuda::Context context = StreamContext(stream);
+  const cuda::ContextScope scope(context);
+  std::lock_guard<std::mutex> lock(SideMutex());
+  Side& side = Sides()[context];
+  if (side.stream == nullptr) MakeStream(side);
+  side.pending.DropOthers(run, [&](const Pending& pending) { FreeQuietly(pending, side.stream); });
+  Pending pending;
+  pending.bytes = static_cast<size_t>(how.out_bytes);
+  try {
+    Begin(call, context, stream, side.stream, &pending);
+    RequireStart(side.pending.Add(run, how.site, static_cast<Place>(how.place), from, to, pending));
+  } catch (...) {
+    FreeQuietly(pending, side.stream);
+    throw;
   }
-  return GatherError(ffi::ErrorCode::kFailedPrecondition,
-                     "several gathers of one call of gather_start or prefetched_scan are in flight and cannot be told "
-                     "apart: call it once for each of them, not a jitted function that calls it");
 }
 
 ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::AnyBuffer perm,
                  ffi::AnyBuffer slots, ffi::AnyBuffer cache, ffi::Buffer<ffi::F32> scale, ffi::RemainingArgs through,
-                 ffi::Result<ffi::AnyBuffer> ticket, ffi::Result<ffi::AnyBuffer>, ffi::RemainingRets passed, int64_t source,
-                 int64_t result, int64_t row_bytes, int64_t fan_out, bool mean, bool clip, bool raises, bool split,
-                 float fill_value, ffi::Span<const uint8_t> fill, int64_t kernel, int64_t grid, int64_t align,
-                 int64_t site, int64_t place, int64_t out_bytes) {
-  cuda::Context context = nullptr;
-  if (auto error = StreamContext(stream, &context); error.failure()) return error;
-  // The ticket of a chain is the first operand that passes through.
-  const void *from = nullptr, *to = ticket->untyped_data();
-  if (static_cast<Place>(place) != Place::kAlone) {
-    const auto in = through.get<ffi::AnyBuffer>(0);
-    auto out = passed.get<ffi::AnyBuffer>(0);
-    if (in.has_error() || out.has_error()) {
-      return GatherError(ffi::ErrorCode::kInvalidArgument, "a start in a loop needs its ticket");
+                 ffi::Result<ffi::AnyBuffer> ticket, ffi::Result<ffi::AnyBuffer>, ffi::RemainingRets passed,
+                 StartAttributes how) {
+  return ReportedGather([&] {
+    // The ticket of a chain is the first operand that passes through.
+    const void *from = nullptr, *to = ticket->untyped_data();
+    if (static_cast<Place>(how.place) != Place::kAlone) {
+      const auto in = through.get<ffi::AnyBuffer>(0);
+      auto out = passed.get<ffi::AnyBuffer>(0);
+      if (in.has_error() || out.has_error()) {
+        throw CallError(ffi::ErrorCode::kInvalidArgument, "a start in a loop needs its ticket");
+      }
+      from = in->untyped_data();
+      to = (*out)->untyped_data();
     }
-    from = in->untyped_data();
-    to = (*out)->untyped_data();
-  }
-  cuda::CurrentContext current(context);
-  std::lock_guard<std::mutex> lock(SideMutex());
-  Side& side = Sides()[context];
-  if (side.stream == nullptr) {
-    if (auto error = MakeStream(side); error.failure()) return error;
-  }
-  side.pending.DropOthers(run.run_id, [&](const Pending& pending) { FreeQuietly(pending, side.stream); });
-  Pending pending;
-  pending.bytes = static_cast<size_t>(out_bytes);
-  ffi::Error error = Begin({table, ids, perm, slots, cache, scale, source, result, row_bytes, fan_out, mean, clip,
-                            raises, split, fill_value, fill, kernel, grid, align},
-                           context, stream, side.stream, &pending);
-  if (error.failure()) {
-    FreeQuietly(pending, side.stream);
-    return error;
-  }
-  const Found found = side.pending.Add(run.run_id, site, static_cast<Place>(place), from, to, pending);
-  if (found == Found::kYes) return error;
-  FreeQuietly(pending, side.stream);
-  return NoStart(found);
+    BeginStart(stream, run.run_id, {table, ids, perm, slots, cache, scale, how}, how, from, to);
+  });
 }
 
 // A part of the result: `bytes` bytes of a gather, from `begin` on.
@@ -195,23 +185,20 @@ struct Piece {
   int64_t gather, begin, bytes;
 };
 
-// Copies pieces to the result, one after the other, when their gathers are done. Returns the first error.
-cuda::Result CopyPieces(const std::vector<Pending>& gathers, ffi::Span<const int64_t> pieces, DevicePointer out,
-                        cuda::Stream stream) {
-  const cuda::LaunchApi& launch = *cuda::GetLaunchApi(nullptr);
+// Copies pieces to the result, one after the other, when their gathers are done.
+void CopyPieces(const std::vector<Pending>& gathers, ffi::Span<const int64_t> pieces, DevicePointer out,
+                cuda::Stream stream) {
+  const cuda::Driver& driver = TheDriver();
   for (const Pending& pending : gathers) {
-    if (const cuda::Result code = launch.stream_wait_event(stream, pending.done, 0)) return code;
+    cuda::Check(driver.stream_wait_event(stream, pending.done, 0), "cuStreamWaitEvent");
   }
   for (size_t k = 0; k + 2 < pieces.size(); k += 3) {
     const Piece piece{pieces[k], pieces[k + 1], pieces[k + 2]};
     if (piece.bytes == 0) continue;
     const DevicePointer from = gathers[static_cast<size_t>(piece.gather)].data + static_cast<DevicePointer>(piece.begin);
-    if (const cuda::Result code = launch.memcpy_dtod_async(out, from, static_cast<size_t>(piece.bytes), stream)) {
-      return code;
-    }
+    cuda::Check(driver.copy_device_to_device(out, from, static_cast<size_t>(piece.bytes), stream), "cuMemcpyDtoDAsync");
     out += static_cast<DevicePointer>(piece.bytes);
   }
-  return 0;
 }
 
 // Whether pieces lie within their gathers and fill the result.
@@ -231,52 +218,44 @@ bool Fit(const std::vector<Pending>& gathers, ffi::Span<const int64_t> pieces, s
 
 ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::RemainingArgs tickets, ffi::Result<ffi::AnyBuffer> out,
                 ffi::Span<const int64_t> sites, ffi::Span<const int64_t> pieces) {
-  cuda::Context context = nullptr;
-  if (auto error = StreamContext(stream, &context); error.failure()) return error;
-  cuda::CurrentContext current(context);
-  std::lock_guard<std::mutex> lock(SideMutex());
-  Side& side = Sides()[context];
-  std::vector<Pending> gathers;
-  const auto free_all = [&] {
+  return ReportedGather([&] {
+    const cuda::Context context = StreamContext(stream);
+    const cuda::ContextScope scope(context);
+    std::lock_guard<std::mutex> lock(SideMutex());
+    Side& side = Sides()[context];
+    std::vector<Pending> gathers;
+    try {
+      for (size_t k = 0; k < sites.size(); ++k) {
+        const auto ticket = tickets.get<ffi::AnyBuffer>(k);
+        if (ticket.has_error()) throw CallError(ffi::ErrorCode::kInvalidArgument, "gather_done needs its tickets");
+        Pending pending;
+        RequireStart(side.pending.Take(run.run_id, sites[k], ticket->untyped_data(), &pending));
+        gathers.push_back(pending);
+      }
+      if (!Fit(gathers, pieces, out->size_bytes())) throw std::runtime_error("gather_start and gather_done have other rows");
+      CopyPieces(gathers, pieces, reinterpret_cast<DevicePointer>(out->untyped_data()), stream);
+    } catch (...) {
+      for (const Pending& taken : gathers) FreeQuietly(taken, stream);
+      throw;
+    }
     cuda::Result first = 0;
     for (const Pending& pending : gathers) {
       const cuda::Result code = Free(pending, stream);
       if (first == 0) first = code;
     }
-    return first;
-  };
-  for (size_t k = 0; k < sites.size(); ++k) {
-    const auto ticket = tickets.get<ffi::AnyBuffer>(k);
-    if (ticket.has_error()) return GatherError(ffi::ErrorCode::kInvalidArgument, "gather_done needs its tickets");
-    Pending pending;
-    const Found found = side.pending.Take(run.run_id, sites[k], ticket->untyped_data(), &pending);
-    if (found != Found::kYes) {
-      for (const Pending& taken : gathers) FreeQuietly(taken, stream);
-      return NoStart(found);
-    }
-    gathers.push_back(pending);
-  }
-  if (!Fit(gathers, pieces, out->size_bytes())) {
-    for (const Pending& taken : gathers) FreeQuietly(taken, stream);
-    return GatherError(ffi::ErrorCode::kInternal, "the rows of gather_start are not those of gather_done");
-  }
-  cuda::Result code = CopyPieces(gathers, pieces, reinterpret_cast<DevicePointer>(out->untyped_data()), stream);
-  const cuda::Result freed = free_all();
-  if (code == 0) code = freed;
-  return code == 0 ? ffi::Error::Success() : Failed("gather_done", code);
+    cuda::Check(first, "gather_done");
+  });
 }
 
 }  // namespace
 
-int WaitForStarted(cuda::Context context, cuda::Stream stream) {
+void WaitForStarted(cuda::Context context, cuda::Stream stream) {
   std::lock_guard<std::mutex> lock(SideMutex());
   const auto side = Sides().find(context);
-  if (side == Sides().end()) return 0;
-  cuda::Result result = 0;
+  if (side == Sides().end()) return;
   side->second.pending.ForEach([&](const Pending& pending) {
-    if (result == 0) result = cuda::GetLaunchApi(nullptr)->stream_wait_event(stream, pending.done, 0);
+    cuda::Check(TheDriver().stream_wait_event(stream, pending.done, 0), "cuStreamWaitEvent");
   });
-  return result;
 }
 
 int64_t GathersUnderWay() {
@@ -286,21 +265,29 @@ int64_t GathersUnderWay() {
   return count;
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherStart, Start,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cuda::Stream>>()
-                                  .Ctx<ffi::RunId>() DEJAX_GATHER_OPERANDS.RemainingArgs()
-                                      DEJAX_GATHER_RESULTS.RemainingRets() DEJAX_GATHER_ATTRIBUTES.Attr<int64_t>("site")
-                                  .Attr<int64_t>("place")
-                                  .Attr<int64_t>("out_bytes"));
+}  // namespace dejax
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(TableGatherDone, Done,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cuda::Stream>>()
-                                  .Ctx<ffi::RunId>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<ffi::Span<const int64_t>>("sites")
-                                  .Attr<ffi::Span<const int64_t>>("pieces"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(dejax::StartAttributes, DEJAX_GATHER_ATTRIBUTES, ffi::StructMember<int64_t>("site"),
+                                      ffi::StructMember<int64_t>("place"), ffi::StructMember<int64_t>("out_bytes"));
 
+namespace dejax {
+namespace {
+
+DEJAX_FFI_HANDLER("dejax_table_gather_start", "CUDA",
+                  ffi::Ffi::Bind()
+                      .Ctx<ffi::PlatformStream<cuda::Stream>>()
+                      .Ctx<ffi::RunId>() DEJAX_GATHER_OPERANDS.RemainingArgs() DEJAX_GATHER_RESULTS.RemainingRets()
+                      .Attrs<StartAttributes>()
+                      .To(Start));
+DEJAX_FFI_HANDLER("dejax_table_gather_done", "CUDA",
+                  ffi::Ffi::Bind()
+                      .Ctx<ffi::PlatformStream<cuda::Stream>>()
+                      .Ctx<ffi::RunId>()
+                      .RemainingArgs()
+                      .Ret<ffi::AnyBuffer>()
+                      .Attr<ffi::Span<const int64_t>>("sites")
+                      .Attr<ffi::Span<const int64_t>>("pieces")
+                      .To(Done));
+
+}  // namespace
 }  // namespace dejax

@@ -24,8 +24,8 @@ namespace {
 using Release = nb::call_guard<nb::gil_scoped_release>;
 using Address = std::pair<uintptr_t, size_t>;
 
-CudaCall CallOf(int64_t run, int device, uintptr_t stream, int64_t call) {
-  return {run, device, reinterpret_cast<Stream>(stream), call};
+StoreCall CallOf(int64_t run, int device, uintptr_t stream, int64_t site) {
+  return {run, device, site, {0, device}, reinterpret_cast<Stream>(stream)};
 }
 
 // The first or the last call of a chain.

@@ -12,7 +12,7 @@ void* GetMemory(int64_t capacity, bool pinned) {
   void* data = nullptr;
   if (pinned) {
     constexpr unsigned kPortable = 1, kDeviceMap = 2;
-    const Result result = GetCalls().host_alloc(&data, static_cast<size_t>(capacity), kPortable | kDeviceMap);
+    const Result result = GetDriver().host_alloc(&data, static_cast<size_t>(capacity), kPortable | kDeviceMap);
     return result == 0 ? data : nullptr;
   }
   data = mmap(nullptr, capacity, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -42,11 +42,11 @@ void HostMemory::Free(std::list<Slot>* slots) {
   for (Slot& slot : *slots) {
     for (Event* event : {&slot.last_read, &slot.last_write}) {
       // An error here is the device's, and shows in the step that caused it.
-      if (*event) GetCalls().event_synchronize(event->get());
+      if (*event) GetDriver().event_synchronize(event->get());
       event->reset();
     }
     if (slot.pinned) {
-      GetCalls().host_free(slot.data);
+      GetDriver().host_free(slot.data);
     } else {
       munmap(slot.data, slot.capacity);
     }

@@ -56,30 +56,30 @@ void OneRun(Store& store, const Setting& setting, std::mt19937& rng, Stream stre
     for (int i = 0; i < count; ++i) {
       const int64_t bytes = static_cast<int64_t>(4 * tensors[i].size());
       if (setting.cuda) {
-        store.StoreOnCuda({run, 0, stream, i % 3}, 1 << 14, address(tensors[i].data()), bytes, address(&handles[i]));
+        store.StoreOnCuda({run, 0, i % 3, {0, 0}, stream}, 1 << 14, address(tensors[i].data()), bytes, address(&handles[i]));
       } else {
-        handles[i] = store.StoreOnCpu({run, i % 3, {}}, tensors[i].data(), bytes);
+        handles[i] = store.StoreOnCpu({run, kCpu, i % 3, {}}, tensors[i].data(), bytes);
       }
     }
     if (rng() % 10 == 0) {  // forward without backward
-      if (setting.cuda) GetCalls().stream_synchronize(stream);
+      if (setting.cuda) GetDriver().stream_synchronize(stream);
       return;
     }
     for (int i = 0; i < count; ++i) outs.emplace_back(tensors[i].size());
     for (int i = count - 1; i >= 0; --i) {
       const int64_t bytes = static_cast<int64_t>(4 * tensors[i].size());
       if (setting.cuda) {
-        store.FetchOnCuda({run, 0, stream, i % 3}, ReadHandle(address(&handles[i]), stream), address(outs[i].data()), bytes);
+        store.FetchOnCuda({run, 0, i % 3, {0, 0}, stream}, ReadHandle(address(&handles[i]), stream), address(outs[i].data()), bytes);
       } else {
-        store.FetchOnCpu({run, i % 3, {}}, handles[i], outs[i].data(), bytes);
+        store.FetchOnCpu({run, kCpu, i % 3, {}}, handles[i], outs[i].data(), bytes);
       }
     }
-    if (setting.cuda) GetCalls().stream_synchronize(stream);
+    if (setting.cuda) GetDriver().stream_synchronize(stream);
     for (int i = 0; i < count; ++i) Check(outs[i], static_cast<uint32_t>(run * 64 + i + 1));
   } catch (const std::exception& error) {
     if (std::strstr(error.what(), "FAKE") != nullptr) throw;
     ++threw;
-    if (setting.cuda) GetCalls().stream_synchronize(stream);  // queued work uses these buffers
+    if (setting.cuda) GetDriver().stream_synchronize(stream);  // queued work uses these buffers
   }
 }
 
@@ -120,13 +120,13 @@ void Hammer(const Setting& setting, double seconds, int num_threads, unsigned se
   std::atomic<bool> over{false};
   std::vector<std::thread> threads, engines;
   Stream shared = nullptr;
-  if (setting.cuda) GetCalls().stream_create(&shared, 0);
+  if (setting.cuda) GetDriver().stream_create(&shared, 0);
   for (int i = 0; i < num_threads; ++i) {
     threads.emplace_back([&, i] {
       std::mt19937 rng(seed * 100 + i);
       // XLA has one compute stream for each device; the store must work with several, too.
       Stream stream = shared;
-      if (setting.cuda && seed % 4 >= 2) GetCalls().stream_create(&stream, 0);
+      if (setting.cuda && seed % 4 >= 2) GetDriver().stream_create(&stream, 0);
       while (!over) OneRun(*store, setting, rng, stream);
     });
   }
