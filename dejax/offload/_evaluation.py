@@ -1,8 +1,8 @@
-"""A jaxpr evaluated variable by variable, on demand. This cuts an optimizer's update into pieces."""
+"""Jaxprs that are evaluated equation by equation, in order or on demand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,72 +19,78 @@ ELEMENTWISE = frozenset(
 """Names of primitives that compute each element of a result from the same elements of the operands."""
 
 
-class Demand:
+class Values:
+    """The values of a jaxpr's variables, as far as they are known.
+
+    Args:
+        closed: the jaxpr.
+        args: the values of its arguments. None: they are given one by one.
+    """
+
+    def __init__(self, closed: core.ClosedJaxpr, args: Sequence[Any] | None = None) -> None:
+        self.jaxpr = closed.jaxpr
+        self.known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        if args is not None:
+            self.known.update(zip(closed.jaxpr.invars, args, strict=True))
+
+    def read(self, var: Any) -> Any:
+        return var.val if isinstance(var, core.Literal) else self.known[var]
+
+    def read_all(self, atoms: Sequence[Any]) -> list[Any]:
+        return list(map(self.read, atoms))
+
+    def set(self, eqn: Any, results: Sequence[Any]) -> None:
+        """Sets the results of an equation."""
+        self.known.update(zip(eqn.outvars, results, strict=True))
+
+    def evaluate(self, eqn: Any) -> None:
+        """Evaluates one equation, of whatever kind, whose operands are known."""
+        inputs = variables(eqn.invars)
+        self.set(eqn, core.jaxpr_as_fun(part(self.jaxpr, [eqn], inputs, eqn.outvars))(*self.read_all(inputs)))
+
+
+class Demand(Values):
     """Evaluates a jaxpr's variables when they are asked for, each once."""
 
     def __init__(self, closed: core.ClosedJaxpr) -> None:
-        self.jaxpr = closed.jaxpr
-        self._known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        self._far: dict[Any, Any] = {}
+        super().__init__(closed)
+        self._on_host: dict[Any, Any] = {}
         self.producer = {var: eqn for eqn in closed.jaxpr.eqns for var in eqn.outvars}
 
-    def give(self, var: Any, value: Any, far: bool) -> None:
-        """Sets an input. One that is far (on the host) is copied to the device on first use."""
-        (self._far if far else self._known)[var] = value
+    def give(self, var: Any, value: Any, on_host: bool) -> None:
+        """Sets an input. One in host memory is copied to the device on first use."""
+        (self._on_host if on_host else self.known)[var] = value
 
     def value(self, var: Any) -> Any:
         stack = [var]
         while stack:
             at = stack[-1]
-            if isinstance(at, core.Literal) or at in self._known:
+            if isinstance(at, core.Literal) or at in self.known:
                 stack.pop()
-            elif at in self._far:
-                self._known[at] = jax.device_put(self._far[at], _DEVICE)
-                stack.pop()
+            elif at in self._on_host:
+                self.known[at] = jax.device_put(self._on_host[at], _DEVICE)
+            elif missing := [v for v in variables(self.producer[at].invars) if v not in self.known]:
+                stack.extend(missing)
             else:
-                eqn = self.producer[at]
-                missing = [v for v in eqn.invars if not isinstance(v, core.Literal) and v not in self._known]
-                if missing:
-                    stack.extend(missing)
-                    continue
-                out = _equation(self.jaxpr, eqn, self._read)
-                self._known.update(zip(eqn.outvars, out, strict=True))
-        return self._read(var)
-
-    def _read(self, var: Any) -> Any:
-        return var.val if isinstance(var, core.Literal) else self._known[var]
+                self.evaluate(self.producer[at])
+        return self.read(var)
 
 
 def inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The same jaxpr with jitted functions inlined: Optax corrects the bias of all moments in one such function."""
 
-    def run(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
-        known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        known.update(zip(jaxpr.invars, args, strict=True))
-
-        def read(var: Any) -> Any:
-            return var.val if isinstance(var, core.Literal) else known[var]
-
-        for eqn in jaxpr.eqns:
+    def run(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+        values = Values(closed, args)
+        for eqn in closed.jaxpr.eqns:
             inner = eqn.params.get("jaxpr")
             if eqn.primitive.name in ("jit", "pjit", "closed_call") and isinstance(inner, core.ClosedJaxpr):
-                out = run(inner.jaxpr, inner.consts, *map(read, eqn.invars))
+                values.set(eqn, run(inner, values.read_all(eqn.invars)))
             else:
-                out = _equation(jaxpr, eqn, read)
-            known.update(zip(eqn.outvars, out, strict=True))
-        return list(map(read, jaxpr.outvars))
-
-    def flat(*args: Any) -> list[Any]:
-        return run(closed.jaxpr, closed.consts, *args)
+                values.evaluate(eqn)
+        return values.read_all(closed.jaxpr.outvars)
 
     avals = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
         for v in closed.jaxpr.invars
     ]
-    return jax.make_jaxpr(flat)(*avals)
-
-
-def _equation(jaxpr: core.Jaxpr, eqn: Any, read: Callable[[Any], Any]) -> list[Any]:
-    """Evaluates one equation, of whatever kind."""
-    inputs = variables(eqn.invars)
-    return core.jaxpr_as_fun(part(jaxpr, [eqn], inputs, eqn.outvars))(*map(read, inputs))
+    return jax.make_jaxpr(lambda *args: run(closed, args))(*avals)

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, Unpack
 
 from dejax._optional import optional
-from dejax.offload.activations.store import ActivationStore
-from dejax.offload.activations.transform import MIN_BYTES, Inputs, OffloadOptions, Policy, wrap
+from dejax.offload.activations.transform import OffloadKeywords, as_tuple, of_module, wrap
 
 with optional("flax", of="dejax.offload.linen"):
     import flax.linen as nn
     from flax.core import lift
 
 
-def offload(
-    target: Any,
-    *,
-    policy: Policy | Iterable[str] | None = None,
-    store: ActivationStore | Literal["device"] | None = None,
-    inputs: Inputs = "auto",
-    min_bytes: int = MIN_BYTES,
-    methods: Iterable[str] | None = None,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-) -> Any:
+def offload(target: Any, *, methods: Iterable[str] | None = None, **options: Unpack[OffloadKeywords]) -> Any:
     """`dejax.offload.offload` as a lifted transformation, used like `nn.remat`.
 
     Variables stay on the device.
 
     Args:
         target: a module class, or a function of a module.
-        policy, store, min_bytes: see `dejax.offload.offload`.
-        inputs: which of the call's arrays may be stored: "auto", "all" or "none".
         methods: the methods of the class to transform; None: `__call__`.
-        static_argnums: positions of arguments that are not arrays (flags, strings), as in `nn.remat`: the module is
-            argument 0.
-        static_argnames: names of keyword arguments that are not arrays.
+        options: the keyword arguments of `dejax.offload.offload`: policy, store, inputs ("auto", "all" or "none"),
+            min_bytes, static_argnums, static_argnames. Positions count the module as argument 0, as in `nn.remat`.
 
     Raises:
         TypeError: by a call with an argument that is neither an array nor static.
@@ -46,11 +33,10 @@ def offload(
     >>> issubclass(Block, nn.Module)
     True
     """
-    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    if 0 in static:
-        raise ValueError("offload: `static_argnums` must not name the module, which is argument 0; count from 1")
+    checked = of_module(options)
     # `pure` has two arguments, the variables and the keys, in place of the module.
-    shifted = tuple(i + 1 if i > 0 else i for i in static)
+    shifted = tuple(i + 1 if i > 0 else i for i in as_tuple(checked.static_argnums))
+    checked = dataclasses.replace(checked, static_argnums=shifted, kept_argnums=(0, 1))
 
     def lifted(fn: Callable[..., Any]) -> Any:
         def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,8 +45,7 @@ def offload(
                 return fn(scope, *args, **kwargs), repack(scope)
 
             pure.__qualname__ = getattr(target, "__qualname__", pure.__qualname__)
-            run = wrap(pure, OffloadOptions.of(policy, store, inputs, min_bytes, (0, 1)), shifted, static_argnames)
-            return run(variables, rngs, *args, **kwargs)
+            return wrap(pure, checked)(variables, rngs, *args, **kwargs)
 
         return lift.pack(inner, (True,), (True,), (True,), name="offload", enable_kwargs=True)
 

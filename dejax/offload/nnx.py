@@ -8,27 +8,17 @@ x = offload(Block.__call__)(self.block, x)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Unpack
 
 from dejax._optional import optional
-from dejax.offload.activations.store import ActivationStore
-from dejax.offload.activations.transform import MIN_BYTES, Inputs, OffloadOptions, Policy, wrap
+from dejax.offload.activations.transform import OffloadKeywords, of_module, wrap
 
 with optional("flax", of="dejax.offload.nnx"):
     from flax import nnx
 
 
-def offload(
-    fn: Callable[..., Any],
-    *,
-    policy: Policy | Iterable[str] | None = None,
-    store: ActivationStore | Literal["device"] | None = None,
-    inputs: Inputs = "auto",
-    min_bytes: int = MIN_BYTES,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-) -> Callable[..., Any]:
+def offload(fn: Callable[..., Any], **options: Unpack[OffloadKeywords]) -> Callable[..., Any]:
     """`dejax.offload.offload` for a function whose first argument is an nnx module, as `Block.__call__` has.
 
     Parameters stay on the device, and the call must not change them. Other state that it changes (batch statistics,
@@ -36,20 +26,14 @@ def offload(
 
     Args:
         fn: (module, *arrays, **arrays) -> arrays. The module may also be a variable, or a pytree of both.
-        policy, store, min_bytes: see `dejax.offload.offload`.
-        inputs: which of the arrays after the module may be stored: "auto", "all", "none" or positions, where the module
-            is argument 0.
-        static_argnums: positions of arguments that are not arrays (flags, strings), as in `nnx.remat`: the module is
-            argument 0.
-        static_argnames: names of keyword arguments that are not arrays.
+        options: the keyword arguments of `dejax.offload.offload`: policy, store, inputs, min_bytes, static_argnums,
+            static_argnames. Positions count the module as argument 0, as in `nnx.remat`.
 
     Raises:
         TypeError: an argument is neither an array nor static.
         ValueError: `static_argnums` names the module.
     """
-    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    if 0 in static:
-        raise ValueError("offload: `static_argnums` must not name the module, which is argument 0; count from 1")
+    checked = of_module(options)
 
     @functools.wraps(fn)
     def wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,8 +46,7 @@ def offload(
             return out, nnx.state(held, nnx.Not(nnx.Param))
 
         pure.__qualname__ = getattr(fn, "__qualname__", pure.__qualname__)
-        options = OffloadOptions.of(policy, store, inputs, min_bytes, (0,))
-        out, changed = wrap(pure, options, static, static_argnames)((params, rest), *args, **kwargs)
+        out, changed = wrap(pure, checked)((params, rest), *args, **kwargs)
         nnx.update((module,), changed)
         return out
 

@@ -16,7 +16,7 @@ namespace {
 std::shared_ptr<Store> Open(int64_t device_bytes, int64_t host_bytes, int64_t disk_bytes,
                             std::vector<std::string> folders, int64_t chunk_bytes, int num_threads, bool checksum,
                             bool external) {
-  Options options;
+  StoreOptions options;
   static_cast<DiskOptions&>(options) = {std::move(folders), disk_bytes, chunk_bytes, num_threads, checksum};
   options.device_bytes = device_bytes;
   options.host_bytes = host_bytes;
@@ -36,40 +36,15 @@ nb::object NextJob(Store& store, double seconds) {
 }
 
 nb::dict StatsOf(Store& store) {
-  Stats s;
+  Counters s;
   {
     nb::gil_scoped_release release;
     s = store.GetStats();
   }
   nb::dict d;
-#define DEJAX_STAT(name) d[#name] = s.name
-  DEJAX_STAT(stored_bytes);
-  DEJAX_STAT(stored_count);
-  DEJAX_STAT(fetched_bytes);
-  DEJAX_STAT(fetched_count);
-  DEJAX_STAT(ring_hit_bytes);
-  DEJAX_STAT(prefetched_bytes);
-  DEJAX_STAT(demand_bytes);
-  DEJAX_STAT(copied_out_bytes);
-  DEJAX_STAT(forwarded_bytes);
-  DEJAX_STAT(written_bytes);
-  DEJAX_STAT(read_bytes);
-  DEJAX_STAT(cancelled_bytes);
-  DEJAX_STAT(dropped_count);
-  DEJAX_STAT(store_stall_seconds);
-  DEJAX_STAT(fetch_stall_seconds);
-  DEJAX_STAT(launch_seconds);
-  DEJAX_STAT(device_store_stall_seconds);
-  DEJAX_STAT(device_fetch_stall_seconds);
-  DEJAX_STAT(live_bytes);
-  DEJAX_STAT(live_count);
-  DEJAX_STAT(peak_live_bytes);
-  DEJAX_STAT(host_bytes);
-  DEJAX_STAT(peak_host_bytes);
-  DEJAX_STAT(disk_bytes);
-  DEJAX_STAT(ring_bytes);
-  DEJAX_STAT(runs);
-#undef DEJAX_STAT
+#define DEJAX_ITEM(type, name) d[#name] = s.name;
+  DEJAX_COUNTERS(DEJAX_ITEM)
+#undef DEJAX_ITEM
   return d;
 }
 

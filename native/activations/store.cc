@@ -10,14 +10,14 @@
 
 namespace dejax::offload {
 
-std::shared_ptr<Store> Store::Open(const Options& options) {
+std::shared_ptr<Store> Store::Open(const StoreOptions& options) {
   std::shared_ptr<Store> store(new Store(options));
   store->io_.StartThreads();
   AddOpenStore(store);
   return store;
 }
 
-Store::Store(const Options& options)
+Store::Store(const StoreOptions& options)
     : options_(options), process_(getpid()), registry_(number_.value(), &prediction_, &stats_),
       host_(options.host_bytes, &monitor_, &registry_, &prediction_, &stats_),
       io_(options, &monitor_, &host_, &stats_, [this](const RunPtr& run) { Prefetch(run); }) {}
@@ -54,7 +54,7 @@ void Store::Close() {
   lock.unlock();
   {
     const ContextScope scope(context);
-    HostMemory::Free(&slots);
+    HostSlots::Free(&slots);
   }
   number_.GiveBack();
 }
@@ -82,14 +82,14 @@ void Store::Intercept(std::shared_ptr<Interceptor> interceptor) {
   interceptor_ = std::move(interceptor);
 }
 
-Stats Store::GetStats() {
+Counters Store::GetStats() {
   RequireProcess();
   const Lock lock(monitor_.mutex);
   for (const auto& [device, ring] : rings_) {
     const ContextScope scope(ring->context());
     ring->CountStalls();
   }
-  Stats stats = stats_;
+  Counters stats = stats_;
   stats.host_bytes = host_.allocated();
   stats.disk_bytes = io_.bytes_held();
   for (const auto& [device, ring] : rings_) stats.ring_bytes += ring->capacity();

@@ -5,7 +5,7 @@
 // ordinary memory. Where host memory is too small, I/O threads write slots to disk, oldest first, and read them back in
 // reverse order of creation, ahead of their use.
 //
-// The parts: Registry (entries and runs), Prediction (what earlier runs tell), HostMemory (slots, and whose is taken),
+// The parts: Registry (entries and runs), Prediction (what earlier runs tell), HostSlots (slots, and whose is taken),
 // IoQueue (the disk tier), Ring (the GPU side). Store moves entries between them: open and close are in store.cc,
 // the ways between the tiers in tiers.cc, the calls of a step in steps.cc.
 //
@@ -22,7 +22,7 @@
 #include <string>
 
 #include "activations/entries/entry.h"
-#include "activations/entries/host_memory.h"
+#include "activations/entries/host_slots.h"
 #include "activations/entries/io_queue.h"
 #include "activations/entries/prediction.h"
 #include "activations/entries/registry.h"
@@ -41,13 +41,13 @@ struct StoreCall {
   int64_t run = 0;
   int device = kCpu;  // or a GPU's number
   int64_t site = 0;   // which call of its program
-  Place place;
+  ShardPlace place;
   Stream stream = nullptr;  // of a GPU
 };
 
 class Store {
  public:
-  static std::shared_ptr<Store> Open(const Options& options);
+  static std::shared_ptr<Store> Open(const StoreOptions& options);
   ~Store();
   int64_t id() const { return number_.value(); }
   // Ends waits, jobs and new calls; external engines get no more jobs. Close does this too.
@@ -61,7 +61,7 @@ class Store {
   // Drops what this device has stored in the run; does nothing where the store closes or does not know the run.
   void GiveUpRun(int64_t run, int device);
 
-  Stats GetStats();
+  Counters GetStats();
   // Drops every entry that is not fetched yet. Not while a program that uses them runs.
   void Clear();
   // Waits until no I/O is under way.
@@ -77,7 +77,7 @@ class Store {
   friend class Ring;
   struct DeviceCall;  // what a store or a fetch on a GPU holds while it runs: steps.cc
 
-  explicit Store(const Options& options);
+  explicit Store(const StoreOptions& options);
   void RequireOpen() const;
   Lock Enter();  // as every call of a step begins
   // Throws in a forked child, where the mutex may be locked for good.
@@ -108,13 +108,13 @@ class Store {
   void Prefetch(const RunPtr& run);
 
   StoreNumber number_;
-  const Options options_;
+  const StoreOptions options_;
   const pid_t process_;  // that opened it
   Monitor monitor_;
-  Stats stats_;
+  Counters stats_;
   Prediction prediction_;
   Registry registry_;
-  HostMemory host_;
+  HostSlots host_;
   IoQueue io_;
   std::map<int, std::unique_ptr<Ring>> rings_;
   std::shared_ptr<Interceptor> interceptor_;

@@ -72,7 +72,7 @@ class BlockQueue {
   void Finish(int64_t id, const std::string& error);
 
  private:
-  struct Waiting {
+  struct QueuedChunk {
     BlockIoPtr io;
     size_t chunk;
   };
@@ -90,7 +90,7 @@ class BlockQueue {
   const int most_writes_;
   bool closing_ = false;
   std::condition_variable ready_;
-  std::deque<Waiting> writes_, reads_;
+  std::deque<QueuedChunk> writes_, reads_;
   std::unordered_map<int64_t, ChunkJob> external_;  // that engines outside have
   int64_t next_id_ = 1;
   int running_ = 0, writing_ = 0;

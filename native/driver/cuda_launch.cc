@@ -122,14 +122,14 @@ bool HasKernel(int64_t key, const std::vector<int>& ordinals) {
 
 DevicePointer NextCounter(Context context) {
   constexpr unsigned kCounters = 1024;
-  struct Ring {
+  struct CounterRing {
     DevicePointer base = 0;
     unsigned next = 0;
   };
   static auto* const mutex = new std::mutex;
-  static auto* const rings = new std::map<Context, Ring>;
+  static auto* const rings = new std::map<Context, CounterRing>;
   std::lock_guard<std::mutex> lock(*mutex);
-  Ring& ring = (*rings)[context];
+  CounterRing& ring = (*rings)[context];
   if (ring.base == 0 && GetDriver(kTables).mem_alloc(&ring.base, 8 * kCounters) != 0) return ring.base = 0;
   return ring.base + 8 * (ring.next++ % kCounters);
 }

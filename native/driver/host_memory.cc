@@ -101,18 +101,18 @@ struct Block {
 using Shared = std::shared_ptr<Block>;
 
 // Blocks by address, so that dejax finds the block of an array that a jitted function returned.
-std::mutex& RegistryMutex() {
+std::mutex& BlocksMutex() {
   static auto* const mutex = new std::mutex;
   return *mutex;
 }
-std::map<uintptr_t, std::weak_ptr<Block>>& Registry() {
+std::map<uintptr_t, std::weak_ptr<Block>>& Blocks() {
   static auto* const registry = new std::map<uintptr_t, std::weak_ptr<Block>>;
   return *registry;
 }
 
 void Register(const Shared& block) {
-  std::lock_guard<std::mutex> lock(RegistryMutex());
-  auto& registry = Registry();
+  std::lock_guard<std::mutex> lock(BlocksMutex());
+  auto& registry = Blocks();
   for (auto it = registry.begin(); it != registry.end();)
     it = it->second.expired() ? registry.erase(it) : std::next(it);
   registry[reinterpret_cast<uintptr_t>(block->data)] = block;
@@ -316,9 +316,9 @@ void DefineHostMemory(nb::module_& m) {
                   [](uintptr_t address) -> nb::object {
                     Shared block;
                     {
-                      std::lock_guard<std::mutex> lock(RegistryMutex());
-                      const auto found = Registry().find(address);
-                      if (found != Registry().end()) block = found->second.lock();
+                      std::lock_guard<std::mutex> lock(BlocksMutex());
+                      const auto found = Blocks().find(address);
+                      if (found != Blocks().end()) block = found->second.lock();
                     }
                     return block ? nb::cast(HostMemory{block}) : nb::none();
                   })

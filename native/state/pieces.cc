@@ -62,7 +62,7 @@ struct Chain {
   std::map<int64_t, void*> addresses;  // of the host arrays
   std::map<int64_t, size_t> sizes;
   std::map<int64_t, OnDisk> on_disk;
-  std::map<int64_t, int64_t> iterations;  // calls so far, by slot
+  std::map<int64_t, int64_t> iterations;  // calls so far, by call
   std::map<std::pair<int64_t, int64_t>, Event> pushed;  // rows that loops have pushed, by array and offset: after which
 };
 
@@ -98,7 +98,7 @@ class Pieces {
           Wait(out_, here);
         }
       }
-      if (request.slot >= 0) {
+      if (request.call >= 0) {
         RunIteration(request, &chain, compute);
       } else {
         Register(request, &chain);
@@ -208,7 +208,7 @@ class Pieces {
   // A call in a loop: its pieces advance by their strides. The loop's counter is on the device, so the launching thread
   // counts the calls. Taken pieces must be those that were pulled for this iteration.
   void RunIteration(const PiecesRequest& request, Chain* chain, Stream compute) {
-    const int64_t at = chain->iterations[request.slot]++;
+    const int64_t at = chain->iterations[request.call]++;
     const char* const other = "XLA ran the iterations of a step in another order than written; this is a defect of dejax";
     Require(chain->waiting.size() >= request.taken.size(), other);
     for (size_t i = 0; i < request.taken.size(); ++i) {

@@ -25,7 +25,7 @@ struct Transfer {
 struct PiecesRequest {
   int64_t run = 0, site = 0, staging_bytes = 0;
   bool finish = false;
-  int64_t slot = -1, pull_iterations = 0;
+  int64_t call = -1, pull_iterations = 0;
   std::vector<int64_t> arrays;  // numbers of the host arrays of the call
   std::vector<char*> addresses;
   std::vector<size_t> sizes;
@@ -59,7 +59,7 @@ void AbandonPieces(int device, int64_t run, int64_t site);
 //   3, loop: copies pieces. The call may be in the body of a loop.
 //        arguments:  ticket; pieces to push; further arguments only make the call wait for them
 //        results:    ticket; pieces
-//      slot: number of the call in its program; its n-th execution in a run is iteration n. pull_iterations: in later
+//      call: number of the call in its program; its n-th execution in a run is iteration n. pull_iterations: in later
 //      ones nothing is pulled. *_array: numbers of arrays. *_offset: where pieces begin, in bytes; *_stride: by which an
 //      offset advances in each iteration. pull_bytes: sizes of the pieces to pull. The pieces to take must be those that
 //      come next.

@@ -17,7 +17,7 @@ namespace {
 
 // The attributes of a call, see pieces.h.
 struct Attributes {
-  int64_t site, mode, staging_bytes, slot, pull_iterations, sharded;
+  int64_t site, mode, staging_bytes, call, pull_iterations, sharded;
   ffi::Span<const int64_t> marks, arrays, pull_array, pull_offset, pull_stride, pull_bytes, push_array, push_offset,
       push_stride, take_array, take_offset, take_stride;
 };
@@ -29,7 +29,7 @@ using Numbers = ffi::Span<const int64_t>;
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     dejax::offload::Attributes, ffi::StructMember<int64_t>("site"), ffi::StructMember<int64_t>("mode"),
     ffi::StructMember<int64_t>("staging_bytes"),
-    ffi::StructMember<int64_t>("slot"), ffi::StructMember<int64_t>("pull_iterations"),
+    ffi::StructMember<int64_t>("call"), ffi::StructMember<int64_t>("pull_iterations"),
     ffi::StructMember<int64_t>("sharded"), ffi::StructMember<Numbers>("marks"), ffi::StructMember<Numbers>("arrays"),
     ffi::StructMember<Numbers>("pull_array"),
     ffi::StructMember<Numbers>("pull_offset"), ffi::StructMember<Numbers>("pull_stride"),
@@ -125,7 +125,7 @@ void Do(int device, Stream compute, int64_t run, const ffi::RemainingArgs& args,
   request.site = attributes.site;
   request.staging_bytes = attributes.staging_bytes;
   request.finish = attributes.mode == kFinish;
-  request.slot = attributes.mode == kLoop ? attributes.slot : -1;
+  request.call = attributes.mode == kLoop ? attributes.call : -1;
   request.pull_iterations = attributes.pull_iterations;
   if (attributes.mode == kOpen || attributes.mode == kCommit) {
     CallDisk(device, compute, &request, args, attributes);

@@ -167,18 +167,18 @@ std::vector<StateIoPtr> StateDisk::Units(int64_t number, int64_t version, int64_
     io->write = write;
     io->array = array;
     io->unit = static_cast<size_t>(at / array->unit_bytes);
-    io->slot = static_cast<int>(version % 2);
+    io->half = static_cast<int>(version % 2);
     io->bytes = std::min(array->unit_bytes, array->bytes - at);
-    io->chunks = &(*array->units)[io->unit].chunks[io->slot];
+    io->chunks = &(*array->units)[io->unit].chunks[io->half];
     io->left = io->chunks->size();
     found.push_back(io);
   }
   return found;
 }
 
-// Waits for the last write of a unit's slot. Throws where it failed.
-void StateDisk::WaitForWrite(Lock& lock, StateArray* array, size_t unit, int slot) {
-  StateIoPtr& writing = (*array->units)[unit].writing[slot];
+// Waits for the last write of a unit's half. Throws where it failed.
+void StateDisk::WaitForWrite(Lock& lock, StateArray* array, size_t unit, int half) {
+  StateIoPtr& writing = (*array->units)[unit].writing[half];
   if (writing == nullptr) return;
   const StateIoPtr io = writing;
   monitor_.changed.wait(lock, [&] { return io->done; });
@@ -215,7 +215,7 @@ std::vector<StateIoPtr> StateDisk::Read(int64_t number, int64_t version, int64_t
     Lock lock(monitor_.mutex);
     found = Units(number, version, offset, bytes, false);
     StateArray* const array = found.front()->array.get();
-    for (const StateIoPtr& io : found) WaitForWrite(lock, array, io->unit, io->slot);
+    for (const StateIoPtr& io : found) WaitForWrite(lock, array, io->unit, io->half);
     const bool whole = version == array->latest || (version == array->latest - 1 && array->started == array->latest);
     if (!whole) Stale(version, array->latest);
   }
@@ -239,7 +239,7 @@ std::vector<StateIoPtr> StateDisk::Write(int64_t number, int64_t version, int64_
     array->started = version;
     if (!array->writes) return {};
     for (const StateIoPtr& io : found) {
-      StateIoPtr& writing = (*array->units)[io->unit].writing[io->slot];
+      StateIoPtr& writing = (*array->units)[io->unit].writing[io->half];
       const StateIoPtr before = writing;  // of a step that failed, or of the version before the last one
       if (before != nullptr) monitor_.changed.wait(lock, [&] { return before->done; });
       writing = io;

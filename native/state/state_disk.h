@@ -34,7 +34,7 @@ struct StateIo : BlockIo {
   StateDisk* disk = nullptr;
   std::shared_ptr<StateArray> array;
   size_t unit = 0;
-  int slot = 0;
+  int half = 0;  // of the unit: its version is even or odd
   std::shared_ptr<StateBuffer> buffer;
   size_t left = 0;  // chunks
   bool done = false;
@@ -124,7 +124,7 @@ class StateDisk {
   bool IsIdle() const;
   std::shared_ptr<StateArray> ArrayOf(int64_t array) const;
   std::vector<StateIoPtr> Units(int64_t array, int64_t version, int64_t offset, int64_t bytes, bool write);
-  void WaitForWrite(Lock& lock, StateArray* array, size_t unit, int slot);
+  void WaitForWrite(Lock& lock, StateArray* array, size_t unit, int half);
 
   const Options options_;
   const int64_t number_;

@@ -18,7 +18,7 @@
 
 namespace dejax {
 
-enum class Place : int64_t { kAlone = 0, kFirst = 1, kNext = 2 };  // dejax/host_gather/pipeline.py has the same numbers
+enum class ChainPlace : int64_t { kAlone = 0, kFirst = 1, kNext = 2 };  // dejax/host_gather/pipeline.py has the same numbers
 enum class Found { kYes, kNone, kSeveral };
 
 template <typename Gather>
@@ -26,10 +26,10 @@ class PendingSites {
  public:
   // Adds a start whose ticket came in at address `from` and leaves at `to`. Unless it returns kYes, the caller still owns
   // the gather.
-  Found Add(int64_t run, int64_t site, Place place, const void* from, const void* to, const Gather& gather) {
+  Found Add(int64_t run, int64_t site, ChainPlace place, const void* from, const void* to, const Gather& gather) {
     auto& chains = sites_[{run, site}];
     Chain* chain = nullptr;
-    if (place == Place::kNext) {
+    if (place == ChainPlace::kNext) {
       if (const Found found = Find(chains, from, &chain); found != Found::kYes) return found;
     } else {
       chains.emplace_back();

@@ -153,7 +153,7 @@ void BeginStart(cuda::Stream stream, int64_t run, const GatherCall& call, const 
   pending.bytes = static_cast<size_t>(how.out_bytes);
   try {
     Begin(call, context, stream, side.stream, &pending);
-    RequireStart(side.pending.Add(run, how.site, static_cast<Place>(how.place), from, to, pending));
+    RequireStart(side.pending.Add(run, how.site, static_cast<ChainPlace>(how.place), from, to, pending));
   } catch (...) {
     FreeQuietly(pending, side.stream);
     throw;
@@ -167,7 +167,7 @@ ffi::Error Start(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi:
   return ReportedGather([&] {
     // The ticket of a chain is the first operand that passes through.
     const void *from = nullptr, *to = ticket->untyped_data();
-    if (static_cast<Place>(how.place) != Place::kAlone) {
+    if (static_cast<ChainPlace>(how.place) != ChainPlace::kAlone) {
       const auto in = through.get<ffi::AnyBuffer>(0);
       auto out = passed.get<ffi::AnyBuffer>(0);
       if (in.has_error() || out.has_error()) {

@@ -46,14 +46,14 @@ void CallChainByAddress(int64_t run, int64_t site, uintptr_t stream, int64_t sta
 
 using Row = std::tuple<int64_t, int64_t, int64_t, int64_t>;  // array, offset, bytes, stride
 
-void CallRowsByAddress(int64_t run, int64_t site, uintptr_t stream, int64_t slot, int64_t staging_bytes,
+void CallRowsByAddress(int64_t run, int64_t site, uintptr_t stream, int64_t call, int64_t staging_bytes,
                        int64_t pull_iterations, const std::vector<Row>& takes, const std::vector<Row>& pulls,
                        const std::vector<Row>& pushes, const std::vector<uintptr_t>& pushed,
                        const std::vector<Address>& taken) {
   PiecesRequest request;
   request.run = run;
   request.site = site;
-  request.slot = slot;
+  request.call = call;
   request.staging_bytes = staging_bytes;
   request.pull_iterations = pull_iterations;
   for (const auto& [array, offset, bytes, stride] : takes) request.takes.push_back({array, offset, bytes, stride});

@@ -19,7 +19,7 @@ int main() {
   PendingSites<int> sites;
   int got = 0;
   const auto alone = [&](int run, int site, int ticket, int gather) {
-    assert(sites.Add(run, site, Place::kAlone, nullptr, place + ticket, gather) == Found::kYes);
+    assert(sites.Add(run, site, ChainPlace::kAlone, nullptr, place + ticket, gather) == Found::kYes);
   };
   // Two starts of one site, done in reverse order.
   alone(1, 7, 1, 100), alone(1, 7, 2, 200);
@@ -44,34 +44,34 @@ int main() {
   assert(sites.Take(1, 7, place + 5, &got) == Found::kYes && got == 100);
   // Two loops of one site, whose first starts both come before either loop. No ticket moves.
   for (int loop = 0; loop < 2; ++loop) {
-    assert(sites.Add(1, 9, Place::kFirst, place + 20, place + 30 + loop, 1000 * loop) == Found::kYes);
+    assert(sites.Add(1, 9, ChainPlace::kFirst, place + 20, place + 30 + loop, 1000 * loop) == Found::kYes);
   }
   for (int loop = 0; loop < 2; ++loop) {
     for (int step = 0; step < 5; ++step) {
       const void* ticket = place + 30 + loop;
-      assert(sites.Add(1, 9, Place::kNext, ticket, ticket, 1000 * loop + step + 1) == Found::kYes);
+      assert(sites.Add(1, 9, ChainPlace::kNext, ticket, ticket, 1000 * loop + step + 1) == Found::kYes);
       assert(sites.Take(1, 9, ticket, &got) == Found::kYes && got == 1000 * loop + step);
     }
     assert(sites.Take(1, 9, place + 30 + loop, &got) == Found::kYes && got == 1000 * loop + 5);
   }
   // One loop whose ticket moves at its border and in each step.
-  assert(sites.Add(1, 9, Place::kFirst, place + 20, place + 30, 0) == Found::kYes);
+  assert(sites.Add(1, 9, ChainPlace::kFirst, place + 20, place + 30, 0) == Found::kYes);
   for (int step = 0; step < 5; ++step) {
-    assert(sites.Add(1, 9, Place::kNext, place + 40, place + 41, step + 1) == Found::kYes);
+    assert(sites.Add(1, 9, ChainPlace::kNext, place + 40, place + 41, step + 1) == Found::kYes);
     assert(sites.Take(1, 9, place + (step % 2 ? 41 : 42), &got) == Found::kYes && got == step);
   }
   assert(sites.Take(1, 9, place + 43, &got) == Found::kYes && got == 5);
   // Two loops whose tickets move cannot be told apart: an error, and no start is lost.
-  assert(sites.Add(1, 9, Place::kFirst, place + 20, place + 30, 1) == Found::kYes);
-  assert(sites.Add(1, 9, Place::kFirst, place + 20, place + 31, 2) == Found::kYes);
-  assert(sites.Add(1, 9, Place::kNext, place + 40, place + 41, 3) == Found::kSeveral);
+  assert(sites.Add(1, 9, ChainPlace::kFirst, place + 20, place + 30, 1) == Found::kYes);
+  assert(sites.Add(1, 9, ChainPlace::kFirst, place + 20, place + 31, 2) == Found::kYes);
+  assert(sites.Add(1, 9, ChainPlace::kNext, place + 40, place + 41, 3) == Found::kSeveral);
   // The starts of this thread in other executions are dropped; those of another thread are not.
   std::thread([&] { alone(5, 7, 1, 500); }).join();
   int dropped = 0, left = 0;
   sites.DropOthers(2, [&](int gather) { dropped += gather; });
   sites.ForEach([&](int gather) { left += gather; });
   assert(dropped == 3 && left == 500);
-  assert(sites.Add(6, 9, Place::kNext, place, place, 1) == Found::kNone);
+  assert(sites.Add(6, 9, ChainPlace::kNext, place, place, 1) == Found::kNone);
   std::puts("all");
 }
 """

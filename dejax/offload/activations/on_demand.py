@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from jax.extend import core
 
-from dejax.offload._evaluation import _equation
+from dejax._jaxprs import variables
+from dejax.offload._evaluation import Values
 from dejax.offload.activations.calls import has_nan
 from dejax.offload.activations.residuals import Derivative
 
@@ -30,33 +30,27 @@ def forward(
     derivative: Derivative, operands: Sequence[Any], put: Callable[[Array, int], Array], handles: dict[int, Any]
 ) -> list[Any]:
     """Evaluates `derivative.jaxpr`; adds the handles of stored tensors, by source, to `handles`."""
-    jaxpr = derivative.jaxpr.jaxpr
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, derivative.jaxpr.consts, strict=True))
-    known.update(zip(jaxpr.invars, operands, strict=True))
+    values = Values(derivative.jaxpr, operands)
+    known = values.known
     number_of = {s.var: i for i, s in enumerate(derivative.sources) if s.stored and s.argument is None}
     fresh: list[int] = []  # stored since the last large equation
-
-    def read(var: Any) -> Any:
-        return var.val if isinstance(var, core.Literal) else known[var]
-
-    for eqn in jaxpr.eqns:
-        waiting = next((var for var in eqn.invars if not isinstance(var, core.Literal) and var.aval.ndim > 0), None)
+    for eqn in values.jaxpr.eqns:
+        waiting = next((var for var in variables(eqn.invars) if var.aval.ndim > 0), None)
         if fresh and waiting is not None and eqn.primitive.name in _LARGE:
-            now, copied = jax.lax.optimization_barrier((known[waiting], [handles[i] for i in fresh]))
+            before = known[waiting]
+            known[waiting], copied = jax.lax.optimization_barrier((before, [handles[i] for i in fresh]))
             handles.update(zip(fresh, copied, strict=True))
             fresh.clear()
-            before, known[waiting] = known[waiting], now
-            out = _equation(jaxpr, eqn, read)
+            values.evaluate(eqn)
             known[waiting] = before
         else:
-            out = _equation(jaxpr, eqn, read)
-        known.update(zip(eqn.outvars, out, strict=True))
+            values.evaluate(eqn)
         for var in eqn.outvars:
             if var in number_of:
                 number = number_of[var]
                 handles[number] = put(known[var], number)
                 fresh.append(number)
-    return [read(var) for var in jaxpr.outvars]
+    return values.read_all(values.jaxpr.outvars)
 
 
 def backward(
@@ -79,39 +73,32 @@ def backward(
     found: list[Any] = []  # as traced
     avals = [source.var.aval for source in derivative.sources]
     closed = jax.make_jaxpr(run)(avals, [jax.typeof(cotangents[i]) for i in arrays])
-    jaxpr = closed.jaxpr
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    sources = jaxpr.invars[: len(avals)]
-    known.update(zip(jaxpr.invars[len(avals) :], [cotangents[i] for i in arrays], strict=True))
+    computed = Values(closed, [*handed, *(cotangents[i] for i in arrays)])
+    jaxpr, known = closed.jaxpr, computed.known
+    sources, given = jaxpr.invars[: len(avals)], jaxpr.invars[len(avals) :]
     away = {var: i for i, (var, source) in enumerate(zip(sources, derivative.sources, strict=True)) if source.stored}
-    known.update((var, handed[i]) for i, var in enumerate(sources) if var not in away)
-    # What depends on a cotangent: values that are there once backward has come so far.
-    late = set(jaxpr.invars[len(avals) :])
-    last = jaxpr.invars[len(avals)] if arrays else None
+    # Values that depend on a cotangent: they are there once backward has come so far.
+    of_backward = set(given)
+    last = given[0] if arrays else None
 
-    def read(var: Any) -> Any:
-        return var.val if isinstance(var, core.Literal) else known[var]
-
-    def bring(var: Any) -> None:
-        nonlocal last
-        number = away.pop(var)
-        known[var] = fetch(number, handed[number], [] if last is None else [known[last]])
-        if last is not None and not has_nan(derivative.sources[number].info.dtype):
-            known[last] = guard(known[last], [known[var]])
+    def bring(atoms: Sequence[Any]) -> None:
+        """Fetches the tensors among them that are away, after the last value of backward."""
+        for var in variables(atoms):
+            if var not in away:
+                continue
+            number = away.pop(var)
+            known[var] = fetch(number, handed[number], [] if last is None else [known[last]])
+            if last is not None and not has_nan(derivative.sources[number].info.dtype):
+                known[last] = guard(known[last], [known[var]])
 
     for eqn in jaxpr.eqns:
-        used = [var for var in eqn.invars if not isinstance(var, core.Literal)]
-        for var in dict.fromkeys(used):
-            if var in away:
-                bring(var)
-        known.update(zip(eqn.outvars, _equation(jaxpr, eqn, read), strict=True))
-        if any(var in late for var in used):
-            late.update(eqn.outvars)
+        bring(eqn.invars)
+        computed.evaluate(eqn)
+        if any(var in of_backward for var in variables(eqn.invars)):
+            of_backward.update(eqn.outvars)
             last = next((v for v in eqn.outvars if jax.numpy.issubdtype(v.aval.dtype, jax.numpy.inexact)), last)
-    for var in dict.fromkeys(jaxpr.outvars):
-        if not isinstance(var, core.Literal) and var in away:
-            bring(var)
-    results = iter([read(var) for var in jaxpr.outvars])
+    bring(jaxpr.outvars)
+    results = iter(computed.read_all(jaxpr.outvars))
     # A cotangent without values may be a tracer of what was traced above: of random keys that a scan takes apart.
     return tuple(next(results) if is_array(ct) else _without_values(ct) for ct in found)
 

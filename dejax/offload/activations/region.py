@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, Unpack
 
 import jax
 from jax.extend import core
 
 from dejax import _compat
-from dejax.offload._evaluation import _equation
+from dejax.offload._evaluation import Values
 from dejax.offload.activations.residuals import Residual
-from dejax.offload.activations.store import ActivationStore
-from dejax.offload.activations.transform import MIN_BYTES, Inputs, OffloadOptions, Policy, wrap
+from dejax.offload.activations.transform import OffloadKeywords, OffloadOptions, wrap
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def region(
-    fn: F,
-    *,
-    policy: Policy | Iterable[str] | None = None,
-    store: ActivationStore | Literal["device"] | None = None,
-    inputs: Inputs = "auto",
-    min_bytes: int = MIN_BYTES,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-) -> F:
+def region(fn: F, **options: Unpack[OffloadKeywords]) -> F:
     """Offloads the residuals of a whole model or loss, so that no layer needs to be wrapped.
 
     It does for a function what `torch.autograd.graph.save_on_cpu` does for a block of code. `offload(fn)` treats `fn`
@@ -37,7 +27,7 @@ def region(
 
     Args:
         fn: as for `offload`.
-        policy, store, inputs, min_bytes, static_argnums, static_argnames: as for `offload`.
+        options: the keyword arguments of `offload`: policy, store, inputs, min_bytes, static_argnums, static_argnames.
 
     Raises:
         What `offload` raises.
@@ -53,28 +43,21 @@ def region(
     ...     print(store.stats().stored_count)
     3
     """
-    options = OffloadOptions.of(policy, store, inputs, min_bytes, on_demand=True)
-    return wrap(fn, options, static_argnums, static_argnames, rewrite=_run)  # type: ignore[no-any-return]
+    return wrap(fn, OffloadOptions(**options, on_demand=True, rewrite=_run))  # type: ignore[no-any-return]
 
 
 def _run(closed: core.ClosedJaxpr, args: Sequence[Any], options: OffloadOptions) -> list[Any]:
     """Evaluates a jaxpr; bodies of its loops are offloaded, each by itself."""
-    jaxpr = closed.jaxpr
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    known.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(var: Any) -> Any:
-        return var.val if isinstance(var, core.Literal) else known[var]
-
-    for eqn in jaxpr.eqns:
+    values = Values(closed, args)
+    for eqn in closed.jaxpr.eqns:
         if eqn.primitive.name == "scan":
-            out = _scan(eqn, [read(var) for var in eqn.invars], options)
+            values.set(eqn, _scan(eqn, values.read_all(eqn.invars), options))
         elif eqn.primitive.name in ("jit", "pjit") and _has_scan(_compat.closed_jaxpr(eqn.params["jaxpr"]).jaxpr):
-            out = _run(_compat.closed_jaxpr(eqn.params["jaxpr"]), [read(var) for var in eqn.invars], options)
+            inner = _compat.closed_jaxpr(eqn.params["jaxpr"])
+            values.set(eqn, _run(inner, values.read_all(eqn.invars), options))
         else:
-            out = _equation(jaxpr, eqn, read)
-        known.update(zip(eqn.outvars, out, strict=True))
-    return [read(var) for var in jaxpr.outvars]
+            values.evaluate(eqn)
+    return values.read_all(closed.jaxpr.outvars)
 
 
 def _scan(eqn: Any, args: Sequence[Any], options: OffloadOptions) -> list[Any]:
@@ -85,12 +68,11 @@ def _scan(eqn: Any, args: Sequence[Any], options: OffloadOptions) -> list[Any]:
     def body(*args: Any) -> list[Any]:
         return _run(_compat.closed_jaxpr(params["jaxpr"]), args, options)
 
-    carried = tuple(range(num_consts, num_consts + num_carry))
-
     def policy(residual: Residual) -> bool:  # not `Names`, which looks for all names: a layer need not have all
-        return options.policy(residual)
+        return options.policy(residual)  # type: ignore[no-any-return, operator, misc]
 
-    one = wrap(body, OffloadOptions(policy, options.min_bytes, options.store, carried, on_demand=True))
+    carried = tuple(range(num_consts, num_consts + num_carry))
+    one = wrap(body, OffloadOptions(policy, options.store, carried, options.min_bytes, on_demand=True))
 
     def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         out = one(*consts, *carry, *xs)

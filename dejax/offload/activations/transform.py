@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypedDict, TypeVar
 
 import jax
 import numpy as np
@@ -77,65 +77,62 @@ def offload(
     >>> gradient.shape
     (3, 3)
     """
-    return wrap(fn, OffloadOptions.of(policy, store, inputs, min_bytes), static_argnums, static_argnames)
+    return wrap(fn, OffloadOptions(policy, store, inputs, min_bytes, static_argnums, static_argnames))  # type: ignore[no-any-return]
+
+
+class OffloadKeywords(TypedDict, total=False):
+    """The keyword arguments of `offload`, for functions that pass them on."""
+
+    policy: Policy | Iterable[str] | None
+    store: ActivationStore | Literal["device"] | None
+    inputs: Inputs
+    min_bytes: int
+    static_argnums: int | Sequence[int]
+    static_argnames: str | Sequence[str]
 
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """The options of `offload`.
+    """The keyword arguments of `offload`, and what `region` and the Flax bindings add.
 
     Attributes:
-        policy, min_bytes: which residuals are stored.
-        store: an ActivationStore, "device" or None.
-        inputs: which arguments may be stored.
         kept_argnums: arguments that are never stored.
         on_demand: each tensor leaves and comes back by itself, see `region`.
-    """
-
-    policy: Policy
-    min_bytes: int
-    store: ActivationStore | Literal["device"] | None
-    inputs: Inputs
-    kept_argnums: tuple[int, ...] = ()
-    on_demand: bool = False
-
-    @staticmethod
-    def of(
-        policy: Policy | Iterable[str] | None,
-        store: ActivationStore | Literal["device"] | None,
-        inputs: Inputs,
-        min_bytes: int,
-        kept_argnums: tuple[int, ...] = (),
-        *,
-        on_demand: bool = False,
-    ) -> OffloadOptions:
-        """Checks the options that can be checked before a call."""
-        return OffloadOptions(_as_function(policy), min_bytes, store, inputs, kept_argnums, on_demand)
-
-
-def wrap(
-    fn: Callable[..., Any],
-    options: OffloadOptions,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-    *,
-    rewrite: Rewrite | None = None,
-) -> Any:
-    """`offload`, also for `region` and the Flax bindings.
-
-    Args:
-        fn, static_argnums, static_argnames: as for `offload`.
-        options: the others of `offload`.
         rewrite: evaluates the traced function in another way. None: as it is.
     """
-    static = _as_tuple(static_argnums)
-    static_names = _as_tuple(static_argnames)
+
+    policy: Policy | Iterable[str] | None = None
+    store: ActivationStore | Literal["device"] | None = None
+    inputs: Inputs = "auto"
+    min_bytes: int = MIN_BYTES
+    static_argnums: int | Sequence[int] = ()
+    static_argnames: str | Sequence[str] = ()
+    kept_argnums: tuple[int, ...] = ()
+    on_demand: bool = False
+    rewrite: Rewrite | None = None
+
+
+def of_module(options: OffloadKeywords) -> OffloadOptions:
+    """The options of a function whose argument 0 is a Flax module: its parameters stay on the device.
+
+    Raises:
+        ValueError: `static_argnums` names the module.
+    """
+    if 0 in as_tuple(options.get("static_argnums", ())):
+        raise ValueError("offload: `static_argnums` must not name the module, which is argument 0; count from 1")
+    return OffloadOptions(**options, kept_argnums=(0,))
+
+
+def wrap(fn: Callable[..., Any], options: OffloadOptions) -> Any:
+    """`offload`, also for `region` and the Flax bindings."""
+    static, static_names = as_tuple(options.static_argnums), as_tuple(options.static_argnames)
+    options = replace(options, policy=as_function(options.policy))
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         call = _CallArguments.of(fn, options, args, kwargs, static, static_names)
         _check_leaves(call.leaves)
-        out_tree, boundary, consts = _trace(call, rewrite)
+        out_tree, boundary, consts = _trace(call)
         out = boundary([*consts, *call.leaves])
         return jax.tree.unflatten(out_tree, out)
 
@@ -193,14 +190,14 @@ class _CallArguments:
         return flat
 
 
-def _trace(call: _CallArguments, rewrite: Rewrite | None) -> tuple[Any, Boundary, list[Any]]:
+def _trace(call: _CallArguments) -> tuple[Any, Boundary, list[Any]]:
     """The tree of the outputs, the traced function, and the arrays that it closes over: its first arguments."""
     # Tracing turns the arrays that the function closes over, such as a model's parameters, into arguments.
     closed, shapes = jax.make_jaxpr(call.flat(), return_shape=True)(*call.leaves)
     _check_no_references(call, [*closed.consts, *call.leaves])
     _check_effects(call, closed)
     options = call.options
-    if rewrite is not None:
+    if (rewrite := options.rewrite) is not None:
         original = closed
         closed = jax.make_jaxpr(lambda *leaves: rewrite(original, leaves, options))(*call.leaves)
     avals = [jax.typeof(x) for x in [*closed.consts, *call.leaves]]
@@ -208,13 +205,13 @@ def _trace(call: _CallArguments, rewrite: Rewrite | None) -> tuple[Any, Boundary
         options.inputs, call.num_args, closed.in_avals, call.owner, jax.tree.leaves(shapes), options.kept_argnums
     )
     name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
-    choice = Choice(options.policy, options.min_bytes, options.on_demand)
+    choice = Choice(as_function(options.policy), options.min_bytes, options.on_demand)
     flags = [False] * len(closed.consts) + flags
     boundary = Boundary(name, _compat.without_consts(closed), avals, flags, choice, binding_of(options.store))
     return jax.tree.structure(shapes), boundary, list(closed.consts)
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, (int, str)) else tuple(value)
 
 
@@ -254,7 +251,7 @@ def _check_leaves(leaves: Sequence[Any]) -> None:
             )
 
 
-def _as_function(policy: Policy | Iterable[str] | None) -> Policy:
+def as_function(policy: Policy | Iterable[str] | None) -> Policy:
     if policy is None:
         return lambda _: True
     if callable(policy):

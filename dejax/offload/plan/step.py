@@ -36,7 +36,7 @@ from dejax.offload.plan.measure import (
     timed,
 )
 from dejax.offload.plan.result import Phase, Plan, Way, place
-from dejax.offload.state.moments import Tier
+from dejax.offload.state.placements import Tier
 from dejax.offload.state.stack_settings import Kept
 from dejax.offload.state.stack_step import StackStep, stack_step
 from dejax.offload.state.store import StateStore

@@ -19,86 +19,124 @@ import numpy as np
 from jax.extend import core
 
 from dejax.offload._evaluation import ELEMENTWISE, Demand, inlined
-from dejax.offload.state.moments import shardings_of
+from dejax.offload.state.disk_shards import divided
+from dejax.offload.state.placements import Tier, is_on_host, shardings_of, tier_of
+from dejax.offload.state.store import StateStore
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def first_state(
-    init: Callable[[Any], Any], params: Any, is_large: Callable[[Any], bool], put: Callable[[Any, Any], Any], unit: int
+    init: Callable[[Any], Any],
+    params: Any,
+    tiers: Callable[[Any], Sequence[Tier]],
+    put: Callable[[Any, Tier, Any], Any],
+    unit: int,
 ) -> Any:
-    """`init(params)`; its large arrays are what `put` makes of them.
+    """`init(params)`, each array of it in its place.
+
+    Where `init` cannot be traced, or is being traced, it runs as it is, and its arrays are placed then.
 
     Args:
         init: of a transformation.
         params: its argument.
-        is_large: whether an array of the state, given by its shape and dtype, goes to `put`.
-        put: from a `LazyArray` and the sharding of its parameter (None: of no parameter) to an array elsewhere.
+        tiers: from the state, of arrays or their shapes, to the tier of each array.
+        put: from an array or a `LazyArray`, its tier and the sharding of its parameter (None: of no parameter) to the
+            array in its place; `in_place` does most of it.
         unit: bytes of an array that are on the device at a time.
-
-    Returns:
-        None where `init` cannot be traced, or is being traced.
     """
     leaves, treedef = jax.tree.flatten(params)
+    traced = _traced(init, leaves, treedef)
+    if traced is None:
+        state = init(params)
+        values, tree = jax.tree.flatten(state)
+        inside = any(isinstance(x, jax.core.Tracer) for x in values)
+        shardings = [None] * len(values) if inside else shardings_of(state, params)
+        return jax.tree.unflatten(tree, map(put, values, tiers(state), shardings))
+    closed, kept, tree = traced
+    device = _only_device(leaves)
+    with contextlib.nullcontext() if device is None else jax.default_device(device):
+        roots = iter(closed.jaxpr.outvars)
+        outputs = [next(roots) if x is None else x for x in kept]
+        shapes = jax.tree.unflatten(tree, [x.aval if isinstance(x, (core.Var, core.Literal)) else x for x in outputs])
+        small, mine = _demand(closed, leaves), {id(x) for x in leaves}
+        made = []
+        for given, root, tier, sharding in zip(kept, outputs, tiers(shapes), shardings_of(shapes, params), strict=True):
+            if given is None and tier == "device":
+                value = small.value(root)
+                if not isinstance(value, jax.Array):  # a literal
+                    value = jnp.asarray(value.item() if root.aval.weak_type else value, root.aval.dtype)
+                given = jnp.copy(value) if id(value) in mine else value  # a state is given away, its parameters are not
+            elif given is None:
+                given = LazyArray(_demand(closed, leaves), root, leaves, unit)
+            made.append(put(given, tier, sharding))
+    return jax.tree.unflatten(tree, made)
+
+
+def _traced(
+    init: Callable[[Any], Any], leaves: Sequence[Any], treedef: Any
+) -> tuple[core.ClosedJaxpr, list[Any], Any] | None:
+    """The jaxpr of `init`; what it returns as it is, None in the place of each result; and the tree of both."""
     if any(isinstance(x, jax.core.Tracer) for x in leaves) or not all(map(_is_array, leaves)):
         return None
-    kept: list[Any] = []  # what `init` returns: results of the trace are None, others stay as they are
-    found: list[Any] = []
+    kept: list[Any] = []
+    trees: list[Any] = []
 
-    def traced(*leaves: Any) -> list[Any]:
+    def run(*leaves: Any) -> list[Any]:
         values, tree = jax.tree.flatten(init(jax.tree.unflatten(treedef, leaves)))
-        found[:] = [tree]
+        trees[:] = [tree]
         kept[:] = [None if isinstance(x, jax.core.Tracer) else x for x in values]
         return [x for x in values if isinstance(x, jax.core.Tracer)]
 
     try:
-        closed = inlined(jax.make_jaxpr(traced)(*map(_shape, leaves)))
+        return inlined(jax.make_jaxpr(run)(*map(_shape, leaves))), kept, trees[0]
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
         return None
-    device = _only_device(leaves)
-    with contextlib.nullcontext() if device is None else jax.default_device(device):
-        made = _made(closed, leaves, kept, found[0], params, is_large, put, unit)
-    return jax.tree.unflatten(found[0], made)
 
 
-def _made(
-    closed: core.ClosedJaxpr,
-    leaves: Sequence[Any],
-    kept: Sequence[Any],
-    tree: Any,
-    params: Any,
-    is_large: Callable[[Any], bool],
-    put: Callable[[Any, Any], Any],
-    unit: int,
-) -> list[Any]:
-    """The arrays of the state. `kept`: what the trace left as it was, None for its results."""
-    roots = iter(closed.jaxpr.outvars)
-    outputs = [next(roots) if x is None else x for x in kept]
-    shapes = [x.aval if isinstance(x, (core.Var, core.Literal)) else x for x in outputs]
-    shardings = shardings_of(jax.tree.unflatten(tree, shapes), params)
-    small = _demand(closed, leaves)
-    made = []
-    for kept_value, root, shape, sharding in zip(kept, outputs, shapes, shardings, strict=True):
-        if kept_value is not None:
-            made.append(put(kept_value, sharding) if is_large(kept_value) else kept_value)
-        elif is_large(shape):
-            made.append(put(LazyArray(_demand(closed, leaves), root, leaves, unit), sharding))
-        else:
-            value = small.value(root)
-            if not isinstance(value, jax.Array):  # a literal
-                value = jnp.asarray(value.item() if shape.weak_type else value, shape.dtype)
-            made.append(value if sharding is None else placed(value, sharding))
-    return made
+def in_place(
+    x: Any, tier: Tier, sharding: Any, *, disk: Callable[[], StateStore] | None = None, unit_bytes: int | None = None
+) -> Any:
+    """An array of state in its tier, in which each device has its shard.
 
-
-def placed(value: Any, sharding: Any) -> Any:
-    """A small array on the devices of the parameters."""
-    if sharding.is_fully_addressable or not value.is_fully_addressable:
-        return jax.device_put(value, sharding)
-    if value.weak_type:
-        return value
-    held = np.asarray(value)  # jax.device_put would compare it between the processes
+    Args:
+        x: the array, or a `LazyArray`.
+        tier: where it is to lie. An array that lies there already stays as it is.
+        sharding: of its parameter, or None.
+        disk: the store of arrays on disk.
+        unit_bytes: of an array on disk, or of a shard.
+    """
+    several = divided(sharding)
+    if tier == "disk":
+        assert disk is not None
+        if isinstance(x, LazyArray) and several:
+            x = x.on_devices() if x.constant is None else np.broadcast_to(np.asarray(x.constant, x.dtype), x.shape)
+        return disk().put(x, unit_bytes, sharding if several else None)
+    if isinstance(x, jax.Array) and tier_of(x) == tier and (not several or divided(x.sharding)):
+        return x
+    if sharding is None:
+        return jax.device_put(np.asarray(x) if isinstance(x, LazyArray) else x, _HOST if tier == "host" else _DEVICE)
+    if tier == "host":
+        sharding = sharding.with_memory_kind("pinned_host")
+    if isinstance(x, LazyArray):
+        if (value := x.constant) is not None:
+            return filled(value, x.shape, x.dtype, sharding)
+        x = x.on_devices()
+    if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
+        return jax.device_put(x, sharding)
+    if getattr(x, "weak_type", False):
+        return x
+    held = np.asarray(x)  # jax.device_put would compare it between the processes
     return jax.make_array_from_callback(held.shape, sharding, lambda at: held[at])
+
+
+def filled(value: Any, shape: Sequence[int], dtype: Any, sharding: Any) -> jax.Array:
+    """An array of one value, each shard made where it lies."""
+
+    def part(index: Any) -> np.ndarray[Any, Any]:
+        return np.full([len(range(*at.indices(size))) for at, size in zip(index, shape, strict=True)], value, dtype)
+
+    return jax.make_array_from_callback(tuple(shape), sharding, part)
 
 
 def _only_device(leaves: Sequence[Any]) -> Any:
@@ -127,12 +165,14 @@ class LazyArray:
     @property
     def constant(self) -> Any:
         """The value that all elements have, as a numpy scalar, or None."""
-        if isinstance(self._root, core.Literal):
-            return None
-        eqn = self._evaluation.producer.get(self._root)
-        if eqn is None or eqn.primitive.name != "broadcast_in_dim" or eqn.invars[0].aval.shape != ():
-            return None
-        return np.asarray(self._evaluation.value(eqn.invars[0]))
+        root = self._root
+        while not isinstance(root, core.Literal) and (eqn := self._evaluation.producer.get(root)) is not None:
+            if eqn.primitive.name != "broadcast_in_dim":
+                return None
+            root = eqn.invars[0]
+            if root.aval.shape == ():
+                return np.asarray(self._evaluation.value(root))
+        return None
 
     def on_devices(self) -> Any:
         """The whole array, on the devices of its parameters."""
@@ -177,7 +217,7 @@ class LazyArray:
 
 
 def _rows(x: Any, begin: int, end: int) -> Any:
-    if not isinstance(x, jax.Array) or not _is_on_host(x):
+    if not isinstance(x, jax.Array) or not is_on_host(x):
         return x[begin:end]
     return _rows_of_host(x, begin, end - begin)
 
@@ -185,10 +225,6 @@ def _rows(x: Any, begin: int, end: int) -> Any:
 @functools.partial(jax.jit, static_argnums=2)
 def _rows_of_host(x: Any, begin: int, count: int) -> Any:
     return jax.device_put(jax.lax.dynamic_slice_in_dim(x, begin, count), _DEVICE)
-
-
-def _is_on_host(x: Any) -> bool:
-    return getattr(jax.typeof(x), "memory_space", None) == _HOST
 
 
 def _shape(x: Any) -> Any:
@@ -207,7 +243,7 @@ def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
 def _demand(closed: core.ClosedJaxpr, leaves: Sequence[Any]) -> Demand:
     evaluation = Demand(closed)
     for var, leaf in zip(closed.jaxpr.invars, leaves, strict=True):
-        evaluation.give(var, leaf, _is_on_host(leaf))
+        evaluation.give(var, leaf, is_on_host(leaf))
     return evaluation
 
 

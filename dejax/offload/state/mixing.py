@@ -7,7 +7,7 @@ run of elements of each value in the trace it is then known which of these three
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -76,12 +76,6 @@ def dependences(jaxpr: core.Jaxpr, given: Sequence[Runs]) -> list[Runs]:
     for eqn in jaxpr.eqns:
         known.update(zip(eqn.outvars, _results(eqn, [read(v) for v in eqn.invars]), strict=True))
     return [read(v) for v in jaxpr.outvars]
-
-
-def depends_on_inputs(fn: Callable[..., Any], *shapes: Any) -> list[bool]:
-    """For each result of a function, whether it depends on an argument's values."""
-    jaxpr = jax.make_jaxpr(fn)(*shapes).jaxpr
-    return [bool(_all(runs)) for runs in dependences(jaxpr, [_uniform(v, frozenset((0,))) for v in jaxpr.invars])]
 
 
 def _labelled(tree: Any, label: int) -> Any:

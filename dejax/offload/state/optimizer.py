@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -17,9 +16,8 @@ from dejax import _native
 from dejax._optional import optional
 from dejax.offload._evaluation import Demand, inlined
 from dejax.offload.state import disk_shards
-from dejax.offload.state.first_state import LazyArray, first_state, placed
-from dejax.offload.state.moments import shardings_of
-from dejax.offload.state.placements import Placements, explicit_shardings, shardings_in
+from dejax.offload.state.first_state import first_state, in_place
+from dejax.offload.state.placements import Placements, Tier, explicit_shardings, is_on_host, shardings_in
 from dejax.offload.state.store import StateStore, is_on_disk, store_at
 from dejax.offload.state.stream.cut import PIECE_BYTES, unit_of
 from dejax.offload.state.stream.devices import why_no_shards
@@ -109,8 +107,7 @@ def optimizer(
         if path is not None or streams:
             why = "with streams=True" if path is None else "with a path"
             disk_shards.require_one_mesh(params, "offload.optimizer", why)
-        state = first_state(tx.init, params, moved.is_large, moved.put, piece_bytes)
-        state = state if state is not None else moved.put_all(tx.init(params), params)
+        state = first_state(tx.init, params, moved.tiers, moved.put, piece_bytes)
         copies.note(state, params)
         return state
 
@@ -154,48 +151,23 @@ class _Moved:
             return False  # a random key is no memory
         return x.size * np.dtype(x.dtype).itemsize >= max(1, self.min_bytes)
 
-    def put_all(self, state: Any, params: Any) -> Any:
-        """A state that `tx.init` has made as a whole, in its place."""
-        leaves, treedef = jax.tree.flatten(state)
-        if self.path is None and any(isinstance(x, jax.core.Tracer) for x in leaves):
-            return jax.tree.map(self.put, state)
-        return jax.tree.unflatten(treedef, map(self.put, leaves, shardings_of(state, params)))
+    def tiers(self, state: Any) -> list[Tier]:
+        return [self.tier(x) for x in jax.tree.leaves(state)]
 
-    def put(self, x: Any, sharding: Any = None) -> Any:
-        """An array of the state in its place.
+    def tier(self, x: Any) -> Tier:
+        if not self.is_large(x) or (self.path is not None and len(x.shape) == 0):
+            return "device"
+        return "host" if self.path is None else "disk"
 
-        Args:
-            x: the array, or a `LazyArray`.
-            sharding: of its parameter, on several devices.
-        """
-        if not self.is_large(x):
-            return x
-        if self.path is None:
-            return _in_host_memory(x, sharding)
-        if x.ndim == 0:
-            value = jnp.asarray(x.on_devices() if isinstance(x, LazyArray) else x)
-            return value if sharding is None else placed(value, sharding)
-        if isinstance(x, jax.core.Tracer):
+    def put(self, x: Any, tier: Tier, sharding: Any) -> Any:
+        """An array of the state in its place."""
+        if tier == "device":
+            return x if sharding is None or not hasattr(x, "dtype") else in_place(x, tier, sharding)
+        if tier == "disk" and isinstance(x, jax.core.Tracer):
             raise ValueError("offload.optimizer: `init` must run outside of jax.jit with a path, got traced arrays")
-        if not disk_shards.divided(sharding):
-            return self.disk.put(x, unit_of(x.shape, x.dtype, self.piece_bytes))
-        if isinstance(x, LazyArray):
-            x = x.on_devices() if x.constant is None else np.broadcast_to(np.asarray(x.constant, x.dtype), x.shape)
-        return self.disk.put(x, unit_of(sharding.shard_shape(x.shape), x.dtype, self.piece_bytes), sharding)
-
-
-def _in_host_memory(x: Any, sharding: Any) -> Any:
-    if sharding is None:
-        return jax.device_put(np.asarray(x) if isinstance(x, LazyArray) else x, _HOST)
-    if not isinstance(x, LazyArray) or (value := x.constant) is None:
-        whole = x.on_devices() if isinstance(x, LazyArray) else x
-        return jax.device_put(whole, sharding.with_memory_kind("pinned_host"))  # each device has its part
-
-    def part(index: Any) -> np.ndarray[Any, Any]:
-        shape = [len(range(*at.indices(size))) for at, size in zip(index, x.shape, strict=True)]
-        return np.full(shape, value, x.dtype)
-
-    return jax.make_array_from_callback(x.shape, sharding.with_memory_kind("pinned_host"), part)
+        shape = sharding.shard_shape(tuple(x.shape)) if disk_shards.divided(sharding) else x.shape
+        unit = unit_of(shape, x.dtype, self.piece_bytes)
+        return in_place(x, tier, sharding, disk=lambda: self.disk, unit_bytes=unit)
 
 
 class _Copies:
@@ -227,7 +199,7 @@ class _Copies:
         """
         if any(map(is_on_disk, state)):
             return [is_on_disk(x) for x in state], shardings_in([x if is_on_disk(x) else None for x in state])
-        host = [is_far and x.ndim > 0 and _is_on_host(x) for x, is_far in zip(state, far, strict=True)]
+        host = [is_far and x.ndim > 0 and is_on_host(x) for x, is_far in zip(state, far, strict=True)]
         nothing, nowhere = [False] * len(state), [None] * len(state)
         if not inside or not any(host) or not (_by_default() if self._streams is None else self._streams):
             return nothing, nowhere
@@ -309,10 +281,6 @@ def _trace_update(tx: Any, state: Any, others: tuple[Any, Any, Any]) -> _TracedU
     closed, out = jax.make_jaxpr(flat, return_shape=True)(*map(shape, (*state_leaves, *other_leaves)))
     num_updates = len(jax.tree.leaves(out[0]))
     return _TracedUpdate(inlined(closed), state_leaves, other_leaves, num_updates, jax.tree.structure(out))
-
-
-def _is_on_host(x: Any) -> bool:
-    return getattr(jax.typeof(x), "memory_space", None) == _HOST
 
 
 def _order(jaxpr: core.Jaxpr, num_updates: int, far: Sequence[bool]) -> list[int]:

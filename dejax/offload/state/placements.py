@@ -1,16 +1,47 @@
-"""How a function has placed arrays: inside of `jax.jit` an array does not tell how a mesh divides it."""
+"""Where arrays of a state lie: their tiers and shardings, and how a function has placed them.
+
+Inside of `jax.jit` an array does not tell how a mesh divides it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dejax.offload.state.store import is_on_disk
 
+Tier = Literal["device", "host", "disk"]
 Value = TypeVar("Value")
+
+
+def shardings_of(moments: Any, params: Any) -> list[Any]:
+    """For each array of an optimizer's state: the sharding of the parameter of its name and shape, or replicated."""
+    known, mesh = {}, None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            mesh = sharding.mesh
+            known[jax.tree_util.keystr(path), leaf.shape] = sharding.spec
+    if mesh is None:
+        return [None] * len(jax.tree.leaves(moments))
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(moments):
+        names = [jax.tree_util.keystr(path[k:]) for k in range(len(path) + 1)]  # a single array has no name
+        spec = next((known[name, leaf.shape] for name in names if (name, leaf.shape) in known), None)
+        found.append(NamedSharding(mesh, PartitionSpec() if spec is None else spec))
+    return found
+
+
+def is_on_host(x: Any) -> bool:
+    """Whether an array, or what is traced, lies in host memory. A numpy array counts as one on the device."""
+    return getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
+
+
+def tier_of(x: Any) -> Tier:
+    return "disk" if is_on_disk(x) else "host" if is_on_host(x) else "device"
 
 
 class Placements(Generic[Value]):

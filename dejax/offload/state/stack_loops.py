@@ -18,7 +18,7 @@ from dejax.offload.activations import calls
 from dejax.offload.activations.store import binding_of
 from dejax.offload.state.disk_shards import divided
 from dejax.offload.state.mixing import why_not_by_layers
-from dejax.offload.state.moments import tier_of
+from dejax.offload.state.placements import tier_of
 from dejax.offload.state.stack_settings import StackSettings, StackState, StateShardings
 from dejax.offload.state.store import is_on_disk
 from dejax.offload.state.stream.rows import HostRows, Walk, rows_of, why_no_rows

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from dejax.offload.activations.store import ActivationStore
-from dejax.offload.state.moments import Tier
-from dejax.offload.state.placements import shardings_in
+from dejax.offload.state.placements import Tier, shardings_in
 from dejax.offload.state.store import StateStore, is_on_disk, store_at
 
 Place = Tier | Callable[[str, Any], Tier]

@@ -20,20 +20,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dejax import _compat
 from dejax.offload.activations.store import ActivationStore
 from dejax.offload.state.disk_shards import divided, require_one_mesh, shard_bytes
-from dejax.offload.state.mixing import depends_on_inputs
-from dejax.offload.state.moments import Tier, shardings_of, tier_of
-from dejax.offload.state.placements import Placements
+from dejax.offload.state.first_state import first_state, in_place
+from dejax.offload.state.placements import Placements, Tier, shardings_of
 from dejax.offload.state.stack_loops import Run, count
-from dejax.offload.state.stack_settings import Kept, Place, StackSettings, StackState, StateShardings, TrainedArrays
+from dejax.offload.state.stack_settings import Kept, Place, StackSettings, StackState, StateShardings
 from dejax.offload.state.store import StateStore, is_on_disk
+from dejax.offload.state.stream.cut import PIECE_BYTES
 from dejax.offload.state.stream.rows import require_whole_rows
 
-_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-_SPACE = {"device": _DEVICE, "host": _HOST}
+_DEVICE = jax.memory.Space.Device
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,78 +75,39 @@ class StackStep(StackSettings):
         where = self.places(self.params, layers)
         known = shardings_of(layers, layers)
         flat = [self._put(x, at, sharding) for x, at, sharding in zip(flat, where, known, strict=True)]
-        trained = outer_split.trained(jax.tree.leaves(outer))
-        outside, outside_tree = jax.tree.flatten(self.tx.init(trained))
-        mine = {id(x) for x in jax.tree.leaves(outer)}
-        outside = [jnp.copy(x) if id(x) in mine else x for x in outside]
-        near = shardings_of(jax.tree.unflatten(outside_tree, outside), outer)
-        outside = [x if at is None else jax.device_put(x, at) for x, at in zip(outside, near, strict=True)]
-        moments = self._moments(split.trained(jax.tree.leaves(layers)))
-        scalars = [jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros((), jnp.int32)]
-        norm, skipped, scale, healthy = _zeros(scalars, shardings_of(scalars, layers))
+        outside = first_state(self.tx.init, outer_split.trained(jax.tree.leaves(outer)), _on_device, in_place, 0)
+        trained = split.trained(jax.tree.leaves(layers))
+        make = jax.vmap(self.tx.init) if jax.tree.leaves(trained) else self.tx.init
+        moments = first_state(make, trained, functools.partial(self.places, self.moments), self._put, PIECE_BYTES)
+        mesh = next((at.mesh for at in known if at is not None), None)
+        scalar = functools.partial(_zeros, (), at=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
         scaled = self.loss_scale is not None
         state = StackState(
             outer,
             jax.tree.unflatten(layers_tree, flat),
-            jax.tree.unflatten(outside_tree, outside),
+            outside,
             moments,
-            None if self.clip_norm is None else norm,
-            self._kept(split, layers) if self.gradients == "host" else None,
-            skipped,
-            scale + self.loss_scale if scaled else None,
-            healthy if scaled else None,
+            None if self.clip_norm is None else scalar(jnp.float32),
+            self._kept(trained) if self.gradients == "host" else None,
+            scalar(jnp.int32),
+            scalar(jnp.float32) + self.loss_scale if scaled else None,
+            scalar(jnp.int32) if scaled else None,
         )
         self._note(state)
         return state
 
-    def _put(self, x: Any, at: Tier, sharding: Any) -> Any:
+    def _put(self, x: Any, tier: Tier, sharding: Any) -> Any:
         """An array [layers, ...] in its place, in which each device has its shard."""
-        several = divided(sharding)
-        if several and (at == "disk" or (at == "host" and self.streams)):
+        if divided(sharding) and (tier == "disk" or (tier == "host" and self.streams)):
             require_whole_rows(x, sharding)
-        if several and at != "disk" and not divided(x.sharding):  # not on the mesh yet
-            return jax.device_put(x, sharding.with_memory_kind("pinned_host" if at == "host" else None))
-        if tier_of(x) == at:
-            return x
-        if at != "disk":
-            return jax.device_put(x, _SPACE[at])
         row = shard_bytes(sharding, x.shape, x.dtype) // x.shape[0]
-        return self.disk.put(x, row, sharding if several else None)
+        return in_place(x, tier, sharding, disk=lambda: self.disk, unit_bytes=row)
 
-    def _moments(self, layers: Any) -> Any:
-        """The optimizer's state of the trained parameters of the stack."""
-        make = jax.vmap(self.tx.init)
-        layer_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layers)
-        shapes = jax.eval_shape(make, layer_shapes) if jax.tree.leaves(layers) else self.tx.init(layers)
-        leaves, treedef = jax.tree.flatten(shapes)
-        by_values = depends_on_inputs(make, layer_shapes) if leaves else []
-        made = []
-        for i, (leaf, place, sharding) in enumerate(
-            zip(leaves, self.places(self.moments, shapes), shardings_of(shapes, layers), strict=True)
-        ):
-            if by_values[i]:  # a copy of the parameters, for example
-                here = jax.tree.map(lambda x: jax.device_put(x, _DEVICE), layers)
-                # `jit` returns an argument's own memory as a result, and a state is given away array by array.
-                value = jax.jit(lambda p, i=i: jnp.copy(jax.tree.leaves(make(p))[i]))(here)
-            else:
-                one = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), layer_shapes)
-                first = jax.tree.leaves(self.tx.init(one))[i]
-                near = place == "device" or isinstance(first, jax.core.Tracer)
-                # Not jnp's: the device never holds an array that belongs elsewhere.
-                value = jnp.broadcast_to(first, leaf.shape) if near else np.broadcast_to(np.asarray(first), leaf.shape)
-            if sharding is not None and place != "disk":
-                value = jax.device_put(value, sharding.with_memory_kind("pinned_host") if place == "host" else sharding)
-            made.append(self._put(value, place, sharding))
-        return jax.tree.unflatten(treedef, made)
-
-    def _kept(self, split: TrainedArrays, layers: Any) -> Any:
+    def _kept(self, trained: Any) -> Any:
         """Memory for the gradients of the trained parameters, in host memory where their rows are large enough."""
-        leaves, treedef = jax.tree.flatten(split.trained(jax.tree.leaves(layers)))
-        tree = jax.tree.unflatten(treedef, leaves)
-        made = _zeros(leaves, shardings_of(tree, layers))
-        places = self.places("host", tree)
-        made = [jax.device_put(x, _HOST) if at == "host" else x for x, at in zip(made, places, strict=True)]
-        return jax.tree.unflatten(treedef, made)
+        leaves, treedef = jax.tree.flatten(trained)
+        places = zip(leaves, self.places("host", trained), shardings_of(trained, trained), strict=True)
+        return jax.tree.unflatten(treedef, [self._put(_zeros(x.shape, x.dtype, at), tier, at) for x, tier, at in places])
 
     def jit(self, state: StackState) -> Any:
         """The step, jitted for a state that is donated: the new state takes the memory of the old one."""
@@ -346,6 +307,9 @@ def _leaves(state: StackState) -> list[Any]:
     return jax.tree.leaves(state, is_leaf=is_on_disk)
 
 
-def _zeros(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-    found = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-    return [x if at is None else jax.device_put(x, at) for x, at in zip(found, shardings, strict=True)]
+def _on_device(state: Any) -> list[Tier]:
+    return ["device"] * len(jax.tree.leaves(state))
+
+
+def _zeros(shape: Sequence[int], dtype: Any, at: Any = None) -> Any:
+    return jnp.zeros(shape, dtype) if at is None else jax.device_put(jnp.zeros(shape, dtype), at)

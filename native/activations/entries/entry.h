@@ -12,29 +12,27 @@
 
 namespace dejax::offload {
 
-struct Options : DiskOptions {
+struct StoreOptions : DiskOptions {
   int64_t device_bytes = -1;  // size of each device's ring; -1: what the programs ask for
   int64_t host_bytes = 0;
   bool external = false;  // an engine outside of the store reads and writes the chunks
 };
 
-// Bytes, counts and seconds since the store was opened, unless said otherwise.
-struct Stats {
-  int64_t stored_bytes = 0, stored_count = 0;
-  int64_t fetched_bytes = 0, fetched_count = 0;
-  int64_t ring_hit_bytes = 0;    // fetched tensors that had never left the device's ring
-  int64_t prefetched_bytes = 0;  // fetched tensors that were back in the ring before the fetch
-  int64_t demand_bytes = 0;      // transferred by the fetch itself
-  int64_t copied_out_bytes = 0;  // device to host
-  int64_t forwarded_bytes = 0;   // disk tier: fetched while still in host memory
-  int64_t written_bytes = 0, read_bytes = 0, cancelled_bytes = 0;  // disk tier
-  int64_t dropped_count = 0;     // entries given up before they were fetched
-  double store_stall_seconds = 0, fetch_stall_seconds = 0;  // launch threads waiting for room, for reads
-  double launch_seconds = 0;     // launch threads in store and fetch, stalls included
-  double device_store_stall_seconds = 0, device_fetch_stall_seconds = 0;  // compute streams waiting for copies
-  int64_t live_bytes = 0, live_count = 0, peak_live_bytes = 0;                  // now; the most
-  int64_t host_bytes = 0, peak_host_bytes = 0, disk_bytes = 0, ring_bytes = 0;  // allocated now
-  int64_t runs = 0;
+// Bytes, counts and seconds since the store was opened, or now. `StoreStats` in dejax/offload/activations/stats.py says what
+// each is.
+#define DEJAX_COUNTERS(X)                                                                            \
+  X(int64_t, stored_bytes) X(int64_t, stored_count) X(int64_t, fetched_bytes) X(int64_t, fetched_count) \
+  X(int64_t, ring_hit_bytes) X(int64_t, prefetched_bytes) X(int64_t, demand_bytes)                   \
+  X(int64_t, copied_out_bytes) X(int64_t, forwarded_bytes) X(int64_t, written_bytes)                 \
+  X(int64_t, read_bytes) X(int64_t, cancelled_bytes) X(int64_t, dropped_count)                       \
+  X(double, store_stall_seconds) X(double, fetch_stall_seconds) X(double, launch_seconds)            \
+  X(double, device_store_stall_seconds) X(double, device_fetch_stall_seconds) X(int64_t, live_bytes) \
+  X(int64_t, live_count) X(int64_t, peak_live_bytes) X(int64_t, host_bytes) X(int64_t, peak_host_bytes) \
+  X(int64_t, disk_bytes) X(int64_t, ring_bytes) X(int64_t, runs)
+struct Counters {
+#define DEJAX_MEMBER(type, name) type name = 0;
+  DEJAX_COUNTERS(DEJAX_MEMBER)
+#undef DEJAX_MEMBER
 };
 
 // A piece of host memory that holds one tensor.
@@ -51,7 +49,7 @@ struct Slot {
 struct Run;
 
 // Where a tensor, or a shard of one, belongs: only the same place may fetch it.
-struct Place {
+struct ShardPlace {
   int64_t layout = 0;  // hash of which device holds which part of the tensor; 0: it is not divided
   int device = -1;
 };
@@ -64,7 +62,7 @@ struct Entry {
   int64_t bytes = 0;
   int64_t site = 0;
   int device = -1;  // -1: the CPU
-  Place place;
+  ShardPlace place;
   std::weak_ptr<Run> run;
   bool live = true;  // neither fetched nor dropped
   int fetches = 0;

@@ -13,7 +13,7 @@ struct IoQueue::EntryIo : BlockIo {
   Slot* slot = nullptr;
 };
 
-IoQueue::IoQueue(const Options& options, Monitor* monitor, HostMemory* memory, Stats* stats,
+IoQueue::IoQueue(const StoreOptions& options, Monitor* monitor, HostSlots* memory, Counters* stats,
                  std::function<void(const RunPtr&)> on_read)
     : options_(options), memory_(memory), stats_(stats), on_read_(std::move(on_read)),
       disk_(options.folders.empty() ? nullptr : std::make_unique<Disk>(options, options.external)),

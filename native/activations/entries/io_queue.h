@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "activations/entries/entry.h"
-#include "activations/entries/host_memory.h"
+#include "activations/entries/host_slots.h"
 #include "blocks/block_queue.h"
 
 namespace dejax::offload {
@@ -17,7 +17,7 @@ namespace dejax::offload {
 class IoQueue {
  public:
   // on_read: called after an entry was read whole, with the mutex held.
-  IoQueue(const Options& options, Monitor* monitor, HostMemory* memory, Stats* stats,
+  IoQueue(const StoreOptions& options, Monitor* monitor, HostSlots* memory, Counters* stats,
           std::function<void(const RunPtr&)> on_read);
 
   // Without the mutex. Throws std::runtime_error, after it ended the threads that it had started.
@@ -57,9 +57,9 @@ class IoQueue {
   void Queue(const EntryPtr& entry, Slot* slot, bool write);
   void End(const EntryPtr& entry, Slot* slot, bool write, int64_t done, const std::string& error);
 
-  const Options options_;
-  HostMemory* const memory_;
-  Stats* const stats_;
+  const StoreOptions options_;
+  HostSlots* const memory_;
+  Counters* const stats_;
   const std::function<void(const RunPtr&)> on_read_;
   std::unique_ptr<Disk> disk_;
   BlockQueue queue_;

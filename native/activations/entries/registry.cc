@@ -49,7 +49,7 @@ void Registry::Forget(const RunPtr& run) {
   if (at != begun_.end()) begun_.erase(at);
 }
 
-EntryPtr Registry::Add(const RunPtr& run, int64_t call, int64_t bytes, const Place& place) {
+EntryPtr Registry::Add(const RunPtr& run, int64_t call, int64_t bytes, const ShardPlace& place) {
   const int64_t site = prediction_->SiteOf(run.get(), call);
   auto entry = std::make_shared<Entry>();
   entry->serial = next_serial_++;
@@ -75,7 +75,7 @@ EntryPtr Registry::Add(const RunPtr& run, int64_t call, int64_t bytes, const Pla
   return entry;
 }
 
-EntryPtr Registry::Find(uint64_t handle, int64_t call, int64_t bytes, int device, const Place& place) {
+EntryPtr Registry::Find(uint64_t handle, int64_t call, int64_t bytes, int device, const ShardPlace& place) {
   const uint64_t serial = SerialOf(handle);
   if (StoreOf(handle) != store_) {
     throw std::runtime_error("offload: handle " + std::to_string(handle) + " is not of this store (number " +

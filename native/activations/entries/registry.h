@@ -22,7 +22,7 @@ constexpr int64_t StoreOf(uint64_t handle) { return static_cast<int64_t>(handle 
 // All calls hold the store's mutex.
 class Registry {
  public:
-  Registry(int64_t store, Prediction* prediction, Stats* stats)
+  Registry(int64_t store, Prediction* prediction, Counters* stats)
       : store_(store), prediction_(prediction), stats_(stats) {}
 
   uint64_t HandleOf(uint64_t serial) const { return static_cast<uint64_t>(store_) << kSerialBits | serial; }
@@ -35,9 +35,9 @@ class Registry {
   std::vector<RunPtr> StaleRuns() const;
   void Forget(const RunPtr& run);
 
-  EntryPtr Add(const RunPtr& run, int64_t call, int64_t bytes, const Place& place);
+  EntryPtr Add(const RunPtr& run, int64_t call, int64_t bytes, const ShardPlace& place);
   // Throws std::runtime_error where the handle stands for no tensor of this size and place.
-  EntryPtr Find(uint64_t handle, int64_t call, int64_t bytes, int device, const Place& place);
+  EntryPtr Find(uint64_t handle, int64_t call, int64_t bytes, int device, const ShardPlace& place);
   EntryPtr FindBySerial(uint64_t serial) const;
   std::vector<EntryPtr> Live() const;
   // Takes an entry that was fetched or dropped out of its run's accounts.
@@ -49,7 +49,7 @@ class Registry {
  private:
   const int64_t store_;
   Prediction* const prediction_;
-  Stats* const stats_;
+  Counters* const stats_;
   // Shared by all stores of the process: a handle of a closed store never names another store's tensor.
   inline static std::atomic<uint64_t> next_serial_{1};
   std::unordered_map<uint64_t, EntryPtr> entries_;

@@ -106,7 +106,7 @@ void External(Store& store) {
 }
 
 void Hammer(const Setting& setting, double seconds, int num_threads, unsigned seed) {
-  Options options;
+  StoreOptions options;
   options.device_bytes = setting.device_bytes;
   options.host_bytes = setting.host_bytes;
   options.chunk_bytes = 1 << 14;
@@ -133,7 +133,7 @@ void Hammer(const Setting& setting, double seconds, int num_threads, unsigned se
   threads.emplace_back([&] {
     std::mt19937 rng(seed);
     while (!over) {
-      const Stats stats = store->GetStats();
+      const Counters stats = store->GetStats();
       if (stats.host_bytes > setting.host_bytes || stats.disk_bytes > options.disk_bytes) {
         std::printf("a cap was exceeded: %ld of host memory, %ld of disk\n", static_cast<long>(stats.host_bytes),
                     static_cast<long>(stats.disk_bytes));

@@ -79,7 +79,7 @@ class Chain:
         self._staging_bytes = staging_bytes
         self._marks = marks
         self._site = next(_sites)
-        self._slots = 0
+        self._calls = 0
 
     def begin(self, *, changes: bool = True, place: Any = None) -> Array:
         """Makes the arrays the program's own if it changes them; returns the ticket that the next call takes.
@@ -137,8 +137,8 @@ class Chain:
             after: what it only waits for.
         """
         self._changed.update(i for i in pushes[0] if is_on_disk(self.arrays[i]))
-        attributes: dict[str, Any] = {"slot": np.int64(self._slots), "pull_iterations": np.int64(pull_iterations)}
-        self._slots += 1
+        attributes: dict[str, Any] = {"call": np.int64(self._calls), "pull_iterations": np.int64(pull_iterations)}
+        self._calls += 1
         for name, (numbers, offsets, strides) in (("take", takes), ("pull", pulls), ("push", pushes)):
             attributes[f"{name}_array"] = np.array(numbers, np.int64)
             attributes[f"{name}_offset"] = np.array(offsets, np.int64)
@@ -203,7 +203,7 @@ class Chain:
             "site": np.int64(self._site),
             "mode": np.int64(mode),
             "staging_bytes": np.int64(self._staging_bytes),
-            "slot": np.int64(0),
+            "call": np.int64(0),
             "pull_iterations": np.int64(0),
             "sharded": np.int64(0 if self._marks is None else self._use.sharded),
             "marks": _EMPTY,

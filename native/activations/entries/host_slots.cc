@@ -1,4 +1,4 @@
-#include "activations/entries/host_memory.h"
+#include "activations/entries/host_slots.h"
 
 #include <sys/mman.h>
 
@@ -25,7 +25,7 @@ void* GetMemory(int64_t capacity, bool pinned) {
 
 }  // namespace
 
-struct HostMemory::Request {
+struct HostSlots::Request {
   int64_t capacity = 0;
   bool pinned = false;
   std::list<Slot> leaving;  // slots whose memory makes room
@@ -36,9 +36,9 @@ struct HostMemory::Request {
   }
 };
 
-int64_t HostMemory::CapacityFor(int64_t bytes) { return RoundUp(std::max<int64_t>(bytes, 1), kPage); }
+int64_t HostSlots::CapacityFor(int64_t bytes) { return RoundUp(std::max<int64_t>(bytes, 1), kPage); }
 
-void HostMemory::Free(std::list<Slot>* slots) {
+void HostSlots::Free(std::list<Slot>* slots) {
   for (Slot& slot : *slots) {
     for (Event* event : {&slot.last_read, &slot.last_write}) {
       // An error here is the device's, and shows in the step that caused it.
@@ -54,7 +54,7 @@ void HostMemory::Free(std::list<Slot>* slots) {
   slots->clear();
 }
 
-std::list<Slot> HostMemory::TakeAll() {
+std::list<Slot> HostSlots::TakeAll() {
   victims_.clear();
   free_.clear();
   allocated_ = 0;
@@ -63,19 +63,19 @@ std::list<Slot> HostMemory::TakeAll() {
   return slots;
 }
 
-void HostMemory::Release(Slot* slot) {
+void HostSlots::Release(Slot* slot) {
   slot->free = true;
   free_.push_back(slot);
 }
 
-bool HostMemory::HasBusyFreeSlot() const {
+bool HostSlots::HasBusyFreeSlot() const {
   return std::any_of(free_.begin(), free_.end(), [](const Slot* slot) { return slot->pins > 0; });
 }
 
 // In a program's first run nobody knows how often a tensor is fetched. Where one call stored once and others several
 // times, XLA most likely moved the one out of a loop, and each turn fetches its tensor. In later runs the store knows how
 // often the run before fetched it, and relies on that only while there is no other memory.
-HostMemory::Reuse HostMemory::ReuseOf(const Entry& entry) const {
+HostSlots::Reuse HostSlots::ReuseOf(const Entry& entry) const {
   const RunPtr run = entry.run.lock();
   if (!run || (stats_->runs - run->number > 4 && Seconds() - run->last_used > kIdleSeconds)) return Reuse::kFree;
   switch (prediction_->UsesOf(entry.site)) {
@@ -86,13 +86,13 @@ HostMemory::Reuse HostMemory::ReuseOf(const Entry& entry) const {
   }
 }
 
-HostMemory::Reuse HostMemory::ReuseOf(const Slot& slot) const {
+HostSlots::Reuse HostSlots::ReuseOf(const Slot& slot) const {
   const EntryPtr entry = slot.serial == 0 ? nullptr : registry_->FindBySerial(slot.serial);
   return entry ? ReuseOf(*entry) : Reuse::kFree;
 }
 
 // Makes a free slot the caller's: what it held is forgotten.
-Slot* HostMemory::Take(Slot* slot) {
+Slot* HostSlots::Take(Slot* slot) {
   const EntryPtr former = slot->serial == 0 ? nullptr : registry_->FindBySerial(slot->serial);
   if (former) registry_->Retire(former);
   slot->free = false;
@@ -100,18 +100,18 @@ Slot* HostMemory::Take(Slot* slot) {
   return slot;
 }
 
-bool HostMemory::HasRoom(const Request& request) const {
+bool HostSlots::HasRoom(const Request& request) const {
   return allocated_ - request.leaving_bytes + request.capacity <= cap_;
 }
 
-void HostMemory::GiveBack(Request* request, Slot* slot) {
+void HostSlots::GiveBack(Request* request, Slot* slot) {
   const auto at = std::find_if(slots_.begin(), slots_.end(), [&](const Slot& other) { return &other == slot; });
   request->leaving_bytes += slot->capacity;
   request->leaving.splice(request->leaving.end(), slots_, at);
 }
 
 // The smallest free slot that fits, the oldest of equal ones: a tight budget has no memory to waste.
-Slot* HostMemory::FindFree(const Request& request, Reuse at_most) {
+Slot* HostSlots::FindFree(const Request& request, Reuse at_most) {
   auto best = free_.end();
   for (auto at = free_.begin(); at != free_.end(); ++at) {
     const Slot& slot = **at;
@@ -126,7 +126,7 @@ Slot* HostMemory::FindFree(const Request& request, Reuse at_most) {
 }
 
 // Gives up free slots of other sizes until there is room.
-void HostMemory::Shrink(Request* request, Reuse at_most) {
+void HostSlots::Shrink(Request* request, Reuse at_most) {
   for (auto at = free_.begin(); at != free_.end() && !HasRoom(*request);) {
     Slot* slot = *at;
     if (slot->pins > 0 || ReuseOf(*slot) > at_most) {
@@ -139,7 +139,7 @@ void HostMemory::Shrink(Request* request, Reuse at_most) {
 }
 
 // Takes slots whose bytes are on disk too, oldest first: backward fetches those last. Null where none fits.
-Slot* HostMemory::FindVictim(Request* request, uint64_t victims_below) {
+Slot* HostSlots::FindVictim(Request* request, uint64_t victims_below) {
   for (auto at = victims_.begin(); at != victims_.end() && at->first < victims_below && !HasRoom(*request);) {
     const EntryPtr entry = at->second;
     Slot* slot = entry->slot;
@@ -157,7 +157,7 @@ Slot* HostMemory::FindVictim(Request* request, uint64_t victims_below) {
 }
 
 // Frees the memory of the slots that leave, then makes a slot if asked to. Null where there is no memory.
-Slot* HostMemory::Exchange(Lock& lock, Request* request, bool make) {
+Slot* HostSlots::Exchange(Lock& lock, Request* request, bool make) {
   const int64_t capacity = make ? request->capacity : 0, freed = request->leaving_bytes;
   // The new slot may take the place of those that leave.
   const int64_t more = std::max<int64_t>(0, capacity - freed);
@@ -180,7 +180,7 @@ Slot* HostMemory::Exchange(Lock& lock, Request* request, bool make) {
   return slot;
 }
 
-Slot* HostMemory::TryTake(Lock& lock, int64_t bytes, bool pinned, uint64_t victims_below, bool last_resort) {
+Slot* HostSlots::TryTake(Lock& lock, int64_t bytes, bool pinned, uint64_t victims_below, bool last_resort) {
   Request request;
   request.capacity = CapacityFor(bytes);
   request.pinned = pinned;

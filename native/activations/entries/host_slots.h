@@ -18,9 +18,9 @@ constexpr uint64_t kAnySerial = std::numeric_limits<uint64_t>::max();
 
 // All calls hold the store's mutex. Those that get the lock release it for a while: whatever the caller knew of entries
 // may have changed.
-class HostMemory {
+class HostSlots {
  public:
-  HostMemory(int64_t cap, Monitor* monitor, Registry* registry, const Prediction* prediction, Stats* stats)
+  HostSlots(int64_t cap, Monitor* monitor, Registry* registry, const Prediction* prediction, Counters* stats)
       : cap_(cap), monitor_(monitor), registry_(registry), prediction_(prediction), stats_(stats) {}
 
   bool CanHold(int64_t bytes) const { return CapacityFor(bytes) <= cap_; }
@@ -66,7 +66,7 @@ class HostMemory {
   Monitor* const monitor_;
   Registry* const registry_;
   const Prediction* const prediction_;
-  Stats* const stats_;
+  Counters* const stats_;
   std::list<Slot> slots_;
   std::deque<Slot*> free_;               // oldest first
   std::map<uint64_t, EntryPtr> victims_;  // by serial
