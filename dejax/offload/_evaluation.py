@@ -19,7 +19,7 @@ ELEMENTWISE = frozenset(
 """Names of primitives that compute each element of a result from the same elements of the operands."""
 
 
-class Values:
+class JaxprValues:
     """The values of a jaxpr's variables, as far as they are known.
 
     Args:
@@ -49,7 +49,7 @@ class Values:
         self.set(eqn, core.jaxpr_as_fun(part(self.jaxpr, [eqn], inputs, eqn.outvars))(*self.read_all(inputs)))
 
 
-class Demand(Values):
+class Demand(JaxprValues):
     """Evaluates a jaxpr's variables when they are asked for, each once."""
 
     def __init__(self, closed: core.ClosedJaxpr) -> None:
@@ -80,7 +80,7 @@ def inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The same jaxpr with jitted functions inlined: Optax corrects the bias of all moments in one such function."""
 
     def run(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-        values = Values(closed, args)
+        values = JaxprValues(closed, args)
         for eqn in closed.jaxpr.eqns:
             inner = eqn.params.get("jaxpr")
             if eqn.primitive.name in ("jit", "pjit", "closed_call") and isinstance(inner, core.ClosedJaxpr):

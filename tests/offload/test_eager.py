@@ -1,13 +1,10 @@
 """Outside of `jit` each call traces its function again, and memory stays constant."""
 
-import dataclasses
 import functools
 import gc
 import itertools
 import os
-import sys
 import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +62,6 @@ def test_eager_steps_keep_no_python_objects(kind):
     with ActivationStore(host_bytes=1 << 24) as store:
         for _ in range(4):
             run().block_until_ready()
-            run().block_until_ready()
             gc.collect()
             counts.append(len(gc.get_objects()))
         assert store.stats().live_count == 0
@@ -78,12 +74,6 @@ def test_eager_steps_run_in_constant_memory(kind):
     few = kind == "closure"
     # A step that keeps its trace adds 8 to 20 MB. An allocator may take a few MB more at any time.
     assert growth(kind, 20 if few else 60, 60 if few else 200, enough=60_000) < 60_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["one", "new"])
-def test_ten_thousand_eager_steps_run_in_constant_memory(kind):
-    assert growth(kind, 2000, 10_000, enough=3_000) < 3_000  # allocators and thread pools take some MB in all
 
 
 @pytest.mark.slow
@@ -109,146 +99,38 @@ def test_other_shapes_dtypes_and_settings_are_traced_anew():
     assert "HIGHEST" in text[1] and "HIGHEST" not in text[0]
 
 
-def test_closures_over_changed_values_are_traced_anew():
-    """Each closure has another value in the second call, which must not use the trace of the first."""
-    x = jnp.linspace(0, 1, 64)
-    held = {"scale": 2.0, "array": jnp.ones(64), "list": [1.0], "numpy": np.ones(64)}
-
-    class Config:
-        scale = 2.0
-
-    class Meta(type):
-        pass
-
-    class Inherited(Config, metaclass=Meta):
-        @classmethod
-        def by_class(cls, x):
-            return cls.helper(jnp.sin(x))
-
-        @classmethod
-        def helper(cls, x):
-            return x * cls.factor
-
-    @dataclasses.dataclass(frozen=True)
-    class Frozen:
-        config: Any
-
-        def __call__(self, x):
-            return jnp.sin(x) * self.config.scale
-
-        def method(self, x):
-            return self(x)
-
-    class Number(float):
-        pass
-
-    @functools.wraps(jnp.sin)
-    def wraps(x):
-        return jnp.sin(x) * SCALE
-
-    def with_attribute(x):
-        return jnp.sin(x) * with_attribute.scale
-
-    def imports(x):
-        from settings_of_a_test import scale
-
-        return jnp.sin(x) * scale
-
-    with_attribute.scale = 2.0
-    settings = sys.modules["settings_of_a_test"] = types.ModuleType("settings_of_a_test")
-    settings.scale = 2.0
-    config, number = Config(), Number(1.0)
-    frozen = Frozen(config)
-    Meta.above = Inherited.factor = number.scale = 2.0
-    lazy = types.ModuleType("lazy")
-    lazy.__getattr__ = lambda name: held["scale"]
-    scale, array, numpy = 2.0, jnp.ones(64), np.ones(64)
-
-    def helper(x):
-        return x * scale
-
-    functions = {
-        "number": lambda x: jnp.sin(x) * scale,
-        "array": lambda x: jnp.sin(x) * array,
-        "numpy": lambda x: jnp.sin(x) * numpy,
-        "dict": lambda x: jnp.sin(x) * held["scale"] * held["array"] * held["list"][0],
-        "numpy in a dict": lambda x: jnp.sin(x) * held["numpy"],
-        "object": lambda x: jnp.sin(x) * config.scale,
-        "class": lambda x: jnp.sin(x) * Config.scale,
-        "helper": lambda x: helper(jnp.sin(x)),
-        "partial": functools.partial(lambda s, x: jnp.sin(x) * s["scale"], held),
-        "default": lambda x, c=config: jnp.sin(x) * c.scale,
-        "global": lambda x: jnp.sin(x) * SCALE,
-        "inherited": lambda x: jnp.sin(x) * Inherited.scale,
-        "metaclass": lambda x: jnp.sin(x) * Inherited.above,
-        "class method": Inherited.by_class,
-        "class method called": lambda x: Inherited.by_class(x),
-        "part of a frozen object": frozen,
-        "method of a frozen object": frozen.method,
-        "attribute of a number": lambda x: jnp.sin(x) * number.scale,
-        "module with __getattr__": lambda x: jnp.sin(x) * lazy.scale,
-        "wraps a library's": wraps,
-        "attribute": with_attribute,
-        "attribute of another": lambda x: jnp.sin(x) * with_attribute.scale,
-        "import": imports,
-        "getattr": lambda x: jnp.sin(x) * getattr(settings, "scale"),  # noqa: B009
-        "globals": lambda x: jnp.sin(x) * globals()["SCALE"],
-        "inner": lambda x: (lambda y: y * SCALE)(jnp.sin(x)),
-    }
-    offloaded = {name: offload(f, min_bytes=1, inputs="all") for name, f in functions.items()}
-
-    def check(factor):
-        for name, f in offloaded.items():
-            got = jax.grad(lambda x, f=f: f(x).sum())(x)
-            np.testing.assert_allclose(got, factor * np.cos(x), rtol=1e-5, err_msg=name)
-
-    globals()["SCALE"] = 2.0
-    array, numpy = 2 * array, 2 * numpy
-    held["array"], held["numpy"] = held["array"], 2 * held["numpy"]
-    check(2.0)
-    globals()["SCALE"] = scale = config.scale = Config.scale = held["scale"] = 3.0
-    settings.scale = with_attribute.scale = Meta.above = Inherited.factor = number.scale = 3.0
-    array, numpy = 1.5 * array, 1.5 * numpy
-    held["numpy"] *= 1.5
-    check(3.0)
-
-
 SCALE = 2.0
 
 
 @pytest.mark.parametrize("wrap", [offload, region])
-def test_what_python_reads_outside_of_the_function_is_read_in_each_call(tmp_path, wrap):
-    """Files, folders, settings of libraries, caches, modules: nothing in the function's code or closure changes."""
-    x, text, table = jnp.linspace(0, 1, 8), tmp_path / "scale.txt", tmp_path / "scale.npy"
+def test_what_a_function_reads_is_read_in_each_call(tmp_path, wrap):
+    """Each call traces its function again. Values in closures, objects, files and settings may have changed."""
+    x, text = jnp.linspace(0, 1, 8), tmp_path / "scale.txt"
+    scale, held, config = 1.0, {"scale": 1.0, "array": np.ones(8)}, types.SimpleNamespace(scale=1.0)
 
     @functools.lru_cache
     def cached():
         return text.read_text()
 
     functions = {
+        "closure": lambda x: jnp.sin(x) * scale,
+        "dict": lambda x: jnp.sin(x) * held["scale"] * held["array"],
+        "object": lambda x: jnp.sin(x) * config.scale,
+        "partial": functools.partial(lambda s, x: jnp.sin(x) * s["scale"], held),
+        "global": lambda x: jnp.sin(x) * SCALE,
         "file": lambda x: jnp.sin(x) * float(text.read_text()),
-        "np.load": lambda x: jnp.sin(x) * np.load(table),
-        "listdir": lambda x: jnp.sin(x) * (len(os.listdir(tmp_path)) - 1),
-        "print options": lambda x: jnp.sin(x) * np.get_printoptions()["precision"],
-        "str": lambda x: jnp.sin(x) * (len(str(np.float64(1 / 3)[None])) - 4),
         "cleared cache": lambda x: jnp.sin(x) * float(cached()),
         "environment": lambda x: jnp.sin(x) * float(os.environ["DEJAX_TEST_SCALE"]),
         "jax setting": lambda x: jnp.sin(x) * float(jax.config.jax_default_matmul_precision == "highest"),
     }
     wrapped = {name: wrap(f, min_bytes=1, inputs="all") for name, f in functions.items()}
-    for scale in 1.0, 2.0:
-        text.write_text(str(scale))
+    for now in 1.0, 2.0:
+        scale = held["scale"] = config.scale = globals()["SCALE"] = now
+        held["array"] *= now
+        text.write_text(str(now))
         cached.cache_clear()
-        np.save(table, scale)
-        if scale == 2.0:
-            (tmp_path / "another").touch()
-        precision = "highest" if scale == 2.0 else "default"
-        with (
-            np.printoptions(precision=int(scale)),
-            pytest.MonkeyPatch.context() as patch,
-            jax.default_matmul_precision(precision),
-        ):
-            patch.setenv("DEJAX_TEST_SCALE", str(scale))
+        with pytest.MonkeyPatch.context() as patch, jax.default_matmul_precision("highest" if now == 2 else "default"):
+            patch.setenv("DEJAX_TEST_SCALE", str(now))
             for name, f in functions.items():
                 want, got = (jax.grad(lambda x, g=g: g(x).sum())(x) for g in (f, wrapped[name]))
                 np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=name)

@@ -12,6 +12,7 @@ import pytest
 from jax.extend.core import Literal
 
 from dejax.offload import ActivationStore, stack_step
+from tests.offload.states import equal, in_memory
 
 LAYERS, WIDTH = 5, 16
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -48,7 +49,7 @@ def train(step, steps=3):
     for i in range(steps):
         state, loss = run(state, batch(i))
         losses.append(float(loss))
-    return losses, jax.tree.map(np.asarray, state)
+    return losses, in_memory(state)
 
 
 make = functools.partial(stack_step, embed, body, head, optax.adamw(1e-2), min_bytes=100, streams=True)
@@ -60,6 +61,14 @@ PLACES = {
     "parameters": {"params": "host", "moments": "device"},
     "one array": {"params": "device", "moments": lambda path, x: "host" if "nu" in path and "w" in path else "device"},
     "activations": {"params": "host", "activations": "host"},
+    "moments on disk": {"path": True},
+    "all on disk": {"path": True, "params": "disk", "ahead": 2},
+    "disk, and parameters in host memory": {"path": True, "params": "host"},
+    "disk, and moments in host memory": {"path": True, "params": "disk", "moments": "host"},
+    "all three": {
+        "path": True,
+        "moments": lambda path, x: "disk" if "nu" in path else "host" if "w" in path else "device",
+    },
 }
 
 
@@ -68,16 +77,16 @@ def on_the_device():
     return train(make(params="device", moments="device"))
 
 
-QUICK = ("two ahead", "activations")
+QUICK = ("two ahead", "activations", "all on disk")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in PLACES if n not in QUICK)])
-def test_same_bits_wherever_the_state_lies(name, on_the_device):
+def test_same_bits_wherever_the_state_lies(name, on_the_device, tmp_path):
+    how = PLACES[name] | ({"path": tmp_path} if "path" in PLACES[name] else {})
     with ActivationStore():
-        losses, state = train(make(**PLACES[name]))
+        losses, state = train(make(**how))
     assert losses == on_the_device[0] and losses[-1] < losses[0]
-    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(on_the_device[1]), strict=True):
-        np.testing.assert_array_equal(a, b)
+    equal(state, on_the_device[1])
 
 
 @pytest.mark.parametrize("gradients", ["freed", "device"])
@@ -328,8 +337,7 @@ def test_the_norm_of_all_gradients_is_limited(name):
         np.testing.assert_allclose(state.layers[key], params["layers"][key], atol=2e-4)
     first, first_state = train(make(clip_norm=0.05, **CLIPPED["on the device"]))
     assert losses == first
-    for a, b in zip(jax.tree.leaves(state[:4]), jax.tree.leaves(first_state[:4]), strict=True):
-        np.testing.assert_array_equal(a, b)
+    equal(state[:4], first_state[:4])
 
 
 @pytest.mark.slow
@@ -447,17 +455,17 @@ def test_integers_that_are_trained_are_an_error():
         {"params": "host"},
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"params": "host", "streams": False, "microbatches": 2}, marks=pytest.mark.slow),
+        pytest.param({"params": "disk", "path": True}, marks=pytest.mark.slow),
     ],
 )
-def test_the_loss_alone_leaves_the_state_as_it_is(how):
-    step = make(**how)
+def test_the_loss_alone_leaves_the_state_as_it_is(how, tmp_path):
+    step = make(**how | ({"path": tmp_path} if "path" in how else {}))
     state = step.init(*model())
     run, loss = step.jit(state), jax.jit(step.loss)
     for i in range(2):
-        before = jax.tree.map(np.array, state)
+        before = in_memory(state)
         alone = [float(loss(state, batch(i))) for _ in range(2)]
-        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
-            np.testing.assert_array_equal(a, b)
+        equal(in_memory(state), before)
         state, value = run(state, batch(i))
         assert alone == [float(value)] * 2
 

@@ -10,6 +10,7 @@ import pytest
 
 from dejax.offload import master_weights, optimizer, stack_step
 
+from .states import is_on_disk, is_on_host
 from .test_layerwise import batch, body, embed, head, model
 
 PARAMS = {"w": jnp.linspace(-3, 3, 96).reshape(8, 12).astype(jnp.bfloat16), "b": jnp.ones(5, jnp.bfloat16)}
@@ -41,11 +42,13 @@ def test_the_copies_are_those_of_float32_training():
 
 
 @pytest.mark.slow
-def test_in_a_step_layer_by_layer_and_in_host_memory():
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_in_a_step_layer_by_layer(place, tmp_path):
     def train(**how):
         outer, layers = model()
         layers = jax.tree.map(lambda x: x.astype(jnp.bfloat16), layers)
-        step = stack_step(embed, narrow, head, master_weights(optax.adamw(1e-2)), min_bytes=64, streams=True, **how)
+        tx = master_weights(optax.adamw(1e-2))
+        step = stack_step(embed, narrow, head, tx, min_bytes=64, streams=True, clip_norm=0.5, **how)
         state = step.init(outer, layers)
         run, losses = step.jit(state), []
         for i in range(3):
@@ -56,10 +59,11 @@ def test_in_a_step_layer_by_layer_and_in_host_memory():
     def narrow(p, x):
         return body(jax.tree.map(lambda w: w.astype(jnp.float32), p), x)
 
-    losses, state = train(moments="host")
+    losses, state = train(moments=place, path=tmp_path if place == "disk" else None)
     assert losses == train(moments="device")[0] and losses[-1] < losses[0]
-    assert state.layer_moments.master["w"].sharding.memory_kind == "pinned_host"
-    np.testing.assert_array_equal(state.layers["w"], jnp.asarray(state.layer_moments.master["w"]).astype(jnp.bfloat16))
+    master = state.layer_moments.master["w"]
+    assert is_on_disk(master) if place == "disk" else is_on_host(master)
+    np.testing.assert_array_equal(state.layers["w"], np.asarray(master).astype(jnp.bfloat16))
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ import optax
 import pytest
 from flax import nnx
 
-from dejax.offload import DiskArray, master_weights, optimizer
+from dejax.offload import master_weights, optimizer
 from dejax.offload.state import first_state
+from tests.offload.states import cannot_be_traced, equal, in_memory, is_on_disk, is_on_host, not_elementwise
 
 PARAMS = {"a": jnp.linspace(-1, 1, 4096).reshape(64, 64), "b": {"c": jnp.ones(64), "d": jnp.full((32, 64), 0.5)}}
 
@@ -40,25 +41,25 @@ def after_steps(tx):
     return params, state
 
 
-@pytest.mark.parametrize(
-    ("name", "streams", "piece_bytes"),
-    [
-        ("clipped", True, 3000),
-        ("adamw", False, 1),  # without streams the others are compared on meshes, in test_disk_shards.py
-        *(pytest.param(name, True, 3000, marks=pytest.mark.slow) for name in TRANSFORMATIONS if name != "clipped"),
-    ],
-)
-def test_same_bits_as_the_transformation_itself(name, streams, piece_bytes):
-    tx = TRANSFORMATIONS[name]
-    far = optimizer(tx, min_bytes=1024, streams=streams, piece_bytes=piece_bytes)
+CASES = [(name, {"streams": True}, 3000) for name in TRANSFORMATIONS]
+CASES += [(name, "on disk", size) for name, size in (("adam", 3000), ("clipped", 1 << 20), ("momentum", 200))]
+CASES += [("adafactor", "on disk", 3000), ("accumulated", "on disk", 8000)]
+QUICK = [("clipped", {"streams": True}, 3000), ("accumulated", "on disk", 8000)]
+QUICK += [("adamw", {"streams": False}, 1)]  # the others are compared on meshes, in test_state_shards.py
 
-    (want, want_state), (got, got_state) = after_steps(tx), after_steps(far)
-    assert jax.tree.structure(got_state) == jax.tree.structure(want_state)
-    for a, b in zip(jax.tree.leaves((got, got_state)), jax.tree.leaves((want, want_state)), strict=True):
-        np.testing.assert_array_equal(a, b)
-    large = [x for x in jax.tree.leaves(got_state) if x.nbytes >= 1024]
-    assert all(x.sharding.memory_kind == "pinned_host" for x in large)
-    assert all(x.sharding.memory_kind != "pinned_host" for x in jax.tree.leaves(got_state) if x.nbytes < 1024)
+
+@pytest.mark.parametrize(
+    ("name", "place", "piece_bytes"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)],
+)
+def test_same_bits_as_the_transformation_itself(name, place, piece_bytes, tmp_path):
+    tx, place = TRANSFORMATIONS[name], {"path": tmp_path} if place == "on disk" else place
+    got = after_steps(optimizer(tx, min_bytes=1024, piece_bytes=piece_bytes, **place))
+    want = after_steps(tx)
+    equal(in_memory(got), in_memory(want))
+    assert jax.tree.structure(in_memory(got)) == jax.tree.structure(want)
+    for x in jax.tree.leaves(got[1], is_leaf=is_on_disk):
+        assert (is_on_disk if "path" in place else is_on_host)(x) == (x.nbytes >= 1024)
 
 
 @pytest.mark.slow
@@ -154,8 +155,8 @@ def device_bytes():
 INITS = {name: tx.init for name, tx in TRANSFORMATIONS.items()} | {
     "master": master_weights(optax.adam(1e-2), jnp.float16).init,
     "the parameters themselves": lambda params: {"z": params, "mean": jax.tree.map(lambda p: 0.5 * p + 1, params)},
-    "not elementwise": lambda params: jax.tree.map(lambda p: jnp.cumsum(p, 0) if p.ndim else p, params),
-    "cannot be traced": lambda params: jax.tree.map(lambda p: jnp.full(p.shape, float(p.ravel()[0])), params),
+    "not elementwise": not_elementwise,
+    "cannot be traced": cannot_be_traced,
     "other leaves": lambda params: {
         "seed": 7,
         "key": jax.random.key(0),
@@ -165,11 +166,11 @@ INITS = {name: tx.init for name, tx in TRANSFORMATIONS.items()} | {
 }
 
 
-QUICK = ("adafactor", "cannot be traced", "other leaves")
+SOME = ("adafactor", "cannot be traced", "other leaves")
 
 
 @pytest.mark.parametrize("host_params", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in INITS if n not in QUICK)])
+@pytest.mark.parametrize("name", [*SOME, *(pytest.param(n, marks=pytest.mark.slow) for n in INITS if n not in SOME)])
 def test_the_first_state_is_what_the_transformation_makes(name, host_params, tmp_path):
     params = PARAMS | {"bf16": jnp.linspace(-1, 1, 3000, dtype=jnp.bfloat16)}
     params["numpy"] = np.linspace(0, 1, 900).reshape(30, 30)
@@ -180,9 +181,8 @@ def test_the_first_state_is_what_the_transformation_makes(name, host_params, tmp
         params = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), params)
     for place in ({}, {"path": tmp_path}):
         got = optimizer(tx, min_bytes=1024, piece_bytes=2000, **place).init(params)
-        on_disk = lambda x: isinstance(x, DiskArray)  # noqa: E731
-        assert jax.tree.structure(got, is_leaf=on_disk) == jax.tree.structure(want)
-        for a, b in zip(jax.tree.leaves(got, is_leaf=on_disk), jax.tree.leaves(want), strict=True):
+        assert jax.tree.structure(got, is_leaf=is_on_disk) == jax.tree.structure(want)
+        for a, b in zip(jax.tree.leaves(got, is_leaf=is_on_disk), jax.tree.leaves(want), strict=True):
             if not hasattr(b, "dtype") or jax.dtypes.issubdtype(b.dtype, jax.dtypes.extended):
                 assert a == b
                 continue
@@ -190,7 +190,7 @@ def test_the_first_state_is_what_the_transformation_makes(name, host_params, tmp
             assert a.dtype == jax.dtypes.canonicalize_dtype(b.dtype)
             assert b.nbytes >= 1024 or a.weak_type == b.weak_type
             if b.nbytes >= 1024 and b.ndim:
-                assert on_disk(a) if place else a.sharding.memory_kind == "pinned_host"
+                assert is_on_disk(a) if place else a.sharding.memory_kind == "pinned_host"
 
 
 @pytest.mark.parametrize("on_disk", [False, pytest.param(True, marks=pytest.mark.slow)])

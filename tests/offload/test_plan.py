@@ -218,6 +218,7 @@ def assert_close(found, want):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow  # test_contract.py has a smaller one
 def test_a_plan_of_a_stack(tmp_path):
     ws = jax.random.normal(jax.random.key(0), (6, 64, 64)) / 8
     x = jax.random.normal(jax.random.key(1), (512, 64))

@@ -11,20 +11,13 @@ import numpy as np
 import optax
 import pytest
 
-from dejax.offload import DiskArray, StateStore, master_weights, optimizer, restore, stack_step
+from dejax.offload import StateStore, optimizer, restore, stack_step
 from tests.offload.state_faults import interceptor
+from tests.offload.states import equal, in_memory
 from tests.offload.test_layerwise import LAYERS, WIDTH, batch, body, embed, head, model
-from tests.offload.test_optimizer import PARAMS, TRANSFORMATIONS, after_steps
+from tests.offload.test_optimizer import PARAMS
 
 make = functools.partial(stack_step, embed, body, head, optax.adamw(1e-2), min_bytes=100, streams=True)
-
-
-def is_on_disk(x):
-    return isinstance(x, DiskArray)
-
-
-def in_memory(state):
-    return jax.tree.map(np.asarray, state, is_leaf=is_on_disk)
 
 
 def train(step, steps=3, first=0, state=None):
@@ -36,73 +29,10 @@ def train(step, steps=3, first=0, state=None):
     return losses, state
 
 
-def equal(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
 @pytest.fixture(scope="module")
 def on_the_device():
     losses, state = train(make(params="device", moments="device"))
     return losses, in_memory(state)
-
-
-@pytest.mark.parametrize(
-    "places",
-    [
-        pytest.param({}, marks=pytest.mark.slow),
-        {"params": "disk", "ahead": 2},
-        pytest.param({"params": "host"}, marks=pytest.mark.slow),
-        pytest.param({"params": "disk", "moments": "host"}, marks=pytest.mark.slow),
-        {"moments": lambda path, x: "disk" if "nu" in path else "host" if "w" in path else "device"},
-    ],
-)
-def test_a_stack_has_the_same_bits(places, on_the_device, tmp_path):
-    losses, state = train(make(path=tmp_path, **places))
-    assert losses == on_the_device[0]
-    assert any(map(is_on_disk, jax.tree.leaves(state, is_leaf=is_on_disk)))
-    equal(in_memory(state), on_the_device[1])
-
-
-@pytest.mark.slow
-def test_master_weights_and_an_exact_limit_of_the_norm(tmp_path):
-    def narrow():
-        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), model())
-
-    found = []
-    for places in ({"moments": "device"}, {"path": tmp_path}):
-        step = stack_step(
-            embed, body, head, master_weights(optax.adam(1e-2)), min_bytes=100, streams=True, clip_norm=0.5, **places
-        )
-        losses, state = train(step, state=step.init(*narrow()))
-        found.append((losses, in_memory(state)))
-    assert is_on_disk(state.layer_moments.master["w"])
-    equal(*found)
-
-
-MORE = [("adam", 3000), ("clipped", 1 << 20), ("momentum", 200), ("adafactor", 3000)]
-
-
-@pytest.mark.parametrize(
-    ("name", "piece_bytes"), [("accumulated", 8000), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
-)
-def test_an_optimizer_has_the_same_bits(name, piece_bytes, tmp_path):
-    def run(tx):
-        params, state = after_steps(tx)
-        return params, in_memory(state)
-
-    tx = TRANSFORMATIONS[name]
-    equal(run(optimizer(tx, min_bytes=1024, piece_bytes=piece_bytes, path=tmp_path)), run(tx))
-
-
-@pytest.mark.slow
-def test_validation_reads_parameters_on_disk(on_the_device, tmp_path):
-    step = make(params="disk", path=tmp_path)
-    losses, state = train(step)
-    check = jax.jit(step.loss)
-    assert float(check(state, batch(3))) == float(check(state, batch(3)))
-    assert train(step, 1, 3, state)[0] == train(make(params="device", moments="device"), 4)[0][3:]
-    assert losses == on_the_device[0]
 
 
 def test_checkpoints_of_a_store_that_is_gone(on_the_device, tmp_path):

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from dejax._jaxprs import variables
-from dejax.offload._evaluation import Values
+from dejax.offload._evaluation import JaxprValues
 from dejax.offload.activations.calls import has_nan
 from dejax.offload.activations.residuals import Derivative
 
@@ -30,7 +30,7 @@ def forward(
     derivative: Derivative, operands: Sequence[Any], put: Callable[[Array, int], Array], handles: dict[int, Any]
 ) -> list[Any]:
     """Evaluates `derivative.jaxpr`; adds the handles of stored tensors, by source, to `handles`."""
-    values = Values(derivative.jaxpr, operands)
+    values = JaxprValues(derivative.jaxpr, operands)
     known = values.known
     number_of = {s.var: i for i, s in enumerate(derivative.sources) if s.stored and s.argument is None}
     fresh: list[int] = []  # stored since the last large equation
@@ -73,11 +73,11 @@ def backward(
     found: list[Any] = []  # as traced
     avals = [source.var.aval for source in derivative.sources]
     closed = jax.make_jaxpr(run)(avals, [jax.typeof(cotangents[i]) for i in arrays])
-    computed = Values(closed, [*handed, *(cotangents[i] for i in arrays)])
+    computed = JaxprValues(closed, [*handed, *(cotangents[i] for i in arrays)])
     jaxpr, known = closed.jaxpr, computed.known
     sources, given = jaxpr.invars[: len(avals)], jaxpr.invars[len(avals) :]
     away = {var: i for i, (var, source) in enumerate(zip(sources, derivative.sources, strict=True)) if source.stored}
-    # Values that depend on a cotangent: they are there once backward has come so far.
+    # JaxprValues that depend on a cotangent: they are there once backward has come so far.
     of_backward = set(given)
     last = given[0] if arrays else None
 

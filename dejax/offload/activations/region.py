@@ -9,7 +9,7 @@ import jax
 from jax.extend import core
 
 from dejax import _compat
-from dejax.offload._evaluation import Values
+from dejax.offload._evaluation import JaxprValues
 from dejax.offload.activations.residuals import Residual
 from dejax.offload.activations.transform import OffloadKeywords, OffloadOptions, wrap
 
@@ -48,7 +48,7 @@ def region(fn: F, **options: Unpack[OffloadKeywords]) -> F:
 
 def _run(closed: core.ClosedJaxpr, args: Sequence[Any], options: OffloadOptions) -> list[Any]:
     """Evaluates a jaxpr; bodies of its loops are offloaded, each by itself."""
-    values = Values(closed, args)
+    values = JaxprValues(closed, args)
     for eqn in closed.jaxpr.eqns:
         if eqn.primitive.name == "scan":
             values.set(eqn, _scan(eqn, values.read_all(eqn.invars), options))

@@ -107,7 +107,9 @@ class StackStep(StackSettings):
         """Memory for the gradients of the trained parameters, in host memory where their rows are large enough."""
         leaves, treedef = jax.tree.flatten(trained)
         places = zip(leaves, self.places("host", trained), shardings_of(trained, trained), strict=True)
-        return jax.tree.unflatten(treedef, [self._put(_zeros(x.shape, x.dtype, at), tier, at) for x, tier, at in places])
+        return jax.tree.unflatten(
+            treedef, [self._put(_zeros(x.shape, x.dtype, at), tier, at) for x, tier, at in places]
+        )
 
     def jit(self, state: StackState) -> Any:
         """The step, jitted for a state that is donated: the new state takes the memory of the old one."""
