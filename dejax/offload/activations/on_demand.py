@@ -77,7 +77,7 @@ def backward(
     jaxpr, known = closed.jaxpr, computed.known
     sources, given = jaxpr.invars[: len(avals)], jaxpr.invars[len(avals) :]
     away = {var: i for i, (var, source) in enumerate(zip(sources, derivative.sources, strict=True)) if source.stored}
-    # JaxprValues that depend on a cotangent: they are there once backward has come so far.
+    # Values that depend on a cotangent: they are there once backward has come so far.
     of_backward = set(given)
     last = given[0] if arrays else None
 
