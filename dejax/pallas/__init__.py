@@ -15,7 +15,15 @@ from dejax.pallas.products.weight_gradient import grouped_weight_gradient, split
 from dejax.pallas.special import erf, exp
 from dejax.pallas.traversal.factored import Factored, whole
 from dejax.pallas.traversal.schedule import TraversalSchedule
-from dejax.pallas.traversal.template import Outputs, Reduction, RowSegments, TileOperand, map_entries, traverse
+from dejax.pallas.traversal.template import (
+    LongSegmentTable,
+    Outputs,
+    Reduction,
+    RowSegments,
+    TileOperand,
+    map_entries,
+    traverse,
+)
 
 __all__ = [
     "Factored",
@@ -25,6 +33,7 @@ __all__ = [
     "GemmSchedule",
     "GroupedGemm",
     "GroupedWeightGradient",
+    "LongSegmentTable",
     "TileOperand",
     "Outputs",
     "Reduction",

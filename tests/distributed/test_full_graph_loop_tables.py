@@ -15,7 +15,6 @@ import pytest
 from dejax.distributed.full_graph import ShardedGraph, load_parts, over_mesh, save_parts
 from dejax.rgnn import Options, RelGraph, library
 from dejax.rgnn.graphs import packed as graph_packed
-from dejax.rgnn.graphs import tables as graph_tables
 from dejax.rgnn.graphs.loop_tables import LOOPS
 from tests.distributed.full_graphs import mesh_of
 
@@ -135,23 +134,17 @@ def assert_segments_covered(group: Any) -> None:
     long = loop.long_segments
     if long is None:
         return
-    found, first = np.asarray(long.rows), np.asarray(long.offsets)
-    used = found < group.num_rows
-    assert set(found[used]) == set(np.flatnonzero(counts > long.chunk))
-    assert (np.diff(first)[~used] == 0).all()
-    begin, end, of = (np.asarray(a) for a in (long.chunk_start, long.chunk_end, long.chunk_row))
+    of, begin, end, first, count = (np.asarray(a) for a in long.arrays)
+    used = of < group.num_rows
+    assert set(of[used]) == set(np.flatnonzero(counts > long.chunk))
     place = np.argsort(rows)
-    for i in np.flatnonzero(used):
-        mine = slice(first[i], first[i + 1])
-        assert (of[mine] == found[i]).all()
-        assert begin[mine][0] == offsets[place[found[i]]] and end[mine][-1] == offsets[place[found[i]] + 1]
+    for row in np.unique(of[used]):
+        mine = np.flatnonzero(of == row)
+        same(mine, np.arange(first[mine[0]], first[mine[0]] + count[mine[0]]))
+        assert (first[mine] == mine[0]).all() and (count[mine] == mine.size).all()
+        assert begin[mine][0] == offsets[place[row]] and end[mine][-1] == offsets[place[row] + 1]
         same(begin[mine][1:], end[mine][:-1])
-        if long.chunk_segment is not None:
-            assert (np.asarray(long.chunk_segment)[mine] == i).all()
-    rest = slice(first[-1], None)
-    assert (of[rest] == group.num_rows).all() and (begin[rest] == end[rest]).all()
-    if long.chunk_segment is not None:
-        assert (np.asarray(long.chunk_segment)[rest] == found.shape[0]).all()
+    assert (of[~used] == group.num_rows).all() and (begin[~used] == end[~used]).all() and not count[~used].any()
 
 
 def assert_tiles_covered(group: Any) -> None:
@@ -265,24 +258,6 @@ def test_kernels_on_parts_equal_one_device(name: str, case: str) -> None:
 @pytest.mark.parametrize("case", ["long segments at borders", "a part without edges"])
 def test_xla_reads_parts_with_loop_tables(case: str) -> None:
     compare("rgat", case, "xla")
-
-
-@pytest.mark.parametrize("run", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tables", "kernels"])
-def test_parts_have_groups_of_chunks_where_one_part_needs_them(run: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A segment of very many chunks on one part: the others merge their chunks in groups, too."""
-    monkeypatch.setattr(graph_tables, "_UNGROUPED_CHUNKS", 2)
-    monkeypatch.setattr(graph_tables, "_GROUPED_CHUNKS", 2)
-    split = split_of("one part has all long segments", loop_tables=True)
-    loops = [alone(split, number)[0].grouping("by_receiver").loop for number in range(PARTS)]
-    assert all(loop is not None and loop.long_segments.groups is not None for loop in loops)
-    if run:
-        compare("rgat", "one part has all long segments", "pallas")
-
-
-@pytest.mark.slow
-def test_chunks_are_merged_by_a_second_kernel_on_large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_tables, "_COUNTED_ENTRIES", 0)
-    compare("rgat", "one part has all long segments", "pallas")
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def check_group(group):
         assert not group.tiles or lengths.max(initial=0) <= 256
     else:
         long = np.flatnonzero(lengths > group.long_segments.chunk)
-        assert set(long) <= set(np.asarray(group.long_segments.rows).tolist())
+        assert set(long) <= set(np.asarray(group.long_segments.row).tolist())
     for table in group.tiles:
         ends = [
             min(start + table.block, offsets[row + 1])

@@ -5,6 +5,7 @@ Used interpreted (tests/pallas), lowered for a GPU that is not there (test_lower
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -347,11 +348,10 @@ class Traversal:
     chunk: int | None = None
     spread: float = 1.0
     schedule: tuple[int, int, int] | None = (2, 4, 1)  # rows, entries, warps
-    unused_long_segments: int = 1
+    unused_chunks: int = 1
     nodes: int = 11
     ordered: bool = False  # rows in an order of their own
     row_scaled: bool = False  # rows read and written in 16 bits
-    counted: bool = False  # the last chunk of a long segment merges them
 
     @property
     def entries(self) -> int:
@@ -380,25 +380,22 @@ class Traversal:
         a["order"] = order.astype(np.int32)
         a["index"][order[sum(self.degrees) :]] = self.nodes  # padding entries: out of range
         if self.chunk is not None:
-            a.update(long_segment_table(a["offsets"], self.chunk, self.unused_long_segments))
-        if self.ordered:  # positions are those of the permuted rows
-            for name in ("long_segment_rows", "chunk_row"):
-                if name in a:
-                    a[name] = np.append(a["row_order"], rows).astype(np.int32)[a[name]]
+            a["chunks"] = chunk_arrays(a["offsets"], self.chunk, self.unused_chunks)
+            if self.ordered:  # positions are those of the permuted rows
+                a["chunks"][0] = np.append(a["row_order"], rows).astype(np.int32)[a["chunks"][0]]
         return a
 
     def run(self, a: dict[str, Any], interpret: bool | None = None) -> tuple[tuple, tuple]:
         kind, h, d = self.kind, self.heads, self.width
         entry, indexed, row, shared = (kernels.TileOperand(s, 0 if s == "indexed" else None) for s in
                                       ("entry", "indexed", "row", "shared"))  # fmt: skip
-        names = (*LONG_SEGMENT_NAMES, "chunk_segment") if self.counted else LONG_SEGMENT_NAMES
         segments = kernels.RowSegments(
             offsets=a["offsets"],
             num_entries=self.entries,
             num_rows=len(self.degrees),
             order=None if self.sorted else a["order"],
             row_order=a["row_order"] if self.ordered else None,
-            long_segments=None if self.chunk is None else (self.chunk, *(a[n] for n in names)),
+            long_segments=None if self.chunk is None else kernels.LongSegmentTable(self.chunk, *a["chunks"]),
         )
         options: dict[str, Any] = {"segments": segments, "index_tables": [a["index"]], "interpret": interpret}
         if self.schedule is not None:
@@ -544,30 +541,14 @@ class Traversal:
                     assert_close(g, e, g.dtype != jnp.float32, tolerance)
 
 
-LONG_SEGMENT_NAMES = ("long_segment_rows", "long_segment_offsets", "chunk_row", "chunk_start", "chunk_end")
-
-
-def long_segment_table(offsets: np.ndarray, chunk: int, unused: int) -> dict[str, np.ndarray]:
-    """Rows with more than `chunk` entries, cut in chunks, and `unused` long segments and chunks after them."""
-    rows = len(offsets) - 1
-    counts = np.diff(offsets)
-    long_segments = np.nonzero(counts > chunk)[0]
-    chunks = [
-        (r, s, min(s + chunk, offsets[r + 1])) for r in long_segments for s in range(offsets[r], offsets[r + 1], chunk)
-    ]
-    chunks_of_each = [-(-counts[r] // chunk) for r in long_segments]
-    starts = np.concatenate([[0], np.cumsum(chunks_of_each)])
-    table = np.array([*chunks, *[(rows, 0, 0)] * unused], np.int32).reshape(-1, 3)
-    return {
-        "long_segment_rows": np.array([*long_segments, *[rows] * unused], np.int32),
-        "long_segment_offsets": np.array([*starts, *[starts[-1]] * unused], np.int32),
-        "chunk_row": table[:, 0],
-        "chunk_start": table[:, 1],
-        "chunk_end": table[:, 2],
-        "chunk_segment": np.repeat(
-            [*range(len(long_segments)), len(long_segments) + unused], [*chunks_of_each, unused]
-        ).astype(np.int32),
-    }
+def chunk_arrays(offsets: np.ndarray, chunk: int, unused: int) -> np.ndarray:
+    """int32[5, chunks], the arrays of a `LongSegmentTable`, with `unused` chunks last."""
+    found = []
+    for row, (first, last) in enumerate(itertools.pairwise(offsets)):
+        starts = range(first, last, chunk) if last - first > chunk else ()
+        found += [(row, s, min(s + chunk, last), len(found), len(starts)) for s in starts]
+    found += [(len(offsets) - 1, 0, 0, 0, 0)] * unused
+    return np.array(found, np.int32).reshape(-1, 5).T.copy()
 
 
 TRAVERSALS = {
@@ -575,7 +556,7 @@ TRAVERSALS = {
     "attention, one row a program": Traversal(schedule=(1, 1, 1)),
     "attention, long segments": Traversal(chunk=4),
     "attention, long segments, two warps": Traversal(heads=2, width=32, chunk=4, schedule=(4, 2, 2)),
-    "attention, long segments, sorted": Traversal(chunk=2, sorted=True, unused_long_segments=0),
+    "attention, long segments, sorted": Traversal(chunk=2, sorted=True, unused_chunks=0),
     "attention, large scores": Traversal(spread=1e4),
     "attention, large scores, long segments": Traversal(spread=1e4, chunk=4),
     "attention, large scores, long segments of many chunks": Traversal(
@@ -609,19 +590,6 @@ TRAVERSALS = {
         kind="positioned", width=17, chunk=4, ordered=True, row_scaled=True
     ),
     "positioned, row-scaled of 100": Traversal(kind="positioned", width=100, row_scaled=True, schedule=None),
-}
-TRAVERSALS |= {
-    f"{name}, counted": replace(TRAVERSALS[name], counted=True)
-    for name in (
-        "attention, long segments",
-        "attention, long segments, two warps",
-        "attention, large scores, long segments of many chunks",
-        "edges, width 16, long segments",
-        "columns, long segments, rows ordered",
-        "positioned, row-scaled, long segments, rows ordered",
-        "scalars, long segments",
-        "one row",
-    )
 }
 
 

@@ -30,7 +30,7 @@ QUICK_TRAVERSALS = {
     "sum, bfloat16",
     "positioned, long segments",
     "edges, bfloat16",
-    "columns, long segments, rows ordered, counted",
+    "columns, long segments, rows ordered",
     "positioned, row-scaled of 100",
     "scalars",
 }

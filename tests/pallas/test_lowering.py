@@ -96,11 +96,7 @@ def test_grouped_weight_gradient_of_model_widths(precision, k, n, heads):
 def test_traverse(name):
     case = (TRAVERSALS | LARGE_TRAVERSALS)[name]
     text = lower(functools.partial(case.run, interpret=False), case.arrays())
-    # Rows and chunks of long segments; and (where there are row outputs) the combination of chunks, unless the last one
-    # does it.
-    expected = 1 if case.chunk is None or case.kind == "edges" or case.counted else 2
-    count = text.count("custom_call")
-    assert count >= expected and (count == 1 or not case.counted)
+    assert text.count("custom_call") == 1  # rows, chunks of long segments and their merging
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from dejax import pallas as kernels
 from tests.cases import slow_but
-from tests.pallas.reference import LONG_SEGMENT_NAMES, Traversal, decoded, interpreted, long_segment_table
+from tests.pallas.reference import Traversal, chunk_arrays, decoded, interpreted
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,7 @@ def _weighted(scores: list[float], chunk: int | None = None):
     score, value = jnp.array(scores, jnp.float32), jnp.arange(n, dtype=jnp.float32)
     long_segments = None
     if chunk is not None:
-        table = long_segment_table(np.array([0, n], np.int32), chunk, 0)
-        long_segments = (chunk, *(table[name] for name in LONG_SEGMENT_NAMES))
+        long_segments = kernels.LongSegmentTable(chunk, *chunk_arrays(np.array([0, n], np.int32), chunk, 0))
     reductions = [
         kernels.Reduction("max", ()), kernels.Reduction("weighted", (), 0), kernels.Reduction("weighted", (), 0)
     ]  # fmt: skip
@@ -59,60 +58,13 @@ def test_scores_of_minus_infinity_weigh_nothing(chunk):
     assert _weighted([-inf, -inf, -inf], chunk) == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("width", [(3,), *(pytest.param(w, marks=pytest.mark.slow) for w in ((), (2, 16)))])
-def test_chunks_are_merged_in_groups(width):
-    """A long segment of 11 chunks in groups of 4, one of 2 chunks, and unused ones, against float64."""
-    lengths, chunk = [21, 1, 4, 0], 2
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    table = long_segment_table(offsets, chunk, 1)
-    firsts = table["long_segment_offsets"]
-    groups, of_segment = [], [0]
-    for first, last in itertools.pairwise(firsts):
-        groups += range(first, last, 4)
-        of_segment.append(len(groups))
-    groups, of_segment = np.array([*groups, firsts[-1]], np.int32), np.array(of_segment, np.int32)
-    cut = (chunk, *(table[name] for name in LONG_SEGMENT_NAMES), None, groups, of_segment)
-    rng = np.random.default_rng(0)
-    score, rows = rng.normal(size=offsets[-1]), rng.normal(size=(offsets[-1], *width))
-    wide = (slice(None),) * 2 + (None,) * len(width)
-
-    @interpreted
-    def run(score, rows):
-        found, _ = kernels.traverse(
-            lambda s, x: ((s, jnp.ones((1, 1)), x, x * s[wide]), ()),
-            None,
-            [score, rows],
-            [kernels.TileOperand("entry")] * 2,
-            reductions=[
-                kernels.Reduction("max", ()),
-                kernels.Reduction("weighted", (), 0),
-                kernels.Reduction("weighted", width, 0),
-                kernels.Reduction("sum", width),
-            ],
-            schedule=kernels.TraversalSchedule(2, 2, 1, 1),
-            segments=kernels.RowSegments(offsets=jnp.asarray(offsets), num_entries=26, num_rows=4, long_segments=cut),
-        )
-        return found
-
-    results = run(np.float32(score), np.float32(rows))
-    for row, (first, last) in enumerate(itertools.pairwise(offsets)):
-        part = [found[row] for found in results]
-        top = score[first:last].max(initial=-np.inf) if last > first else 0.0
-        weight = np.exp(score[first:last] - top)
-        each = (slice(None),) + (None,) * len(width)
-        expected = [top, weight.sum(), (weight[each] * rows[first:last]).sum(0)]
-        expected.append((score[first:last][each] * rows[first:last]).sum(0))
-        for got, want in zip(part, expected, strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_ties_count_the_largest(chunk):
     """How many entries are the largest, by element; none where nothing is above -inf."""
     inf = np.inf
     scores = np.array([[1, 5], [3, 5], [3, 2], [0, 5], [3, -inf], [2, -inf]], np.float32)
     offsets = np.array([0, 5, 6], np.int32)
-    table = None if chunk is None else long_segment_table(offsets, chunk, 1)
+    table = None if chunk is None else kernels.LongSegmentTable(chunk, *chunk_arrays(offsets, chunk, 1))
     rows, _ = kernels.traverse(
         lambda s: ((s, jnp.ones((1, 1, 2))), ()),
         None,
@@ -124,7 +76,7 @@ def test_ties_count_the_largest(chunk):
             offsets=jnp.asarray(offsets),
             num_entries=6,
             num_rows=2,
-            long_segments=None if table is None else (chunk, *(table[n] for n in LONG_SEGMENT_NAMES)),
+            long_segments=table,
         ),
     )
     assert np.array_equal(rows[0], [[3, 5], [2, 0]]) and np.array_equal(rows[1], [[3, 3], [1, 0]])
@@ -178,9 +130,13 @@ def test_a_map_uses_rows_as_it_writes_them(shape):
 
     def run(x):
         return kernels.map_entries(
-            body, [x], [kernels.TileOperand("entry")], num_entries=37,
-            outputs=[(shape, jnp.float32), ((), jnp.float32)], row_scaled_outputs=(0,),
-        )  # fmt: skip
+            body,
+            [x],
+            [kernels.TileOperand("entry")],
+            num_entries=37,
+            outputs=[(shape, jnp.float32), ((), jnp.float32)],
+            row_scaled_outputs=(0,),
+        )
 
     rows, total = interpreted(run)(x)
     assert isinstance(rows, kernels.RowScaled) and rows.shape == x.shape and rows.exponent.shape == (37, 1)
@@ -218,7 +174,7 @@ def test_tiles_side_by_side_in_rows_that_are_stored_longer(request, parts, warps
                 order=a["order"],
                 num_entries=case.entries,
                 num_rows=len(case.degrees),
-                long_segments=(case.chunk, *(a[n] for n in LONG_SEGMENT_NAMES)),
+                long_segments=kernels.LongSegmentTable(case.chunk, *a["chunks"]),
             ),
             outputs=kernels.Outputs(rows=[((20,), jnp.float32)], row_scaled=(0,)),
         )

@@ -261,28 +261,21 @@ def check_segments(
 def check_long_segments(segments: Segments, counts: list[int], offsets: list[int], *, exact: bool, chunk: int) -> None:
     """Compares the table of long segments, chunk by chunk."""
     num_rows, items = segments.num_rows, segments.num_entries
-    long_segments = [row for row in range(num_rows) if counts[row] > chunk]
-    bound = len(long_segments) if exact else min(num_rows, items // (chunk + 1))
-    assert len(long_segments) <= bound
-    if bound == 0:
+    chunks: list[tuple[int, ...]] = []
+    for row, count in enumerate(counts):
+        starts = range(offsets[row], offsets[row + 1], chunk) if count > chunk else ()
+        first = len(chunks)
+        chunks += [(row, start, min(start + chunk, offsets[row + 1]), first, len(starts)) for start in starts]
+    most = min(num_rows, items // (chunk + 1))
+    size = len(chunks) if exact or not most else items // chunk + most
+    if size == 0:
         assert segments.long_segments is None
         return
     table = segments.long_segments
-    assert table is not None and table.chunk == chunk
-    chunks = [
-        (row, start, min(start + chunk, offsets[row + 1]))
-        for row in long_segments
-        for start in range(offsets[row], offsets[row + 1], chunk)
-    ]
-    pieces = [-(-counts[row] // chunk) for row in long_segments]
-    starts = [sum(pieces[:long_segment]) for long_segment in range(len(long_segments) + 1)]
-    size = len(chunks) if exact else items // chunk + bound
-    assert len(chunks) <= size
-    chunks += [(num_rows, offsets[-1], offsets[-1])] * (size - len(chunks))
-    assert_equal(table.rows, long_segments + [num_rows] * (bound - len(long_segments)))
-    assert_equal(table.offsets, starts + starts[-1:] * (bound - len(long_segments)))
-    for array, column in zip((table.chunk_row, table.chunk_start, table.chunk_end), range(3), strict=True):
-        assert_equal(array, [piece[column] for piece in chunks])
+    assert table is not None and table.chunk == chunk and len(chunks) <= size
+    chunks += [(num_rows, offsets[-1], offsets[-1], 0, 0)] * (size - len(chunks))
+    for array, column in zip(table.arrays, range(5), strict=True):
+        assert_equal(array, [each[column] for each in chunks])
 
 
 def check_tiles(segments: Segments, counts: list[int], offsets: list[int], block: int, *, exact: bool) -> None:

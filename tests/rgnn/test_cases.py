@@ -17,7 +17,6 @@ from dejax import rgnn
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.compiler import execute
 from dejax.rgnn.compiler.execute import counts_of
-from dejax.rgnn.graphs import tables
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Traversal
 from dejax.rgnn.lowering.pallas import PallasLowering
@@ -318,13 +317,6 @@ def test_typed_sources(name: str, backend: str, disable: tuple[str, ...]) -> Non
 @pytest.mark.usefixtures("scores_made_again")
 def test_scores_made_again(backend: str) -> None:
     check("hgt", "long_segments", Size(8, 4, 2), BACKENDS[backend], tolerance=F32, loop_tables=backend == "pallas")
-
-
-@SLOW
-def test_long_segments_merged_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A separate kernel combines the chunks, not the last chunk."""
-    monkeypatch.setattr(tables, "_COUNTED_ENTRIES", 0)
-    check("rgat", "long_segments", Size(8, 4, 2), PALLAS, tolerance=F32, loop_tables=True)
 
 
 @SLOW

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from dejax.pallas import LongSegmentTable
 from dejax.rgnn.graphs.segments import Segments, near_split_table
-from dejax.rgnn.graphs.tables import LongSegmentTable, TileTable, TypeSplits, chunk_groups, loop_long_segments
+from dejax.rgnn.graphs.tables import TileTable, TypeSplits, loop_long_segments
 
 Sizes = dict[str, int]
 """Of the tables of a graph, by name; those of several graphs are joined by the maximum."""
@@ -75,53 +76,20 @@ def padded_loop(name: str, group: Segments, sizes: Sizes) -> Segments:
 
 
 def _sizes_of_long(name: str, table: LongSegmentTable | None) -> Sizes:
-    if table is None:
-        return {}
-    return {
-        f"{name}.rows": table.rows.shape[0],
-        f"{name}.chunks": table.chunk_row.shape[0],
-        f"{name}.chunk": table.chunk,
-        f"{name}.counted": int(table.chunk_segment is not None),
-        f"{name}.grouped": int(table.groups is not None),
-        f"{name}.groups": _groups(table)[0].shape[0] - 1,
-    }
-
-
-def _groups(table: LongSegmentTable) -> tuple[np.ndarray, np.ndarray]:
-    found = chunk_groups(np.asarray(table.offsets), always=True)
-    assert found is not None
-    return found
+    return {} if table is None else {f"{name}.chunks": table.row.shape[0], f"{name}.chunk": table.chunk}
 
 
 def _padded_long(name: str, table: LongSegmentTable | None, num_rows: int, sizes: Sizes) -> LongSegmentTable | None:
-    """Long segments of the row `num_rows`, without entries, follow those of the table."""
-    rows, chunks = sizes.get(f"{name}.rows", 0), sizes.get(f"{name}.chunks", 0)
-    if not rows:
+    """Chunks of the row `num_rows`, without entries, follow those of the table."""
+    chunks = sizes.get(f"{name}.chunks", 0)
+    if not chunks:
         return None
     if table is None:
-        none: Any = np.zeros(0, np.int32)
-        table = LongSegmentTable(none, np.zeros(1, np.int32), none, none, none, sizes[f"{name}.chunk"])  # type: ignore[arg-type]
-    first, have = np.asarray(table.offsets), table.rows.shape[0]
-    made = LongSegmentTable(
-        rows=extended(table.rows, rows, num_rows),
-        offsets=extended(first, rows + 1, int(first[-1])),
-        chunk_row=extended(table.chunk_row, chunks, num_rows),
-        chunk_start=extended(table.chunk_start, chunks, 0),
-        chunk_end=extended(table.chunk_end, chunks, 0),
-        chunk=table.chunk,
-    )
-    if sizes[f"{name}.grouped"]:  # in all parts, as soon as one has a segment of very many chunks
-        groups, of_segment = _groups(table)
-        size = sizes[f"{name}.groups"] + 1
-        return dataclasses.replace(
-            made,
-            groups=extended(groups, size, int(groups[-1])),
-            segment_groups=extended(of_segment, rows + 1, int(of_segment[-1])),
-        )
-    if not sizes[f"{name}.counted"]:
-        return made
-    segment = np.repeat(np.arange(have, dtype=np.int32), np.diff(first))
-    return dataclasses.replace(made, chunk_segment=extended(segment, chunks, rows))
+        none = np.zeros(0, np.int32)
+        table = LongSegmentTable(sizes[f"{name}.chunk"], none, none, none, none, none)
+    padding = {"row": num_rows, "start": 0, "end": 0, "first": 0, "count": 0}
+    columns = {field: extended(getattr(table, field), chunks, fill) for field, fill in padding.items()}
+    return dataclasses.replace(table, **columns)
 
 
 def _padded_splits(table: TypeSplits | None, size: int, valid: int) -> TypeSplits | None:

@@ -1,4 +1,4 @@
-"""The kernels of the traversal template: rows, chunks of long segments, their combination, and entries without rows."""
+"""The kernels of the traversal template: rows, chunks of long segments and their merging, and entries without rows."""
 
 from __future__ import annotations
 
@@ -27,9 +27,6 @@ from dejax.pallas.traversal.rows import (
     tiles_of_rows,
     write_rows,
 )
-
-# Chunks of a long segment that are merged at once where they are fewer than `LoopPlan.combined`.
-FEW_CHUNKS = 8
 
 
 def row_kernel(*refs: Any, plan: LoopPlan, num_aliased: int) -> None:
@@ -62,34 +59,29 @@ def _rows(plan: LoopPlan, r: Refs, program: jax.Array, outputs: Sequence[Any]) -
 def _chunk(plan: LoopPlan, r: Refs, program: jax.Array, partials: Sequence[Any], row_refs: Sequence[Any]) -> None:
     """One chunk of a long segment: its partial accumulators, maxima of nothing as -inf; and its entry outputs.
 
-    The program's rows take the chunk's entries in turns. With counters, the last chunk of a long segment to get here
-    merges all of its chunks.
+    The program's rows take the chunk's entries in turns. The last chunk of a long segment to get here merges all of its
+    chunks, which the last of `partials` counts.
     """
     chunk = lax.broadcast(program, (plan.rows,))
     row, start, end = (_triton.load(b, (chunk,)) for b in r.bounds[:3])
     # Loaded again: with `start` and `end` made of scalars RGAT's traversals take 70 registers a thread and not 64.
-    count = r.bounds[2][program] - r.bounds[1][program]
+    entries = r.bounds[2][program] - r.bounds[1][program]
     tiles = tiles_of_rows(plan, r.arrays, r.tables, row, row < plan.num_rows)
-    if plan.num_counters:  # loaded before the loop, on which it does not depend
-        *partials, counters = partials
-        segments, offsets = r.bounds[3:]
-        segment, the_row = segments[program], r.bounds[0][program]
-        used = segment < plan.num_counters
-        segment = lax.min(segment, jnp.int32(plan.num_counters - 1))
-        first, last = offsets[segment], offsets[segment + 1]
-    accs = reduce_entries(plan, r, tiles, start, end, plan.entries, count)
-    _store_partials(plan, partials, program, accs)
-    if not plan.num_counters:
+    # Loaded before the loop, on which they do not depend.
+    the_row, first, count = (r.bounds[i][program] for i in (0, 3, 4))
+    accs = reduce_entries(plan, r, tiles, start, end, plan.entries, entries)
+    if not plan.row_outputs:
         return
+    *partials, counters = partials
+    _store_partials(plan, partials, program, accs)
 
     def merge_if_last() -> None:
-        is_last = _triton.arrive(counters, segment) == (last - first - 1).astype(jnp.float32)
+        is_last = _triton.arrive(counters, first) == (count - 1).astype(jnp.float32)
         only, arrays = lanes(1, 0, 1), [Array(p) for p in partials]
-        bounds = the_row + only, first + only, last + only
-        merge_all = functools.partial(_merge_chunks, plan, r, arrays, row_refs, *bounds)
-        _triton.when(is_last, merge_all)
+        bounds = the_row + only, first + only, first + count + only
+        _triton.when(is_last, functools.partial(_merge_chunks, plan, r, arrays, row_refs, *bounds))
 
-    _triton.when(used, merge_if_last)
+    _triton.when(count > 0, merge_if_last)
 
 
 def _store_partials(plan: LoopPlan, partials: Sequence[Any], program: jax.Array, accs: Sequence[jax.Array]) -> None:
@@ -104,19 +96,6 @@ def _store_partials(plan: LoopPlan, partials: Sequence[Any], program: jax.Array,
         store(ref, lax.broadcast(program, sides), first, reduction.shape, plan.num_chunks, spread)
 
 
-def combine_kernel(*refs: Any, plan: LoopPlan) -> None:
-    """The chunks of one long segment merged, and the row's epilogue."""
-    (segment_rows, segment_offsets), refs = refs[:2], refs[2:]
-    arrays, tables, rest = operand_refs(plan, refs)
-    partials = [Array(p) for p in rest[: len(plan.reductions)]]
-    outputs = rest[len(plan.reductions) + len(plan.row_outputs) + len(plan.row_scaled) :]
-    (program,) = _triton.program_ids()
-    segment = program + lanes(1, 0, 1)
-    row = _triton.load(segment_rows, (segment,))
-    start, end = _triton.load(segment_offsets, (segment,)), _triton.load(segment_offsets, (segment + 1,))
-    _merge_chunks(plan, Refs(arrays, tables, None, None), partials, outputs, row, start, end)
-
-
 def _merge_chunks(
     plan: LoopPlan,
     r: Refs,
@@ -126,58 +105,21 @@ def _merge_chunks(
     start: jax.Array,
     end: jax.Array,
 ) -> None:
-    """Merges the chunks from `start` to `end` of one long segment in their order, and writes the row.
-
-    Most long segments have a few chunks and some have hundreds: large tiles first, then what is left where a small one
-    holds it. A step waits for memory: of 149 chunks two large steps and three small ones would take longer than three
-    large ones.
-    """
+    """Merges the chunks from `start` to `end` of one long segment in their order, and writes the row."""
     # What the epilogue reads comes while chunks are merged.
     mask = row < plan.num_rows
     tiles = tiles_of_rows(plan, r.arrays, r.tables, row, mask)
-    merged = _merged_chunks(plan, partials, start, end)
-    write_rows(plan, outputs, merged, tiles, row, mask, r.arrays)
+    shapes = [reduction.shape for reduction in plan.reductions]
 
+    def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        chunk = start[:, None] + (i * plan.merged_chunks + lanes(plan.merged_chunks, 1, 2))
+        valid = chunk < end[:, None]
+        values = tuple(load(p, chunk, valid, shape) for p, shape in zip(partials, shapes, strict=True))
+        return update(plan.reductions, accs, values, valid)
 
-def _merged_chunks(
-    plan: LoopPlan, partials: Sequence[Array], start: jax.Array, end: jax.Array
-) -> tuple[jax.Array, ...]:
-    """The accumulators of the chunks from `start` to `end`, merged in their order: [1, *padded shape] each."""
-
-    def combined(accs: tuple[jax.Array, ...], entries: int, first: jax.Array, last: jax.Array) -> tuple[jax.Array, ...]:
-        """The accumulators after the chunks from `first` to `last`, `entries` at a time."""
-
-        def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            chunk = first[:, None] + (i * entries + lanes(entries, 1, 2))
-            valid = chunk < last[:, None]
-            shapes = (reduction.shape for reduction in plan.reductions)
-            values = tuple(load(p, chunk, valid, shape) for p, shape in zip(partials, shapes, strict=True))
-            return update(plan.reductions, accs, values, valid)
-
-        return _triton.fori_loop(0, steps((last - first).reshape(()), entries), step, accs)
-
-    few = min(plan.combined, FEW_CHUNKS)
-    accs = initial(plan.reductions, 1, few)
-    if few < plan.combined:
-        large = lax.div(end - start + (plan.combined - few - 1), jnp.int32(plan.combined))
-        many = lax.min(start + large * plan.combined, end)
-        found = combined(initial(plan.reductions, 1, plan.combined), plan.combined, start, many)
-        start = many
-        merged = merge(plan.reductions, found)
-        whole = tuple(broadcast(m[:, None], a.shape) for m, a in zip(merged, accs, strict=True))
-        accs = update(plan.reductions, accs, whole, lanes(few, 1, 2) == 0)
-    accs = combined(accs, few, start, end)
-    return merge(plan.reductions, accs)
-
-
-def group_kernel(*refs: Any, plan: LoopPlan) -> None:
-    """The accumulators of one group of chunks, which are stored as those of a chunk."""
-    groups, rest = refs[0], refs[1:]
-    partials, outputs = rest[: len(plan.reductions)], rest[len(plan.reductions) :]
-    (program,) = _triton.program_ids()
-    group = program + lanes(1, 0, 1)
-    start, end = _triton.load(groups, (group,)), _triton.load(groups, (group + 1,))
-    _store_partials(plan, outputs, program, _merged_chunks(plan, [Array(p) for p in partials], start, end))
+    accs = initial(plan.reductions, 1, plan.merged_chunks)
+    accs = _triton.fori_loop(0, steps((end - start).reshape(()), plan.merged_chunks), step, accs)
+    write_rows(plan, outputs, merge(plan.reductions, accs), tiles, row, mask, r.arrays)
 
 
 def map_kernel(*refs: Any, plan: LoopPlan) -> None:

@@ -61,10 +61,9 @@ class LoopPlan:
     num_rows: int
     rows: int
     entries: int
-    chunk: int | None = None
+    chunk: int | None = None  # the most entries of a row that is not cut
     num_chunks: int = 0
-    num_counters: int = 0  # long segments, where the last chunk of each merges them all
-    combined: int = 1  # chunks of a long segment that are merged in a step
+    merged_chunks: int = 1  # chunks of a long segment that are merged in a step
     warps: int = 1
     parts: tuple[int, ...] = ()  # exponents a row of operands that come as `RowScaled`, 0 for the others
     row_scaled: tuple[int, ...] = ()  # positions of the outputs of rows (of a map: of entries) written as `RowScaled`
@@ -123,13 +122,7 @@ def unpack(refs: Sequence[Any], plan: LoopPlan, num_aliased: int) -> Refs:
     offsets, rest = rest[0], rest[1:]
     order, rest = (rest[0], rest[1:]) if plan.has_order else (None, rest)
     row_order, rest = (rest[0], rest[1:]) if plan.has_row_order else (None, rest)
-    bounds, rest = _bounds(plan, rest)
-    outputs = rest[num_aliased:]
+    num_bounds = 5 if plan.num_chunks else 0  # the arrays of a `LongSegmentTable`
+    bounds, outputs = rest[:num_bounds], rest[num_bounds + num_aliased :]
     n = len(plan.entry_outputs)
     return Refs(arrays, tables, offsets, order, row_order, bounds, outputs[:n], outputs[n:])
-
-
-def _bounds(plan: LoopPlan, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Row, start and end of each chunk and, where they are counted, its segment and each segment's chunks."""
-    size = (5 if plan.num_counters else 3) if plan.num_chunks else 0
-    return refs[:size], refs[size:]

@@ -3,17 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
+from dejax._pytrees import pytree
 from dejax.pallas._checks import as_index
 from dejax.pallas.traversal.arrays import (
     check_row_scaled,
     declared,
 )
 from dejax.pallas.traversal.plan import SHARED, Output, TileOperand
+
+
+@pytree
+@dataclass(frozen=True, slots=True, eq=False)
+class LongSegmentTable:
+    """The long segments, rows with more than `chunk` entries, cut in chunks; C chunks in all, each a program's.
+
+    The chunks of a segment stand side by side, in the order of its entries. The program that finishes the last of them
+    merges them all, in that order.
+
+    Attributes:
+      chunk: the most entries of a row that is not cut (static).
+      row: int32[C], the row of each chunk; the number of rows where unused.
+      start: int32[C], the first position of each chunk.
+      end: int32[C], the position after its last one; that of `start` where unused.
+      first: int32[C], the first chunk of the same segment.
+      count: int32[C], the number of chunks of the same segment; 0 where unused.
+    """
+
+    chunk: int = field(metadata={"static": True})
+    row: Any
+    start: Any
+    end: Any
+    first: Any
+    count: Any
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [self.row, self.start, self.end, self.first, self.count]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,17 +58,7 @@ class RowSegments:
       row_order: int32[num_rows], a permutation: then `offsets`, `order` and positions are of the rows in this order,
         row `row_order[0]` first. Chunks of long segments are in this order, too; their rows are true row numbers. Rows
         of about one length do not wait for each other when they are neighbours.
-      long_segments: the long segments, L of them, cut in C chunks; None if there is none. A tuple of
-        - chunk: the most entries of a chunk. Every row with more entries must be among the long segments.
-        - rows: int32[L], the row of each long segment; `num_rows` where unused.
-        - offsets: int32[L + 1]; long segment i has the chunks `offsets[i]` to `offsets[i + 1]`.
-        - chunk_row: int32[C], the row of each chunk; `num_rows` where unused.
-        - chunk_start, chunk_end: int32[C], the positions of each chunk; none where unused.
-        - chunk_segment, optional: int32[C], the long segment of each chunk; L where unused. With it, the program that
-          finishes a long segment's last chunk merges the chunks; without it (or None), a second kernel does.
-        - groups, segment_groups, optional: int32[G + 1] and int32[L + 1], where a segment has very many chunks. Group g
-          has the chunks `groups[g]` to `groups[g + 1]`, which one program merges first; long segment i has the groups
-          `segment_groups[i]` to `segment_groups[i + 1]`.
+      long_segments: the rows with very many entries, cut in chunks; None if there is none.
     """
 
     offsets: jax.Array
@@ -46,23 +66,13 @@ class RowSegments:
     num_rows: int
     order: jax.Array | None = None
     row_order: jax.Array | None = None
-    long_segments: tuple[Any, ...] | None = None
+    long_segments: LongSegmentTable | None = None
 
     @property
-    def cut(self) -> tuple[Any, ...] | None:
+    def chunks(self) -> LongSegmentTable | None:
         """`long_segments`, where there is a chunk."""
         found = self.long_segments
-        return found if found and found[1].shape[0] > 0 and found[3].shape[0] > 0 else None
-
-    @property
-    def counted(self) -> bool:
-        """Whether the last chunk of a long segment to be done merges all of them."""
-        return self.cut is not None and len(self.cut) > 6 and self.cut[6] is not None
-
-    @property
-    def groups(self) -> tuple[Any, ...] | None:
-        """The groups of chunks and the groups of each long segment, where chunks are merged in groups first."""
-        return None if self.cut is None or len(self.cut) < 9 else self.cut[7:9]
+        return found if found is not None and found.row.shape[0] > 0 else None
 
     @property
     def degree(self) -> float:

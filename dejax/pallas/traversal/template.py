@@ -26,19 +26,30 @@ from dejax.pallas.traversal.arrays import (
     exponents_of,
     flat,
     joined,
-    not_empty,
     row_scaled_structs,
     structs_of,
     traversal_inputs,
     zeros,
 )
-from dejax.pallas.traversal.kernels import FEW_CHUNKS, combine_kernel, group_kernel, map_kernel, row_kernel
+from dejax.pallas.traversal.kernels import map_kernel, row_kernel
 from dejax.pallas.traversal.plan import BY_ROW, SHARED, LoopPlan, Output, TileOperand
-from dejax.pallas.traversal.request import Outputs, RowSegments, lengths_of
+from dejax.pallas.traversal.request import LongSegmentTable, Outputs, RowSegments, lengths_of
 from dejax.pallas.traversal.schedule import TraversalSchedule, map_schedule, traversal_schedule
 from dejax.pallas.tuned_tables import bucket, choose, traversal_candidates
 
-__all__ = ["MAX_WIDTH", "TileOperand", "Outputs", "Reduction", "RowSegments", "map_entries", "traverse"]
+__all__ = [
+    "MAX_WIDTH",
+    "LongSegmentTable",
+    "TileOperand",
+    "Outputs",
+    "Reduction",
+    "RowSegments",
+    "map_entries",
+    "traverse",
+]
+
+# Chunks of a long segment that are merged in a step.
+_MERGED_CHUNKS = 8
 
 
 def traverse(
@@ -62,7 +73,8 @@ def traverse(
     *features] for `shared` ones (`TileOperand` has what else there is and what comes as None), each feature axis padded
     to the next power of two with zeros (`feature_mask` tells which lanes are padding). Floating tiles are float32. The
     body must be elementwise over the two leading axes and may leave them at size 1. Results are the same in every run:
-    there are no atomic additions. The contract test is `tests/pallas/test_contract.py::test_traverse`.
+    only the number of chunks that are done is added up atomically. The contract test is
+    `tests/pallas/test_contract.py::test_traverse`.
 
     Args:
       body: from tiles, in the order of `operands`, to (a value for each reduction, a value for each entry output). A
@@ -130,25 +142,24 @@ def traverse(
         row_scaled=tuple(outputs.row_scaled),
         factored=factored,
         num_tables=len(tables),
-        **_extents(segments, schedule, width, bool(outputs.rows)),
+        **_extents(segments, schedule, width),
     )
     return _run(plan, segments, schedule, flat(ready), tables, outputs.covers_all_entries, interpret)
 
 
-def _extents(segments: RowSegments, schedule: TraversalSchedule, width: int, writes_rows: bool) -> dict[str, Any]:
+def _extents(segments: RowSegments, schedule: TraversalSchedule, width: int) -> dict[str, Any]:
     """The fields of a plan that say how many rows, entries and chunks there are, and how many a program takes."""
-    cut = segments.cut
-    counted = segments.counted and writes_rows
+    long = segments.chunks
     slots = schedule.rows_per_program * schedule.entries_per_step
     return {
         "num_entries": segments.num_entries,
         "num_rows": segments.num_rows,
         "rows": schedule.rows_per_program,
         "entries": schedule.entries_per_step,
-        "chunk": None if cut is None else int(cut[0]),
-        "num_chunks": 0 if cut is None else cut[3].shape[0],
-        "num_counters": cut[1].shape[0] if cut is not None and counted else 0,
-        "combined": max(slots, min(FEW_CHUNKS if counted else 64, 4096 // width)),
+        "chunk": None if long is None else long.chunk,
+        "num_chunks": 0 if long is None else long.row.shape[0],
+        # More of them at once would take registers from the program of rows, which is the same kernel.
+        "merged_chunks": max(slots, min(_MERGED_CHUNKS, 4096 // width)),
         "has_order": segments.order is not None,
         "has_row_order": segments.row_order is not None,
         "warps": schedule.num_warps,
@@ -180,7 +191,7 @@ def _chosen_schedule(
         row_loads=[load for load, by_row in counted if by_row],
         writes_entries=bool(outputs.entries),
         num_entries=segments.num_entries,
-        longest=16 if segments.long_segments is None else int(segments.long_segments[0]),
+        longest=16 if segments.long_segments is None else segments.long_segments.chunk,
         interpret=interpreted,
     )
     loads = "+".join(sorted(f"{count}{'h' if in_16_bits else ''}" for (count, in_16_bits), _ in counted))
@@ -204,25 +215,21 @@ def _run(
     covers_all_entries: bool,
     interpret: bool | None,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """The kernels of a plan: a program for some rows or for a chunk; where chunks are not counted, those that merge."""
+    """The kernel of a plan: a program for some rows or for a chunk of a long segment."""
     shared = traversal_inputs(arrays, tables, segments.offsets, segments.order, segments.num_entries)
     if segments.row_order is not None:
         shared.append(as_index(segments.row_order, "row_order", segments.num_rows))
     entry_structs = structs_of(plan.entry_outputs, plan.num_entries)
     row_structs = row_scaled_structs(structs_of(plan.row_outputs, plan.num_rows), plan.row_scaled, plan.num_rows)
-    partial_structs = []
-    if segments.cut is not None:
-        shared += segments.cut[3:6]
-        partial_structs = structs_of([(r.shape, jnp.float32) for r in plan.reductions], plan.num_chunks)
-    if segments.cut is not None and plan.num_counters:
-        shared += [segments.cut[6], segments.cut[2]]
-        partial_structs.append(jax.ShapeDtypeStruct((plan.num_counters,), jnp.dtype(jnp.float32)))
-    structs = [*entry_structs, *row_structs, *partial_structs]
+    structs = [*entry_structs, *row_structs]
     # What is not written as a whole, and what is counted up, is zero beforehand.
-    zeroed = [
-        *range(0 if covers_all_entries else len(entry_structs)),
-        *([len(structs) - 1] if plan.num_counters else []),
-    ]
+    zeroed = [] if covers_all_entries else [*range(len(entry_structs))]
+    if segments.chunks is not None:
+        shared += segments.chunks.arrays
+        if plan.row_outputs:
+            partials = [(r.shape, jnp.float32) for r in plan.reductions]
+            structs += structs_of([*partials, ((), jnp.float32)], plan.num_chunks)
+            zeroed.append(len(structs) - 1)
     initial = zeros([structs[i] for i in zeroed])
     found = _triton.pallas_call(
         functools.partial(row_kernel, plan=plan, num_aliased=len(initial)),
@@ -235,55 +242,7 @@ def _run(
         interpret=_triton.use_interpreter(interpret),
     )(*shared, *initial)
     n, end = len(entry_structs), len(entry_structs) + len(row_structs)
-    rows, partials = list(found[n:end]), found[end:]
-    if plan.num_chunks and rows and not plan.num_counters:
-        rows = _merged(plan, segments, [*arrays, *map(not_empty, tables), *partials], rows, interpret)
-    return tuple(joined(rows, plan.row_scaled, plan.row_outputs)), tuple(found[:n])
-
-
-def _merged(
-    plan: LoopPlan,
-    segments: RowSegments,
-    operands: Sequence[jax.Array],
-    rows: Sequence[jax.Array],
-    interpret: bool | None,
-) -> list[jax.Array]:
-    """The row outputs with those of long segments, which further kernels merge from their chunks."""
-    assert segments.cut is not None
-    offsets, partials = segments.cut[2], operands[-len(plan.reductions) :]
-    if segments.groups is not None:
-        groups, offsets = segments.groups
-        partials = _in_groups(plan, groups, partials, interpret)
-    operands = [segments.cut[1], offsets, *operands[: -len(plan.reductions)], *partials]
-    return list(
-        _triton.pallas_call(
-            functools.partial(combine_kernel, plan=plan),
-            name="merge_long_segments",
-            num_programs=segments.cut[1].shape[0],
-            out_shape=[jax.ShapeDtypeStruct(r.shape, r.dtype) for r in rows],
-            aliases={len(operands) + i: i for i in range(len(rows))},
-            num_warps=4,
-            num_stages=1,
-            interpret=_triton.use_interpreter(interpret),
-        )(*operands, *rows)
-    )
-
-
-def _in_groups(
-    plan: LoopPlan, groups: jax.Array, partials: Sequence[jax.Array], interpret: bool | None
-) -> Sequence[jax.Array]:
-    """The accumulators of each group of chunks."""
-    num_groups = groups.shape[0] - 1
-    merged = replace(plan, rows=1, num_chunks=num_groups)
-    return _triton.pallas_call(
-        functools.partial(group_kernel, plan=merged),
-        name="merge_chunks",
-        num_programs=num_groups,
-        out_shape=structs_of([(r.shape, jnp.float32) for r in plan.reductions], num_groups),
-        num_warps=4,
-        num_stages=1,
-        interpret=_triton.use_interpreter(interpret),
-    )(groups, *partials)
+    return tuple(joined(found[n:end], plan.row_scaled, plan.row_outputs)), tuple(found[:n])
 
 
 def map_entries(

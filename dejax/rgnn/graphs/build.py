@@ -212,6 +212,56 @@ def _segments(
     return tables if by_source is None else {**tables, **make({"edge_type_by_source": by_source})}
 
 
+class Pairs(NamedTuple):
+    """The pairs of one end of the edges and their type.
+
+    Attributes:
+        by_pair: canonical edges grouped by pair.
+        node: int32[pairs], the node of each pair; that of padding edges where unused.
+        edge_type: int32[pairs], likewise.
+    """
+
+    by_pair: Grouping
+    node: Any
+    edge_type: Any
+
+
+def pairs_of(
+    ops: ModuleType,
+    sorted_node: Any,
+    edge_type: Any,
+    order: Any,
+    before: Any,
+    num_valid: Any,
+    most: int,
+    padding: tuple[int, int],
+) -> Pairs:
+    """The pairs of edges that are sorted by type and node.
+
+    Args:
+        ops: `sorting` or `sorting_traced`.
+        sorted_node: int32[edges], the node of each edge in that order; edges from `num_valid` on are padding.
+        edge_type: int32[edges], ascending.
+        order: int32[edges], the canonical edges in that order; None where that is the canonical order.
+        before: int32[edges + 1], how many pairs begin before each edge.
+        num_valid: number of edges that are no padding.
+        most: the most pairs that there can be.
+        padding: the node and the type of padding edges.
+    """
+    xp, position = ops.xp, ops.xp.arange(sorted_node.shape[0], dtype=np.int32)
+    valid = position < num_valid
+    num_pairs = ops.rows_of(before[num_valid], most)
+    pair = xp.where(valid, before[1:] - 1, np.int32(num_pairs))
+    index = pair if order is None else ops.put(xp.zeros_like(pair), order, pair, unique=True)
+    first = (before[1:] > before[:-1]) & valid
+    offsets = ops.put_where(xp.full(num_pairs + 1, num_valid, np.int32), first, pair, position)
+    # An unused pair begins at a padding edge, which has the right node and type, or past the end.
+    node, types = (
+        ops.take_or(column, offsets[:-1], fill) for column, fill in zip((sorted_node, edge_type), padding, strict=True)
+    )
+    return Pairs((index, order, offsets), node, types)
+
+
 class _EndGroupings(NamedTuple):
     """The groupings by one end of the edges, sender or receiver, and by pair of that end and the type."""
 
@@ -244,29 +294,21 @@ def _end_groupings(
         type_offsets: where the edges of each type begin.
         spec: counts.
     """
-    xp, size = ops.xp, node.shape[0]
-    position = xp.arange(size, dtype=np.int32)
-    num_valid = type_offsets[-1]
-    valid = position < num_valid
+    size, num_valid = node.shape[0], type_offsets[-1]
     sorted_node = node if order is None else ops.take(node, order)
     begins = ops.begins_run(edge_type, sorted_node)
     if by_node is None:
         before = ops.count_before(begins)
     else:  # The sums of both orders are made together, as six kernels.
-        before, before_by_node = ops.count_before(xp.stack([begins, ops.begins_run(by_node.edge_type, by_node.node)]))
-    num_pairs = ops.rows_of(before[num_valid], size)
-    pair = xp.where(valid, before[1:] - 1, np.int32(num_pairs))
-    index = pair if order is None else ops.put(xp.zeros_like(pair), order, pair, unique=True)
-    offsets = ops.put_where(
-        xp.full(num_pairs + 1, num_valid, np.int32), (before[1:] > before[:-1]) & valid, pair, position
-    )
-    # An unused pair begins at a padding edge, which has the right node and type, or past the end.
-    pair_node = ops.take_or(sorted_node, offsets[:-1], spec.num_nodes)
-    pair_type = ops.take_or(edge_type, offsets[:-1], spec.all_edge_types)
+        before, before_by_node = ops.count_before(
+            ops.xp.stack([begins, ops.begins_run(by_node.edge_type, by_node.node)])
+        )
+    pairs = pairs_of(ops, sorted_node, edge_type, order, before, num_valid, size, (spec.num_nodes, spec.all_edge_types))
+    index, _, offsets = pairs.by_pair
     # Within a node, edges and pairs both ascend by type: each of the orders by node gives the other one.
     if by_node is None:
-        pair_order = ops.stable_argsort([pair_node], [spec.num_nodes])
-        pair_offsets = ops.offsets_of(pair_node, spec.num_nodes)
+        pair_order = ops.stable_argsort([pairs.node], [spec.num_nodes])
+        pair_offsets = ops.offsets_of(pairs.node, spec.num_nodes)
         node_order, begins = ops.expand(pair_order, offsets, size)
         if order is not None:
             node_order = ops.take(order, node_order)
@@ -274,15 +316,15 @@ def _end_groupings(
     else:
         node_order = by_node.order
         node_offsets = ops.row_offsets(by_node.node.astype(np.int32), spec.num_nodes)
-        first = (before_by_node[1:] > before_by_node[:-1]) & valid
-        number = xp.arange(num_pairs, dtype=np.int32)
+        first = (before_by_node[1:] > before_by_node[:-1]) & (ops.xp.arange(size, dtype=np.int32) < num_valid)
+        number = ops.xp.arange(pairs.node.shape[0], dtype=np.int32)
         pair_order = ops.put_where(number, first, before_by_node[:-1], ops.take(index, node_order))
         pair_offsets = ops.take(before_by_node, node_offsets)
     return _EndGroupings(
         edges_by_node=(node, node_order, node_offsets),
-        edges_by_pair=(index, order, offsets),
-        pairs_by_node=(pair_node, pair_order, pair_offsets),
-        pairs_by_type=(pair_type, None, ops.take(before, type_offsets)),
+        edges_by_pair=pairs.by_pair,
+        pairs_by_node=(pairs.node, pair_order, pair_offsets),
+        pairs_by_type=(pairs.edge_type, None, ops.take(before, type_offsets)),
     )
 
 

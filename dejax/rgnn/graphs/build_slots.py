@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax.rgnn.graphs import sorting_traced
+from dejax.rgnn.graphs.build import pairs_of
 from dejax.rgnn.graphs.packed import packed_tiles
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Grouping, Segments, bounded_segments, make_segments
@@ -301,25 +303,20 @@ def _source_side(edges: _Edges, spec: SlotSpec) -> dict[str, Any]:
     (types, nodes), order = stable_sort(columns, (num_types + 1, num_nodes + 1))
     position = jnp.arange(num_edges, dtype=jnp.int32)
     valid = edges.type_offsets[-1]
-    first = begins_run(types, nodes) & (position < valid)
-    before = count_before(first)
-    pair = jnp.where(position < valid, before[1:] - 1, num_pairs)
-    index = put(jnp.zeros(num_edges, jnp.int32), order, pair, unique=True)
-    offsets = put_where(jnp.full(num_pairs + 1, valid, jnp.int32), first, pair, position)
-    # An unused pair begins at a padding edge, which has the right node and type, or past the end.
-    pair_node = nodes.at[offsets[:-1]].get(mode="fill", fill_value=num_nodes)
-    pair_type = types.at[offsets[:-1]].get(mode="fill", fill_value=num_types)
-    rank, node_offsets = _ranks_by_node(pair_node, pair_type, before[-1], spec)
+    before = count_before(begins_run(types, nodes))
+    pairs = pairs_of(sorting_traced, nodes, types, order, before, valid, num_pairs, (num_nodes, num_types))
+    offsets = pairs.by_pair[2]
+    rank, node_offsets = _ranks_by_node(pairs.node, pairs.edge_type, take(before, valid), spec)
     pair_order = inverse(rank)
     # The edges of a pair stay together in the order by sender: only where each pair begins there is new.
     begins = count_before(take(offsets[1:] - offsets[:-1], pair_order))
-    own = jnp.minimum(pair, num_pairs - 1)
+    own = jnp.minimum(before[1:] - 1, num_pairs - 1)
     place = jnp.where(position < valid, take(begins, take(rank, own)) + position - take(offsets, own), position)
     sender_order = put(jnp.zeros(num_edges, jnp.int32), place, order, unique=True)
     return {
-        "by_source_pair": (index, order, offsets),
-        "source_pair_by_type": (pair_type, None, take(before, edges.type_offsets)),
-        "source_pair_by_node": _segments(pair_node, pair_order, node_offsets, num_types, spec),
+        "by_source_pair": pairs.by_pair,
+        "source_pair_by_type": (pairs.edge_type, None, take(before, edges.type_offsets)),
+        "source_pair_by_node": _segments(pairs.node, pair_order, node_offsets, num_types, spec),
         "by_sender": (edges.columns["senders"], sender_order, take(begins, node_offsets)),
     }
 

@@ -12,12 +12,12 @@ import numpy as np
 from jax import Array
 
 from dejax._pytrees import pytree
-from dejax.rgnn.graphs.pieces_traced import Rows, long_segment_arrays, tile_arrays
+from dejax.pallas import LongSegmentTable
+from dejax.rgnn.graphs.pieces_traced import Rows, long_segment_tables, tile_arrays
 from dejax.rgnn.graphs.sorting_traced import take
 from dejax.rgnn.graphs.tables import (
     LONG_SEGMENT_CHUNK,
     TILE_BLOCKS,
-    LongSegmentTable,
     LoopOrder,
     TileTable,
     TypeSplits,
@@ -178,14 +178,14 @@ def bounded_segments(
     for name, (index, order, offsets) in groupings.items():
         chunk = chunk_of(long_segment_chunk, index.shape[0], name in typed)
         rows[name] = Rows(offsets, index.shape[0], chunk, partial(row_at, index, order))
-    long_segments = dict(zip(rows, long_segment_arrays(list(rows.values())), strict=True))
+    long_segments = dict(zip(rows, long_segment_tables(list(rows.values())), strict=True))
     tiles = _bounded_tiles({name: rows[name] for name in typed}) if tiled else {}
     return {
         name: Segments(
             index=index,
             order=order,
             offsets=offsets,
-            long_segments=None if (t := long_segments[name]) is None else LongSegmentTable(*t, rows[name].chunk),
+            long_segments=long_segments[name],
             tiles=tiles.get(name, ()),
             num_rows=rows[name].num_rows,
             num_entries=rows[name].num_entries,

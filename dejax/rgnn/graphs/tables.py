@@ -16,9 +16,10 @@ import numpy as np
 from jax import Array
 
 from dejax._pytrees import pytree
+from dejax.pallas import LongSegmentTable
 from dejax.pallas.products.schedule import rows_per_split
 from dejax.rgnn.graphs.checks import is_traced
-from dejax.rgnn.graphs.pieces_traced import Rows, long_segment_arrays, tile_arrays
+from dejax.rgnn.graphs.pieces_traced import Rows, chunk_length, long_segment_tables, tile_arrays
 from dejax.rgnn.graphs.sorting import expand, stable_argsort
 
 TILE_BLOCKS = (32, 64, 128)
@@ -49,45 +50,6 @@ class TileTable:
     row_type: Array
     start: Array
     block: int = field(metadata=_STATIC)
-
-
-@pytree
-@dataclass(frozen=True, slots=True, eq=False)
-class LongSegmentTable:
-    """The long segments: rows with more than `chunk` entries, cut in chunks of at most `chunk` entries.
-
-    Attributes:
-        rows: int32[long segments], ascending ids of the rows with long segments; the number of rows where unused.
-        offsets: int32[long segments + 1]; long segment `h` has the chunks `offsets[h]` to `offsets[h + 1]`.
-        chunk_row: int32[chunks], the row of each chunk; the number of rows where unused.
-        chunk_start: int32[chunks], the first position (in the grouped order) of each chunk.
-        chunk_end: int32[chunks], the position after the last one; equal to `chunk_start` where unused.
-        chunk: the maximum number of entries of a chunk and of an uncut segment (static).
-        chunk_segment: int32[chunks], the segment of each chunk, for kernels whose last chunk combines all chunks. None
-            where a separate kernel combines them.
-        groups: int32[groups + 1], where a segment has very many chunks: group `g` has the chunks `groups[g]` to
-            `groups[g + 1]`, which are combined first. None elsewhere.
-        segment_groups: int32[long segments + 1]; long segment `h` has the groups `segment_groups[h]` to
-            `segment_groups[h + 1]`.
-    """
-
-    rows: Array
-    offsets: Array
-    chunk_row: Array
-    chunk_start: Array
-    chunk_end: Array
-    chunk: int = field(metadata=_STATIC)
-    chunk_segment: Any = None
-    groups: Any = None
-    segment_groups: Any = None
-
-    @property
-    def tables(self) -> tuple[Any, ...]:
-        """The arguments of `dejax.pallas.traverse` for long segments."""
-        found = (self.chunk, self.rows, self.offsets, self.chunk_row, self.chunk_start, self.chunk_end)
-        if self.groups is not None:
-            return (*found, None, self.groups, self.segment_groups)
-        return found if self.chunk_segment is None else (*found, self.chunk_segment)
 
 
 @pytree
@@ -123,7 +85,7 @@ class LoopOrder:
         rows: int32[rows], a permutation.
         offsets: int32[rows + 1]; the entries of row `rows[i]` are `order[offsets[i]:offsets[i + 1]]`.
         order: int32[entries], entry ids in that order.
-        long_segments: the long segments; `rows` and `chunk_row` are row ids, chunks are positions in that order.
+        long_segments: the long segments; its rows are row ids, its positions are those in that order.
     """
 
     rows: Any
@@ -138,17 +100,6 @@ _SORTED_BLOCK = 4096
 # Up to this many entries, which fit in the cache, all rows are sorted by length: a reduction over 0.67 M entries took
 # 51 us instead of 77 us, but one over 4.8 M entries 622 us instead of 544 us.
 _SORTED_THROUGHOUT = 1 << 20
-
-
-# One program combines up to so many chunks of a segment, in steps of up to 64. A segment with more, such as a node with
-# 44 % of 3 M edges, would keep it busy for as long as all edges take: its chunks are combined in groups first, each of
-# up to so many and by a program of its own.
-_UNGROUPED_CHUNKS = 1024
-_GROUPED_CHUNKS = 64
-
-# Up to this many entries the last chunk of a long segment combines its chunks, which saves a launch: 39.4 us instead of
-# 47.3 us. Larger graphs lose more than the launch: 884 us instead of 771 us.
-_COUNTED_ENTRIES = 1 << 20
 
 
 def long_segment_chunk_of(num_entries: int, num_rows: int) -> int:
@@ -200,7 +151,7 @@ def loop_order(
         entries = np.concatenate([entries, order[entries.shape[0] :]])
     table = loop_long_segments(begins, num_entries, long_segment_chunk)
     if table is not None:
-        table = dataclasses.replace(table, rows=rows[table.rows], chunk_row=rows[table.chunk_row])
+        table = dataclasses.replace(table, row=rows[table.row])
     return LoopOrder(rows, begins, entries, table)
 
 
@@ -213,7 +164,7 @@ def loop_long_segments(offsets: np.ndarray, num_entries: int, long_segment_chunk
         long_segment_chunk: the maximum number of entries of a chunk.
     """
     chunk = min(long_segment_chunk, long_segment_chunk_of(num_entries, offsets.shape[0] - 1))
-    return long_segment_table(offsets, chunk, num_entries, exact=True, counted=num_entries <= _COUNTED_ENTRIES)
+    return long_segment_table(offsets, chunk, num_entries, exact=True)
 
 
 def _exactly(offsets: Any, exact: bool | None) -> tuple[Any, bool]:
@@ -227,8 +178,8 @@ def _like(offsets: Any, array: Any) -> Any:
     return array.astype(np.int32) if isinstance(offsets, np.ndarray) else jnp.asarray(array, jnp.int32)
 
 
-def _cut(counts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ranges of `counts` entries, each cut in pieces of `size`.
+def _cut(counts: np.ndarray, size: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ranges of `counts` entries, each cut in pieces of `size`, of one or of its own.
 
     Returns:
         The first piece of each range, int32[ranges + 1]; for each piece its range, and where it begins in the range.
@@ -236,7 +187,7 @@ def _cut(counts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndar
     first = np.concatenate([np.zeros(1, np.int32), np.cumsum(-(-counts // size), dtype=np.int32)])
     piece = np.arange(first[-1], dtype=np.int32)
     own = np.searchsorted(first, piece, side="right") - 1
-    return first, own, (piece - first[own]) * size
+    return first, own, (piece - first[own]) * np.broadcast_to(size, counts.shape)[own]
 
 
 def tile_table(offsets: Any, block: int, num_entries: int, *, exact: bool | None = None) -> TileTable:
@@ -270,20 +221,21 @@ def tile_table(offsets: Any, block: int, num_entries: int, *, exact: bool | None
 
 
 def long_segment_table(
-    offsets: Any, chunk: int, num_entries: int, *, exact: bool | None = None, counted: bool = False
+    offsets: Any, chunk: int, num_entries: int, *, exact: bool | None = None
 ) -> LongSegmentTable | None:
-    """Lists the long segments, with more than `chunk` entries, in chunks of `chunk` entries.
+    """Lists the chunks of the long segments, which have more than `chunk` entries.
+
+    A chunk has `chunk` entries; those of a segment that would have more than `_MOST_CHUNKS` of them are longer.
 
     Args:
         offsets: int32[rows + 1], where the entries of each row begin; numpy, jax.Array or tracer.
         chunk: the maximum number of entries of an uncut segment, at least 1.
         num_entries: number of entries, padding included; bounds the table where it is not exact.
         exact: whether to size the table by the values of `offsets` or by a static bound; None: exact unless traced.
-        counted: whether an exact table has `chunk_segment`.
 
     Returns:
         None where there can be no long segment; otherwise the exact table, or one with room for
-        `h = min(rows, num_entries // (chunk + 1))` long segments and `num_entries // chunk + h` chunks.
+        `num_entries // chunk + h` chunks of `h = min(rows, num_entries // (chunk + 1))` long segments.
 
     Raises:
         ValueError: `chunk` is less than 1.
@@ -292,39 +244,18 @@ def long_segment_table(
         raise ValueError(f"long_segment_chunk must be at least 1 entry per chunk, got {chunk}")
     off, exact = _exactly(offsets, exact)
     if not exact:
-        arrays = long_segment_arrays([Rows(off, num_entries, chunk)])[0]
-        return None if arrays is None else LongSegmentTable(*arrays, chunk)
+        return long_segment_tables([Rows(off, num_entries, chunk)])[0]
     rows = np.flatnonzero(off[1:] - off[:-1] > chunk).astype(np.int32)
     if rows.shape[0] == 0:
         return None
-    first_chunk, segment, begin = _cut(off[rows + 1] - off[rows], chunk)
-    row = rows[segment]
+    counts = off[rows + 1] - off[rows]
+    length = chunk_length(np, counts, chunk)
+    first, own, begin = _cut(counts, length)
+    row = rows[own]
     start = off[row] + begin
-    end = np.minimum(start + chunk, off[row + 1])
-    groups = chunk_groups(first_chunk)
-    rows, first_chunk, row, start, end = (_like(offsets, array) for array in (rows, first_chunk, row, start, end))
-    made = LongSegmentTable(rows, first_chunk, row, start, end, chunk)
-    if groups is not None:
-        chunks_of, of_segment = (_like(offsets, array) for array in groups)
-        return dataclasses.replace(made, groups=chunks_of, segment_groups=of_segment)
-    return dataclasses.replace(made, chunk_segment=_like(offsets, segment)) if counted else made
-
-
-def chunk_groups(first_chunk: np.ndarray, always: bool = False) -> tuple[np.ndarray, np.ndarray] | None:
-    """The groups of each segment's chunks; None where no segment has more than `_UNGROUPED_CHUNKS`, unless `always`.
-
-    Args:
-        first_chunk: int32[long segments + 1], the first chunk of each, and the number of all.
-        always: group them however few there are.
-
-    Returns:
-        The first chunk of each group, and the first group of each segment; both end with the number of all.
-    """
-    chunks = first_chunk[1:] - first_chunk[:-1]
-    if not always and chunks.max(initial=0) <= _UNGROUPED_CHUNKS:
-        return None
-    first_group, segment, begin = _cut(chunks, _GROUPED_CHUNKS)
-    return np.append(first_chunk[segment] + begin, first_chunk[-1]).astype(np.int32), first_group
+    end = np.minimum(start + length[own], off[row + 1])
+    arrays = (row, start, end, first[own], (first[1:] - first[:-1])[own])
+    return LongSegmentTable(chunk, *(_like(offsets, array) for array in arrays))
 
 
 def chunk_of(long_segment_chunk: int, num_entries: int, typed: bool) -> int:

@@ -161,7 +161,7 @@ class Traversals(Running):
             num_rows=rows,
             order=ordered.order,
             row_order=None if group.loop is None else first_rows(group.loop.rows, rows),
-            long_segments=None if ordered.long_segments is None else ordered.long_segments.tables,
+            long_segments=ordered.long_segments,
         )
 
     def reductions(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from dejax.rgnn.graphs import interop, sorting_traced
+from dejax.rgnn.graphs import interop, pieces_traced, sorting_traced, tables
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
@@ -111,16 +111,15 @@ def check_pieces(ours: Segments, theirs: Segments) -> None:
         np.testing.assert_array_equal(table.row_type[:used], exact.row_type)
         np.testing.assert_array_equal(table.start[:used], exact.start)
         assert (np.asarray(table.start[used:]) == int(theirs.offsets[-1])).all()
-    if ours.long_segments is None or theirs.long_segments is None:
-        assert theirs.long_segments is None and (ours.long_segments is None or int(ours.long_segments.offsets[-1]) == 0)
+    ours_long, theirs_long = ours.long_segments, theirs.long_segments
+    used = 0 if theirs_long is None else len(theirs_long.row)
+    if ours_long is None or theirs_long is None:
+        assert used == 0 and (ours_long is None or not np.asarray(ours_long.count).any())
         return
-    long_segments, chunks = len(theirs.long_segments.rows), len(theirs.long_segments.chunk_row)
-    np.testing.assert_array_equal(ours.long_segments.rows[:long_segments], theirs.long_segments.rows)
-    np.testing.assert_array_equal(ours.long_segments.offsets[: long_segments + 1], theirs.long_segments.offsets)
-    for name in ("chunk_row", "chunk_start", "chunk_end"):
-        np.testing.assert_array_equal(getattr(ours.long_segments, name)[:chunks], getattr(theirs.long_segments, name))
-    np.testing.assert_array_equal(ours.long_segments.chunk_start[chunks:], ours.long_segments.chunk_end[chunks:])
-    assert (np.asarray(ours.long_segments.rows[long_segments:]) == ours.num_rows).all()
+    for mine, exact in zip(ours_long.arrays, theirs_long.arrays, strict=True):
+        np.testing.assert_array_equal(mine[:used], exact)
+    np.testing.assert_array_equal(ours_long.start[used:], ours_long.end[used:])
+    assert (np.asarray(ours_long.row[used:]) == ours.num_rows).all() and not np.asarray(ours_long.count[used:]).any()
 
 
 @SETTINGS
@@ -144,6 +143,21 @@ def test_contents_of_padding_have_no_effect(edges: EdgeList, seed: int) -> None:
     other = build(*others, **{**keywords, "node_type": other_nodes})
     assert jax.tree.structure(graph) == jax.tree.structure(other)
     jax.tree.map(np.testing.assert_array_equal, graph, other)
+
+
+def test_a_segment_of_very_many_entries_has_longer_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most so many chunks, which numpy and XLA cut alike; other segments keep theirs."""
+    monkeypatch.setattr(pieces_traced, "_MOST_CHUNKS", 4)
+    offsets = np.array([0, 3, 25, 29, 29, 34], np.int32)
+    exact = tables.long_segment_table(offsets, 4, 36)
+    assert exact is not None
+    assert exact.start.tolist() == [3, 9, 15, 21, 29, 33] and exact.end.tolist() == [9, 15, 21, 25, 33, 34]
+    assert exact.row.tolist() == [1] * 4 + [4] * 2
+    assert exact.first.tolist() == [0] * 4 + [4] * 2 and exact.count.tolist() == [4] * 4 + [2] * 2
+    bounded = tables.long_segment_table(offsets, 4, 36, exact=False)
+    for found, want in zip(bounded.arrays, exact.arrays, strict=True):
+        np.testing.assert_array_equal(found[:6], want)
+    assert not np.asarray(bounded.count[6:]).any()
 
 
 # Sizes at which cumulative sums have several levels, and an edge has two or three sort keys.

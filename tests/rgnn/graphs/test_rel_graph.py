@@ -148,7 +148,7 @@ def test_large_graph_agrees_with_lexsort() -> None:
         np.testing.assert_array_equal(by_node.order, np.argsort(pairs[1], kind="stable"))
     long_segments = graph.by_receiver.long_segments
     assert (
-        long_segments is not None and 17 in np.asarray(long_segments.rows) and long_segments.chunk == LONG_SEGMENT_CHUNK
+        long_segments is not None and 17 in np.asarray(long_segments.row) and long_segments.chunk == LONG_SEGMENT_CHUNK
     )
     assert graph.by_sender.long_segments is None
     tiles = graph.by_edge_type.tiles_for(128)
