@@ -349,7 +349,7 @@ def _by_node_type(spec: SlotSpec, num_nodes: int) -> tuple[Any, Segments]:
         index=by_node,
         order=None if is_sorted else on_device(np.argsort(index, kind="stable").astype(np.int32))[0],
         offsets=offsets,
-        long_segments=long_segment_table(offsets, chunk_of(spec.long_segment_chunk, num_nodes, True), num_nodes),
+        long_segments=long_segment_table(offsets, chunk_of(spec.long_segment_chunk, num_nodes, True)),
         tiles=tuple(tile_table(offsets, block, num_nodes) for block in TILE_BLOCKS),
         splits=split_table(offsets, num_nodes),
         num_rows=num_types,

@@ -37,14 +37,13 @@ class Rows:
         offsets: int32[rows + 1], where the entries of each row begin.
         num_entries: number of entries, padding included.
         chunk: the most entries of a row that is not cut.
-        row_at: gives the row of each position in an array (the number of rows for padding), where that is faster than a
-            search in `offsets`.
+        row_at: gives the row of each position in an array; the number of rows for padding.
     """
 
     offsets: Array
     num_entries: int
     chunk: int
-    row_at: Callable[[Array], Array] | None = None
+    row_at: Callable[[Array], Array]
 
     @property
     def num_rows(self) -> int:
@@ -64,10 +63,7 @@ class Rows:
         positions = np.arange(0, self.num_entries, self.chunk + 1, dtype=np.int32)
         if self.num_rows <= positions.shape[0]:
             return jnp.arange(self.num_rows, dtype=jnp.int32)
-        if self.row_at is not None:
-            return self.row_at(jnp.asarray(positions))
-        found = jnp.searchsorted(self.offsets, positions, side="right", method="scan_unrolled")
-        return found.astype(jnp.int32) - 1
+        return self.row_at(jnp.asarray(positions))
 
 
 def long_segment_tables(groupings: Sequence[Rows]) -> list[LongSegmentTable | None]:

@@ -51,13 +51,15 @@ class RelGraph:
     `num_edge_types`.
 
     Attributes:
-        senders: int32[edges], source node of each edge, canonical; `num_nodes` for padding edges.
+        senders: **Edges and nodes.** int32[edges], source node of each edge, canonical; `num_nodes` for padding edges.
         receivers: int32[edges], destination node of each edge, canonical; `num_nodes` for padding edges.
         edge_type: int32[edges], canonical, ascending; `num_edge_types` for padding edges.
         edge_ids: int32[edges], the user's edge at each canonical position.
         edge_positions: int32[edges], the inverse: the canonical position of each of the user's edges.
         node_type: int32[nodes]; `num_node_types` for padding nodes.
-        by_sender: edges grouped by sender.
+        node_mask: bool[nodes], False for padding nodes; None where there is none.
+        edge_mask: bool[edges], canonical, False for padding edges; None where there is none.
+        by_sender: **Groupings.** Edges grouped by sender.
         by_receiver: edges grouped by receiver.
         by_source_pair: edges grouped by source pair.
         by_destination_pair: edges grouped by destination pair; canonical edges are sorted so (`order` is None).
@@ -67,30 +69,28 @@ class RelGraph:
         source_pair_by_type: source pairs grouped by edge type, with tiles; pairs are sorted so.
         destination_pair_by_type: destination pairs grouped by edge type, with tiles; pairs are sorted so.
         by_node_type: nodes grouped by node type, with tiles; `order` is None where nodes are sorted by type.
-        edge_type_by_source: edge types grouped by the node type of their sources. None where some edge type has
-            sources of several node types, and in a bounded graph with more than one node type.
-        destinations_by_type: in a block of a sample the destinations grouped by node type; otherwise None.
-        node_mask: bool[nodes], False for padding nodes; None where there is none.
-        edge_mask: bool[edges], canonical, False for padding edges; None where there is none.
-        packed: the tables that only kernels read, in one array: all of them after `with_loop_tables`, tiles and splits
-            in a block of a sample; otherwise None. The groupings then lack these tables, and `grouping` gives a
-            grouping with them.
-        loop_tables: made by `with_loop_tables`. `"dst:source_pair"` is int32[edges]: for each position of the order by
-            "dst" its source pair. The other tables are named likewise.
-        num_nodes: number of nodes, padding included (static, as are the attributes below).
+        num_nodes: **Sizes**, static. Number of nodes, padding included.
         num_edges: number of edges, added ones and padding included.
         num_edge_types: number of edge types, added ones included.
         num_node_types: number of node types.
         num_source_pairs: number of source pairs; its upper bound in a bounded graph.
         num_destination_pairs: number of destination pairs; its upper bound in a bounded graph.
-        edge_type_names: a name for each edge type, or None.
-        node_type_names: a name for each node type, or None.
-        node_type_counts: nodes of each type where `from_relations` made the graph, otherwise None.
         typical_source_pairs: about how many of `num_source_pairs` are no padding, where that is known. The compiler
             decides by it, results do not depend on it.
-        num_destinations: nodes from this number on have no incoming edges; None where nothing is known. Blocks of a
-            sample and parts of a divided graph have it.
-        only_destinations: whether programs return only the first `num_destinations` rows of results for nodes.
+        edge_type_names: **Types**, static but for the grouping. A name for each edge type, or None.
+        node_type_names: a name for each node type, or None.
+        node_type_counts: nodes of each type where `from_relations` made the graph, otherwise None.
+        edge_type_by_source: edge types grouped by the node type of their sources. None where some edge type has
+            sources of several node types, and in a bounded graph with more than one node type.
+        num_destinations: **Blocks of a sample and parts of a divided graph.** Nodes from this number on have no
+            incoming edges (static); None in other graphs, where nothing is known.
+        only_destinations: whether programs return only the first `num_destinations` rows of results for nodes (static).
+        destinations_by_type: in a block of a sample the destinations grouped by node type; otherwise None.
+        packed: **Tables of kernels.** The tables that only kernels read, in one array: all of them after
+            `with_loop_tables`, tiles and splits in a block of a sample; otherwise None. The groupings then lack these
+            tables, and `grouping` gives a grouping with them.
+        loop_tables: made by `with_loop_tables`. `"dst:source_pair"` is int32[edges]: for each position of the order by
+            "dst" its source pair. The other tables are named likewise.
     """
 
     senders: Array
@@ -99,6 +99,9 @@ class RelGraph:
     edge_ids: Array
     edge_positions: Array
     node_type: Array
+    node_mask: Array | None
+    edge_mask: Array | None
+
     by_sender: Segments
     by_receiver: Segments
     by_source_pair: Segments
@@ -109,24 +112,26 @@ class RelGraph:
     source_pair_by_type: Segments
     destination_pair_by_type: Segments
     by_node_type: Segments
-    node_mask: Array | None
-    edge_mask: Array | None
+
     num_nodes: int = field(metadata=_STATIC)
     num_edges: int = field(metadata=_STATIC)
     num_edge_types: int = field(metadata=_STATIC)
     num_node_types: int = field(metadata=_STATIC)
     num_source_pairs: int = field(metadata=_STATIC)
     num_destination_pairs: int = field(metadata=_STATIC)
+    typical_source_pairs: int | None = field(default=None, metadata=_STATIC)
+
     edge_type_names: tuple[str, ...] | None = field(default=None, metadata=_STATIC)
     node_type_names: tuple[str, ...] | None = field(default=None, metadata=_STATIC)
     node_type_counts: tuple[int, ...] | None = field(default=None, metadata=_STATIC)
-    typical_source_pairs: int | None = field(default=None, metadata=_STATIC)
     edge_type_by_source: Segments | None = None
-    loop_tables: dict[str, Array] = field(default_factory=dict)
-    packed: PackedTables | None = None
-    destinations_by_type: Segments | None = None
+
     num_destinations: int | None = field(default=None, metadata=_STATIC)
     only_destinations: bool = field(default=False, metadata=_STATIC)
+    destinations_by_type: Segments | None = None
+
+    packed: PackedTables | None = None
+    loop_tables: dict[str, Array] = field(default_factory=dict)
 
     def grouping(self, name: str) -> Segments:
         """The grouping of that name with all its tables; those in `packed` are `dejax.pallas.TableSlice`s."""

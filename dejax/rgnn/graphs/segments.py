@@ -146,7 +146,7 @@ def make_segments(
             index=index,
             order=order,
             offsets=offsets,
-            long_segments=long_segment_table(offsets, chunk, entries),
+            long_segments=long_segment_table(offsets, chunk),
             tiles=tuple(tile_table(offsets, block, entries) for block in TILE_BLOCKS) if rows_are_types else (),
             splits=split_table(offsets, entries) if rows_are_types else None,
             num_rows=offsets.shape[0] - 1,

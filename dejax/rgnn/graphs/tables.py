@@ -19,7 +19,7 @@ from dejax._pytrees import pytree
 from dejax.pallas import LongSegmentTable
 from dejax.pallas.products.schedule import rows_per_split
 from dejax.rgnn.graphs.checks import is_traced
-from dejax.rgnn.graphs.pieces_traced import Rows, chunk_length, long_segment_tables, tile_arrays
+from dejax.rgnn.graphs.pieces_traced import chunk_length, tile_arrays
 from dejax.rgnn.graphs.sorting import expand, stable_argsort
 
 TILE_BLOCKS = (32, 64, 128)
@@ -164,18 +164,7 @@ def loop_long_segments(offsets: np.ndarray, num_entries: int, long_segment_chunk
         long_segment_chunk: the maximum number of entries of a chunk.
     """
     chunk = min(long_segment_chunk, long_segment_chunk_of(num_entries, offsets.shape[0] - 1))
-    return long_segment_table(offsets, chunk, num_entries, exact=True)
-
-
-def _exactly(offsets: Any, exact: bool | None) -> tuple[Any, bool]:
-    """Offsets as a numpy array and True where the table is to be exact, else as a jax array and False."""
-    exact = not is_traced(offsets) if exact is None else exact
-    return (np.asarray(offsets), True) if exact else (jnp.asarray(offsets), False)
-
-
-def _like(offsets: Any, array: Any) -> Any:
-    """`array` as int32: a numpy array where `offsets` is one, otherwise a jax array."""
-    return array.astype(np.int32) if isinstance(offsets, np.ndarray) else jnp.asarray(array, jnp.int32)
+    return long_segment_table(offsets, chunk)
 
 
 def _cut(counts: np.ndarray, size: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -190,18 +179,17 @@ def _cut(counts: np.ndarray, size: Any) -> tuple[np.ndarray, np.ndarray, np.ndar
     return first, own, (piece - first[own]) * np.broadcast_to(size, counts.shape)[own]
 
 
-def tile_table(offsets: Any, block: int, num_entries: int, *, exact: bool | None = None) -> TileTable:
+def tile_table(offsets: Any, block: int, num_entries: int) -> TileTable:
     """Cuts each type's positions in tiles of `block`.
 
     Args:
         offsets: int32[types + 1], where the positions of each type begin; numpy, jax.Array or tracer.
         block: positions per tile, at least 1.
-        num_entries: number of positions, padding included; bounds the table where it is not exact.
-        exact: whether to size the table by the values of `offsets` or by a static bound; None: exact unless traced.
+        num_entries: number of positions, padding included; bounds the table where `offsets` is a tracer.
 
     Returns:
-        The table: `sum(ceil(count / block))` tiles where exact, otherwise `num_entries // block + types` tiles, unused
-        tiles last.
+        The table: `sum(ceil(count / block))` tiles or, of a tracer, `num_entries // block + types` tiles, unused tiles
+        last.
 
     Raises:
         ValueError: `block` is less than 1.
@@ -212,50 +200,37 @@ def tile_table(offsets: Any, block: int, num_entries: int, *, exact: bool | None
     """
     if block < 1:
         raise ValueError(f"block must be at least 1 position per tile, got {block}")
-    off, exact = _exactly(offsets, exact)
-    if not exact:
-        tiles = tile_arrays([(off, num_entries)], [[block]])
+    if is_traced(offsets):
+        tiles = tile_arrays([(offsets, num_entries)], [[block]])
         return TileTable(tiles.row_type[0, 0], tiles.start[0, 0], block)
+    made: Any = np.asarray if isinstance(offsets, np.ndarray) else jnp.asarray
+    off = np.asarray(offsets)
     _, row, begin = _cut(off[1:] - off[:-1], block)
-    return TileTable(_like(offsets, row), _like(offsets, off[row] + begin), block)
+    return TileTable(made(row, np.int32), made(off[row] + begin, np.int32), block)
 
 
-def long_segment_table(
-    offsets: Any, chunk: int, num_entries: int, *, exact: bool | None = None
-) -> LongSegmentTable | None:
-    """Lists the chunks of the long segments, which have more than `chunk` entries.
-
-    A chunk has `chunk` entries; those of a segment that would have more than `_MOST_CHUNKS` of them are longer.
+def long_segment_table(offsets: np.ndarray, chunk: int) -> LongSegmentTable | None:
+    """The chunks of the rows with more than `chunk` entries, made with numpy; None where there is no such row.
 
     Args:
-        offsets: int32[rows + 1], where the entries of each row begin; numpy, jax.Array or tracer.
-        chunk: the maximum number of entries of an uncut segment, at least 1.
-        num_entries: number of entries, padding included; bounds the table where it is not exact.
-        exact: whether to size the table by the values of `offsets` or by a static bound; None: exact unless traced.
-
-    Returns:
-        None where there can be no long segment; otherwise the exact table, or one with room for
-        `num_entries // chunk + h` chunks of `h = min(rows, num_entries // (chunk + 1))` long segments.
+        offsets: int32[rows + 1], where the entries of each row begin.
+        chunk: the maximum number of entries of a row that is not cut, at least 1.
 
     Raises:
         ValueError: `chunk` is less than 1.
     """
     if chunk < 1:
         raise ValueError(f"long_segment_chunk must be at least 1 entry per chunk, got {chunk}")
-    off, exact = _exactly(offsets, exact)
-    if not exact:
-        return long_segment_tables([Rows(off, num_entries, chunk)])[0]
-    rows = np.flatnonzero(off[1:] - off[:-1] > chunk).astype(np.int32)
+    rows = np.flatnonzero(offsets[1:] - offsets[:-1] > chunk)
     if rows.shape[0] == 0:
         return None
-    counts = off[rows + 1] - off[rows]
+    counts = offsets[rows + 1] - offsets[rows]
     length = chunk_length(np, counts, chunk)
     first, own, begin = _cut(counts, length)
-    row = rows[own]
-    start = off[row] + begin
-    end = np.minimum(start + length[own], off[row + 1])
-    arrays = (row, start, end, first[own], (first[1:] - first[:-1])[own])
-    return LongSegmentTable(chunk, *(_like(offsets, array) for array in arrays))
+    start = offsets[rows][own] + begin
+    end = np.minimum(start + length[own], offsets[rows + 1][own])
+    columns = (rows[own], start, end, first[own], (first[1:] - first[:-1])[own])
+    return LongSegmentTable(chunk, *(column.astype(np.int32) for column in columns))
 
 
 def chunk_of(long_segment_chunk: int, num_entries: int, typed: bool) -> int:
@@ -270,7 +245,7 @@ def split_table(offsets: np.ndarray, num_entries: int, limit: int | None = None)
     size = size if limit is None else min(size, limit)
     if size >= num_entries:  # one split per type
         return TypeSplits(offsets[:-1], offsets[1:], np.arange(types + 1, dtype=np.int32), size)
-    tiles = tile_table(offsets, size, num_entries, exact=True)
+    tiles = tile_table(offsets, size, num_entries)
     start, row = np.asarray(tiles.start), np.asarray(tiles.row_type)
     first = np.searchsorted(row, np.arange(types + 1)).astype(np.int32)
     return TypeSplits(start, np.minimum(start + size, offsets[row + 1]).astype(np.int32), first, size)

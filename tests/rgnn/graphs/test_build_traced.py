@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dejax.rgnn.graphs import interop, pieces_traced, sorting_traced, tables
 from dejax.rgnn.graphs.rel_graph import RelGraph
-from dejax.rgnn.graphs.segments import Segments
+from dejax.rgnn.graphs.segments import Segments, bounded_segments
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists
 
 SETTINGS = hypothesis.settings(deadline=None, max_examples=6)
@@ -149,12 +149,14 @@ def test_a_segment_of_very_many_entries_has_longer_chunks(monkeypatch: pytest.Mo
     """At most so many chunks, which numpy and XLA cut alike; other segments keep theirs."""
     monkeypatch.setattr(pieces_traced, "_MOST_CHUNKS", 4)
     offsets = np.array([0, 3, 25, 29, 29, 34], np.int32)
-    exact = tables.long_segment_table(offsets, 4, 36)
+    exact = tables.long_segment_table(offsets, 4)
     assert exact is not None
     assert exact.start.tolist() == [3, 9, 15, 21, 29, 33] and exact.end.tolist() == [9, 15, 21, 25, 33, 34]
     assert exact.row.tolist() == [1] * 4 + [4] * 2
     assert exact.first.tolist() == [0] * 4 + [4] * 2 and exact.count.tolist() == [4] * 4 + [2] * 2
-    bounded = tables.long_segment_table(offsets, 4, 36, exact=False)
+    index = np.repeat(np.arange(6, dtype=np.int32), np.diff([*offsets, 36]))
+    bounded = bounded_segments({"it": (index, None, jnp.asarray(offsets))}, long_segment_chunk=4)["it"].long_segments
+    assert bounded is not None
     for found, want in zip(bounded.arrays, exact.arrays, strict=True):
         np.testing.assert_array_equal(found[:6], want)
     assert not np.asarray(bounded.count[6:]).any()
