@@ -34,13 +34,6 @@ from dejax.rgnn.graphs.sorting_traced import (
 )
 from dejax.rgnn.graphs.spec import GraphSpec
 from dejax.rgnn.graphs.static_tables import on_device
-from dejax.rgnn.graphs.tables import (
-    TILE_BLOCKS,
-    chunk_of,
-    long_segment_table,
-    split_table,
-    tile_table,
-)
 
 
 def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -> tuple[RelGraph, Array]:
@@ -345,16 +338,9 @@ def _by_node_type(spec: SlotSpec, num_nodes: int) -> tuple[Any, Segments]:
     offsets: Any = np.concatenate([[0], np.cumsum(np.bincount(index, minlength=num_types))]).astype(np.int32)
     is_sorted = bool((index[1:] >= index[:-1]).all())
     (by_node,) = on_device(index)
-    return by_node, Segments(
-        index=by_node,
-        order=None if is_sorted else on_device(np.argsort(index, kind="stable").astype(np.int32))[0],
-        offsets=offsets,
-        long_segments=long_segment_table(offsets, chunk_of(spec.long_segment_chunk, num_nodes, True)),
-        tiles=tuple(tile_table(offsets, block, num_nodes) for block in TILE_BLOCKS),
-        splits=split_table(offsets, num_nodes),
-        num_rows=num_types,
-        num_entries=num_nodes,
-    )
+    order = None if is_sorted else on_device(np.argsort(index, kind="stable").astype(np.int32))[0]
+    grouping = {"by_node_type": (by_node, order, offsets)}
+    return by_node, make_segments(grouping, long_segment_chunk=spec.long_segment_chunk, typed=grouping)["by_node_type"]
 
 
 def _segments(index: Array, order: Array | None, offsets: Array, longest: int, spec: SlotSpec) -> Segments:
