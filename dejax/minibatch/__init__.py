@@ -39,6 +39,7 @@ from dejax.minibatch.inference import InferenceBatch, InferenceEdges, infer_laye
 from dejax.minibatch.joint import make_typed_blocks
 from dejax.minibatch.link_prediction import LinkRanks, link_ranks
 from dejax.minibatch.links import LinkBatch, link_batch
+from dejax.minibatch.negatives import NegativePool, TrueEdges
 from dejax.minibatch.pipeline import (
     MiniBatch,
     TrainingSteps,
@@ -67,11 +68,13 @@ __all__ = [
     "LinkBatch",
     "LinkRanks",
     "MiniBatch",
+    "NegativePool",
     "NodeFeatures",
     "PendingFeatures",
     "SampleOptions",
     "SampledBlocks",
     "TrainingSteps",
+    "TrueEdges",
     "binary_cross_entropy",
     "complex_bilinear",
     "distmult",

@@ -355,20 +355,27 @@ def excluded(pairs: tuple[Array, Array], senders: Array, receivers: Array) -> Ar
         senders: int32[receivers, fan_out].
         receivers: int32[receivers].
     """
-    count = pairs[0].shape[0]
+    receiver, sender = jax.lax.sort((pairs[1], pairs[0]), num_keys=2)
+    return among_sorted(receiver, sender, jnp.broadcast_to(receivers[:, None], senders.shape), senders)
+
+
+def among_sorted(receiver: Array, sender: Array, receivers: Array, senders: Array) -> Array:
+    """Which edges are among pairs that are sorted by receiver and then by sender, by binary search: bool, as `senders`.
+
+    Edges with a sender of -1 are none of them.
+    """
+    count = receiver.shape[0]
     if not count:
         return jnp.zeros(senders.shape, bool)
-    receiver, sender = jax.lax.sort((pairs[1], pairs[0]), num_keys=2)
-    wanted = jnp.broadcast_to(receivers[:, None], senders.shape)
 
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds  # the first pair that is not less than the edge lies from `low` to `high`
         middle = jnp.minimum((low + high) // 2, count - 1)
         there, own = receiver[middle], sender[middle]
-        less = (low < high) & ((there < wanted) | ((there == wanted) & (own < senders)))
+        less = (low < high) & ((there < receivers) | ((there == receivers) & (own < senders)))
         return jnp.where(less, middle + 1, low), jnp.where(less, high, jnp.maximum(middle, low))
 
-    bounds = jnp.zeros_like(senders), jnp.full_like(senders, count)
+    bounds = jnp.zeros(senders.shape, jnp.int32), jnp.full(senders.shape, count, jnp.int32)
     low, _ = jax.lax.fori_loop(0, count.bit_length(), halve, bounds)
     at = jnp.minimum(low, count - 1)
-    return (low < count) & (receiver[at] == wanted) & (sender[at] == senders) & (senders >= 0)
+    return (low < count) & (receiver[at] == receivers) & (sender[at] == senders) & (senders >= 0)

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax._int32 import entering_jit
 from dejax._promotion import broadcasting
 from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.minibatch._checks import EdgeType
 from dejax.minibatch._drawing import take
 from dejax.minibatch._draws import below
+from dejax.minibatch.negatives import NegativePool, TrueEdges
 from dejax.minibatch.sampling import SampledBlocks
 from dejax.minibatch.topology import HeteroTopology, Rows
 
@@ -30,13 +32,15 @@ class LinkBatch:
 
     Attributes:
         seeds: int32[seeds] by node type, for `sample_blocks`.
-        exclude: the edges and their reverses, for `sample_blocks`.
+        exclude: the edges and their reverses, for `sample_blocks`: senders and receivers, or places in the list.
         senders: int32[edges], the place of each sender among the seeds of its type.
         receivers: int32[edges], the place of each receiver among the seeds of its type.
         negatives: int32[edges, negatives], the places of wrong receivers.
         mask: bool[edges], False for padding.
         negative_mask: bool[edges, negatives], False for padding, and for a negative that is the edge's own receiver.
         edge_type: the relation.
+        seed_times: int[seeds] by node type, for `sample_blocks`: each end and each negative has the time of its edge;
+            None without times.
 
     >>> import jax, jax.numpy as jnp
     >>> from dejax.minibatch import HeteroTopology, link_batch
@@ -48,13 +52,14 @@ class LinkBatch:
     """
 
     seeds: dict[str, Array]
-    exclude: dict[EdgeType, tuple[Array, Array]]
+    exclude: dict[EdgeType, tuple[Array, Array] | Array]
     senders: Array
     receivers: Array
     negatives: Array
     mask: Array
     negative_mask: Array
     edge_type: EdgeType = dataclasses.field(metadata={"static": True})
+    seed_times: dict[str, Array] | None = None
 
     def rows(self, sample: SampledBlocks, outputs: dict[str, Array]) -> tuple[Array, Array, Array]:
         """The outputs of the senders, [edges, n], of the receivers, [edges, n], and of the negatives, [edges, k, n].
@@ -80,8 +85,11 @@ def link_batch(
     edges: tuple[ArrayLike, ArrayLike],
     num_negatives: int,
     *,
-    negatives: Negatives = "uniform",
+    negatives: Negatives | NegativePool = "uniform",
     reverse: EdgeType | None = None,
+    times: ArrayLike | None = None,
+    edge_ids: ArrayLike | None = None,
+    true_edges: TrueEdges | None = None,
 ) -> LinkBatch:
     """The seeds of a batch of edges, with `num_negatives` wrong destinations of each. It runs inside `jax.jit`.
 
@@ -93,20 +101,33 @@ def link_batch(
         num_negatives: wrong destinations of each edge.
         negatives: how they are drawn. "uniform": among all nodes of the destination type. "degree": in proportion to
             the number of incoming edges of the relation. "in_batch": among the destinations of the batch's other
-            edges, which needs no further seeds. By chance a negative may be a true edge of the graph.
+            edges, which needs no further seeds. By chance a negative may be a true edge of the graph. With `times`, a
+            `NegativePool`: only nodes that exist at the time of the edge are drawn.
         reverse: the relation that has the reverse edges. `LinkBatch.exclude` then also names these.
+        times: int[edges], the times of the edges, which become the times of all seeds.
+        edge_ids: int[edges], the edges' places in the list that the topology was made from: `LinkBatch.exclude` names
+            the edges by them, so that earlier edges of the same two nodes stay. The reverse relation has them in the
+            same order.
+        true_edges: negatives that are among these edges are masked.
 
     Raises:
-        ValueError: an unknown relation, a `reverse` that has other ends, "degree" for a relation without edges.
+        ValueError: an unknown relation, a `reverse` that has other ends, "degree" for a relation without edges; `times`
+            without a `NegativePool`, or a pool without `times`.
     """
-    topology.number_of(edge_type)
+    number = topology.number_of(edge_type)
     source, _, target = edge_type
     counts = topology.num_nodes
     if reverse is not None:
         topology.number_of(reverse)
         if (reverse[0], reverse[2]) != (target, source):
             raise ValueError(f"link_batch: `reverse` must lead from {target!r} to {source!r}, got {reverse}")
-    if negatives not in ("uniform", "degree", "in_batch"):
+    in_time = isinstance(negatives, NegativePool)
+    if in_time != (times is not None):
+        raise ValueError(
+            "link_batch: `negatives` must be a NegativePool where `times` are given, and nowhere else, so that each "
+            f"negative exists at the time of its edge; got {negatives if not in_time else 'a pool without times'!r}"
+        )
+    if not in_time and negatives not in ("uniform", "degree", "in_batch"):
         raise ValueError(f"link_batch: `negatives` must be 'uniform', 'degree' or 'in_batch', got {negatives!r}")
     if num_negatives < 0:
         raise ValueError(f"link_batch: `num_negatives` must be at least 0, got {num_negatives}")
@@ -122,27 +143,62 @@ def link_batch(
     senders, receivers = (jnp.where(mask, ids, -1).astype(jnp.int32) for ids in (senders, receivers))
     count = senders.shape[0]
     place = jnp.arange(count, dtype=jnp.int32)
-    if negatives == "in_batch":
+    if not in_time and negatives == "in_batch":
         others = jax.random.randint(key, (count, num_negatives), 1, max(count, 2), jnp.int32)
         wrong_places, more = (place[:, None] + others) % max(count, 1), jnp.zeros(0, jnp.int32)
         wrong = receivers[wrong_places] if count else wrong_places
     else:
-        wrong = _drawn_receivers(key, topology, edge_type, (count, num_negatives), negatives == "degree")
+        if isinstance(negatives, NegativePool) and times is not None:
+            times = _checked_times(times, senders.shape)
+            wrong = negatives.draw(key, times, num_negatives)
+        else:
+            wrong = _drawn_receivers(key, topology, edge_type, (count, num_negatives), negatives == "degree")
         wrong = jnp.where(mask[:, None], wrong, -1)
         wrong_places, more = count + jnp.arange(wrong.size, dtype=jnp.int32).reshape(wrong.shape), wrong.reshape(-1)
     there = mask[:, None] & (wrong >= 0) & (wrong != receivers[:, None])
+    if true_edges is not None:
+        there &= ~true_edges.contain(senders[:, None], wrong)
     ends = jnp.concatenate([receivers, more])
     if source == target:
         seeds = {source: jnp.concatenate([senders, ends])}
         place_of_receiver, wrong_places = place + count, wrong_places + count
     else:
         seeds, place_of_receiver = {source: senders, target: ends}, place
-    exclude = {edge_type: (senders, receivers)}
+    seed_times = None
+    if times is not None:
+        of_ends = jnp.concatenate([jnp.asarray(times), jnp.repeat(jnp.asarray(times), num_negatives)])
+        seed_times = {source: jnp.asarray(times), target: of_ends}
+        if source == target:
+            seed_times = {source: jnp.concatenate([jnp.asarray(times), of_ends])}
+    exclude: dict[EdgeType, tuple[Array, Array] | Array]
+    if edge_ids is not None:
+        ids = checked_ids("link_batch", edge_ids, topology.relations[number].num_edges, "edge_ids", "int[edges]")
+        if ids.shape != senders.shape:
+            raise ValueError(f"link_batch: `edge_ids` must be int[edges], got {ids.shape} for {senders.shape}")
+        exclude = dict.fromkeys([edge_type] if reverse is None else [edge_type, reverse], jnp.where(mask, ids, -1))
+    else:
+        exclude = _pairs_of(edge_type, reverse, senders, receivers)
+    return LinkBatch(seeds, exclude, place, place_of_receiver, wrong_places, mask, there, edge_type, seed_times)
+
+
+def _checked_times(times: ArrayLike, shape: tuple[int, ...]) -> Array:
+    """int[edges]."""
+    found = jnp.asarray(entering_jit("link_batch", times, ids_or_times=True))
+    if found.shape != shape or not jnp.issubdtype(found.dtype, jnp.integer):
+        raise ValueError(f"link_batch: `times` must be int[edges], got {found.dtype}{list(found.shape)} for {shape}")
+    return found
+
+
+def _pairs_of(
+    edge_type: EdgeType, reverse: EdgeType | None, senders: Array, receivers: Array
+) -> dict[EdgeType, tuple[Array, Array] | Array]:
+    """The edges and their reverses, by relation."""
     if reverse == edge_type:  # a relation that is its own reverse
-        exclude = {edge_type: (jnp.concatenate([senders, receivers]), jnp.concatenate([receivers, senders]))}
-    elif reverse is not None:
-        exclude[reverse] = receivers, senders
-    return LinkBatch(seeds, exclude, place, place_of_receiver, wrong_places, mask, there, edge_type)
+        return {edge_type: (jnp.concatenate([senders, receivers]), jnp.concatenate([receivers, senders]))}
+    found: dict[EdgeType, tuple[Array, Array] | Array] = {edge_type: (senders, receivers)}
+    if reverse is not None:
+        found[reverse] = receivers, senders
+    return found
 
 
 def _drawn_receivers(

@@ -17,7 +17,7 @@ from dejax._promotion import broadcasting
 from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.minibatch._checks import EdgeType, of_the_only
-from dejax.minibatch._drawing import Hop, Randomness, SampleOptions, draw_hop, draw_keys, excluded, take
+from dejax.minibatch._drawing import Drawn, Hop, Randomness, SampleOptions, draw_hop, draw_keys, excluded, take
 from dejax.minibatch._layout import FanOuts, SampleLayout, make_layout
 from dejax.minibatch._numbering import Nodes, NumberRanges, number_found, number_seeds
 from dejax.minibatch.topology import HeteroTopology
@@ -26,6 +26,8 @@ __all__ = ["SampleOptions", "SampledBlocks", "edge_ids", "sample_blocks"]
 
 _DEFAULT = SampleOptions()
 
+Excluded = tuple[ArrayLike, ArrayLike] | Array | np.ndarray
+"""Edges of a relation to leave out: their senders and receivers, or their places in the list."""
 Seeds = Mapping[str, ArrayLike] | tuple[str, ArrayLike] | ArrayLike
 
 
@@ -133,7 +135,7 @@ def sample_blocks(
     fan_outs: FanOuts,
     *,
     capacities: Mapping[str, Sequence[int]] | Sequence[int] | None = None,
-    exclude: Mapping[EdgeType, tuple[ArrayLike, ArrayLike]] | tuple[ArrayLike, ArrayLike] | None = None,
+    exclude: Mapping[EdgeType, Excluded] | Excluded | None = None,
     seed_times: Mapping[str, ArrayLike] | ArrayLike | None = None,
     options: SampleOptions = _DEFAULT,
 ) -> SampledBlocks:
@@ -160,8 +162,9 @@ def sample_blocks(
         capacities: the most new nodes of each hop, by node type, and as `Capacities` the most edges of blocks, too
             (`find_capacities`). By default all fit.
         exclude: by relation, int[pairs] senders and receivers of edges that the sample must not have: the edges to
-            predict, and their reverses under the reverse relation. If an excluded edge is drawn, its slot stays
-            empty.
+            predict, and their reverses under the reverse relation. Or an array int[edges] of their positions in the
+            lists that the topology was made from: other edges of the same two nodes then stay. If an excluded edge is
+            drawn, its slot stays empty.
         seed_times: int[seeds], as `seeds` by node type.
         options: replacement, most recent edges, bounds on degrees.
 
@@ -203,7 +206,7 @@ def sample_blocks(
         receivers, until = nodes.receivers(number, hop)
         drawn, random = draw_hop(random, topology, hop, receivers, until)
         lost_edges = lost_edges + drawn.lost
-        found = nodes.add(number, hop, _without(pairs, layout, hop, drawn.senders, receivers))
+        found = nodes.add(number, hop, _without(topology, pairs, layout, hop, drawn, receivers))
         slots.append(found)
         positions.append(jnp.where(found >= 0, drawn.edges, -1))
     edges_found = jnp.cumsum(jnp.stack([jnp.sum(own >= 0, dtype=jnp.int32) for own in slots]), dtype=jnp.int32)
@@ -237,15 +240,20 @@ def edge_ids(topology: HeteroTopology, sample: SampledBlocks) -> tuple[Array, ..
     >>> edge_ids(topology, sample)  # the second edge of the list, and none
     (Array([[1]], dtype=int32),)
     """
-    found = []
-    for piece, position in zip(sample.layout.pieces, sample.edges, strict=True):
-        relation = topology.relations[piece.relation]
-        table = topology.lists[relation.lists].edge_ids
-        if table is not None:
-            there = jnp.where(position >= 0, position + relation.first_edge, -1)
-            position = jnp.where(position >= 0, take(table, there), -1)
-        found.append(position)
-    return tuple(found)
+    return tuple(
+        ids_of_edges(topology, piece.relation, position)
+        for piece, position in zip(sample.layout.pieces, sample.edges, strict=True)
+    )
+
+
+def ids_of_edges(topology: HeteroTopology, number: int, positions: Array) -> Array:
+    """The places of a relation's edges in the list that it was made from, by their positions here; -1: none."""
+    relation = topology.relations[number]
+    table = topology.lists[relation.lists].edge_ids
+    if table is None:
+        return positions
+    there = jnp.where(positions >= 0, positions + relation.first_edge, -1)
+    return jnp.where(positions >= 0, take(table, there), -1)
 
 
 def split_nodes(layout: SampleLayout, x: Array, hops: int) -> dict[str, Array]:
@@ -322,16 +330,26 @@ class _Nodes:
 
 
 def _without(
-    pairs: Mapping[int, tuple[Array, Array]], layout: SampleLayout, hop: Hop, senders: Array, receivers: Array
+    topology: HeteroTopology,
+    pairs: Mapping[int, tuple[Array, Array] | Array],
+    layout: SampleLayout,
+    hop: Hop,
+    drawn: Drawn,
+    receivers: Array,
 ) -> Array:
     """The senders of drawn edges, -1 for those that are excluded."""
-    row = slot = 0
+    senders, row, slot = drawn.senders, 0, 0
     for piece in hop.pieces:
         rows = layout.receivers(piece)
         size = rows * piece.fan_out
         if piece.relation in pairs:
             own = senders[slot : slot + size].reshape(rows, piece.fan_out)
-            wrong = excluded(pairs[piece.relation], own, receivers[row : row + rows])
+            left_out = pairs[piece.relation]
+            if isinstance(left_out, tuple):
+                wrong = excluded(left_out, own, receivers[row : row + rows])
+            else:
+                ids = ids_of_edges(topology, piece.relation, drawn.edges[slot : slot + size]).reshape(own.shape)
+                wrong = (ids >= 0) & jnp.isin(ids, left_out)
             senders = senders.at[slot : slot + size].set(jnp.where(wrong, -1, own).reshape(-1))
         row, slot = row + rows, slot + size
     return senders
@@ -403,10 +421,15 @@ def _checked_times(
     return found
 
 
-def _checked_pairs(topology: HeteroTopology, exclude: Any) -> dict[int, tuple[Array, Array]]:
-    found = {}
+def _checked_pairs(topology: HeteroTopology, exclude: Any) -> dict[int, tuple[Array, Array] | Array]:
+    """By number of relation, the senders and receivers of excluded edges, or their places in the list."""
+    found: dict[int, tuple[Array, Array] | Array] = {}
     for edge_type, given in (of_the_only(topology.edge_types, exclude) or {}).items():
         number = topology.number_of(edge_type)
+        if getattr(given, "ndim", None) == 1:
+            count = topology.relations[number].num_edges
+            found[number] = checked_ids("sample_blocks", given, count, "exclude", "int[edges]")
+            continue
         if len(given) != 2:
             raise ValueError(
                 f"sample_blocks: `exclude` of {edge_type} must be (senders, receivers), got {len(given)} rows"

@@ -13,7 +13,9 @@ from dejax.host_gather import adam, shardings
 from dejax.minibatch import (
     FeatureStore,
     HeteroTopology,
+    NegativePool,
     SampleOptions,
+    TrueEdges,
     edge_ids,
     infer_layers,
     link_batch,
@@ -390,6 +392,47 @@ def test_edges_as_seeds_have_negatives_and_are_left_out():
     assert wrong.shape == (11, 4, 1) and mask.tolist() == [True] * 10 + [False]
     left = {(s, r) for s, r, _ in sampled_edges(sample)[WRITES]}
     assert not left & set(zip(pairs[0][:10].tolist(), pairs[1][:10].tolist(), strict=True))
+
+
+def test_links_in_time():
+    lists, times = timed()
+    senders, receivers = lists[WRITES]
+    born = np.arange(13) * 5
+    when = np.maximum(times[WRITES], born[receivers])
+    order = np.argsort(when)[-12:]  # edges of one pair of nodes at several times are among them
+    topology = topology_of(lists, times={**times, WRITES: when, REV: when})
+    pairs, pool = (senders[order], receivers[order]), NegativePool.from_times(born)
+
+    @jax.jit
+    def run(topology, pairs, at, ids, pool, edges):
+        options = {"times": at, "edge_ids": ids, "true_edges": edges, "negatives": pool, "reverse": REV}
+        batch = link_batch(KEY, topology, WRITES, pairs, 6, **options)
+        sample = sample_blocks(KEY, topology, batch.seeds, [-1], exclude=batch.exclude, seed_times=batch.seed_times)
+        return batch, sample
+
+    batch, sample = run(topology, pairs, when[order], order, pool, TrueEdges.from_edges((senders, receivers)))
+    wrong = np.asarray(batch.seeds["paper"])[np.asarray(batch.negatives)]
+    assert (born[wrong] <= when[order][:, None]).all() and len(np.unique(wrong)) > 6
+    true = set(zip(senders.tolist(), receivers.tolist(), strict=True))
+    want = [[(s, w) not in true for w in row] for s, row in zip(pairs[0].tolist(), wrong.tolist(), strict=True)]
+    np.testing.assert_array_equal(batch.negative_mask, want)
+    np.testing.assert_array_equal(batch.seed_times["paper"], np.concatenate([when[order], np.repeat(when[order], 6)]))
+    # By place in the list: the edges of the batch are left out, and all others of their ends stay, up to their time.
+    found = {name: [] for name in lists}
+    for piece, some, ids in zip(sample.layout.pieces, sample.senders, edge_ids(topology, sample), strict=True):
+        rows, slots = np.nonzero(np.asarray(some) >= 0)
+        nodes = (rows + sample.layout.first(piece.hop, piece.target)).tolist()
+        found[sample.layout.edge_types[piece.relation]] += zip(nodes, ids[rows, slots].tolist(), strict=True)
+    again = 0
+    for name, kind, ends in ((WRITES, "paper", receivers), (REV, "author", senders)):
+        seeds = zip(batch.seeds[kind].tolist(), batch.seed_times[kind].tolist(), strict=True)
+        others = ~np.isin(np.arange(60), order)
+        seen = [
+            (k, e) for k, (node, at) in enumerate(seeds) for e in np.flatnonzero((ends == node) & (when <= at) & others)
+        ]
+        assert sorted(found[name]) == seen
+        again += sum((senders[e], receivers[e]) in set(zip(*pairs, strict=True)) for _, e in seen)
+    assert again  # an earlier edge of a pair stays
 
 
 def test_filtered_ranks_leave_out_what_is_known():

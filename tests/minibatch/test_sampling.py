@@ -7,8 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax.datasets import from_tables
-from dejax.minibatch import HeteroTopology, SampleOptions, find_capacities, link_batch, links, sample_blocks
+from dejax.datasets import HeteroDataset, from_tables
+from dejax.minibatch import (
+    HeteroTopology,
+    NegativePool,
+    SampleOptions,
+    find_capacities,
+    link_batch,
+    links,
+    sample_blocks,
+)
 from tests.minibatch.graphs import (
     CITES,
     COUNTS,
@@ -304,3 +312,35 @@ def test_what_a_seed_sees_does_not_change_with_later_rows():
         seen.append(found)
     assert seen[0] == seen[1] and {kind for kind, _, tree in seen[0] if tree == 0} == {"users", "orders", "lines"}
     assert not any(late[node] for kind, node, _ in seen[0] if kind == "orders")
+
+
+def test_links_in_time_need_times_and_a_pool():
+    topology, pool = topology_of(), NegativePool.from_times(np.zeros(13, int))
+    edges = np.array([0, 1]), np.array([2, 3])
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match="must be a NegativePool where `times` are given, .* got 'uniform'"):
+        link_batch(key, topology, WRITES, edges, 2, times=[1, 2])
+    with pytest.raises(ValueError, match="got 'a pool without times'"):
+        link_batch(key, topology, WRITES, edges, 2, negatives=pool)
+    with pytest.raises(ValueError, match=r"`times` must be int\[edges\], got int32\[1\] for \(2,\)"):
+        link_batch(key, topology, WRITES, edges, 2, negatives=pool, times=np.array([1]))
+    with pytest.raises(ValueError, match="must fit int32"):
+        NegativePool.from_times([2**40])
+    with pytest.raises(ValueError, match="`edge_times` must have a time for each"):
+        NegativePool.from_times([0, 1], receivers=[1])
+
+
+def test_negatives_by_degree_are_those_of_edges_that_are_known():
+    likes = ("a", "likes", "b")
+    data = HeteroDataset(
+        "x", {"a": 1, "b": 3}, {likes: ([0] * 4, [0, 0, 1, 2])}, edge_times={likes: np.array([1, 2, 3, 9])},
+        known_from={"b": np.array([0, 5, 0])},
+    )  # fmt: skip
+    pool = NegativePool.from_dataset(data, likes, "degree")
+    drawn = np.asarray(pool.draw(jax.random.key(0), np.array([0, 4, 6]), 3000))
+    assert set(drawn[0]) == {-1} and set(drawn[1]) == {0}  # node 1 is not known before 5
+    np.testing.assert_allclose(np.bincount(drawn[2]) / 3000, [2 / 3, 1 / 3], atol=0.05)
+    assert set(np.asarray(NegativePool.from_dataset(data, likes).draw(jax.random.key(0), np.array([4]), 50))[0]) == {
+        0,
+        2,
+    }

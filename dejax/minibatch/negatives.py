@@ -1,0 +1,133 @@
+"""Wrong destinations for link prediction: those that exist at a time, and those that are no true edges."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from dejax._int32 import INT32_MAX
+from dejax._pytrees import pytree
+from dejax.datasets import HeteroDataset
+from dejax.minibatch._checks import EdgeType
+from dejax.minibatch._drawing import among_sorted
+from dejax.minibatch._draws import below
+
+
+@pytree
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class NegativePool:
+    """The destinations that exist at each time, from which `link_batch` draws negatives. A pytree.
+
+    Attributes:
+        nodes: int32[entries], the destinations in the order of the times from which they count. A node may occur
+            several times, and is then drawn more often.
+        times: int32[entries], these times, ascending.
+        known_from: int32[nodes], from when on each destination exists.
+
+    >>> import jax
+    >>> pool = NegativePool.from_times([5, 1, 3])
+    >>> nodes = pool.draw(jax.random.key(0), np.array([0, 1, 4]), 6)
+    >>> nodes[:2], set(nodes[2].tolist()) <= {1, 2}
+    (Array([[-1, -1, -1, -1, -1, -1],
+           [ 1,  1,  1,  1,  1,  1]], dtype=int32), True)
+    """
+
+    nodes: Array
+    times: Array
+    known_from: Array
+
+    @classmethod
+    def from_times(
+        cls, known_from: ArrayLike, *, receivers: ArrayLike | None = None, edge_times: ArrayLike | None = None
+    ) -> NegativePool:
+        """A pool of all nodes of a type, or of the receivers of edges.
+
+        Args:
+            known_from: int[nodes], from when on each node exists.
+            receivers: int[edges]: draws are in proportion to the edges that each node has by then.
+            edge_times: int[edges], the times of these edges.
+
+        Raises:
+            ValueError: times that need more than 32 bits, or no times for receivers.
+        """
+        known = np.asarray(known_from)
+        nodes, times = np.arange(len(known)), known
+        if receivers is not None:
+            if edge_times is None or len(np.asarray(edge_times)) != len(np.asarray(receivers)):
+                raise ValueError("NegativePool: `edge_times` must have a time for each of `receivers`")
+            nodes = np.asarray(receivers)
+            times = np.maximum(np.asarray(edge_times), known[nodes])
+        for values in (known, times):
+            if values.size and not (-INT32_MAX - 1 <= values.min() and values.max() <= INT32_MAX):
+                raise ValueError("NegativePool: times must fit int32; count them in a coarser unit")
+        order = np.argsort(times, kind="stable")
+        return cls(*(jnp.asarray(values.astype(np.int32)) for values in (nodes[order], times[order], known)))
+
+    @classmethod
+    def from_dataset(
+        cls, data: HeteroDataset, edge_type: EdgeType, by: Literal["uniform", "degree"] = "uniform"
+    ) -> NegativePool:
+        """The destinations of a relation of a data set, from when on they are known.
+
+        Args:
+            data: the data set.
+            edge_type: the relation.
+            by: "uniform": all nodes of the type that exist; "degree": in proportion to the edges that are known.
+
+        Raises:
+            ValueError: a relation that does not exist; times that need more than 32 bits.
+        """
+        if edge_type not in data.edges:
+            raise ValueError(f"NegativePool: `edge_type` must be a relation of the data set, got {edge_type}")
+        always = np.iinfo(np.int32).min
+        known = data.known_from.get(edge_type[2], np.full(data.num_nodes[edge_type[2]], always))
+        if by == "uniform":
+            return cls.from_times(known)
+        if by != "degree":
+            raise ValueError(f"NegativePool: `by` must be 'uniform' or 'degree', got {by!r}")
+        receivers = data.edges[edge_type][1]
+        times = data.edge_times.get(edge_type, np.full(len(receivers), always))
+        return cls.from_times(known, receivers=receivers, edge_times=times)
+
+    def draw(self, key: Array, times: ArrayLike, count: int) -> Array:
+        """int32[times, count], nodes that exist at each time; -1 where none does."""
+        there = jnp.searchsorted(self.times, jnp.asarray(times), side="right").astype(jnp.int32)
+        shape = (there.shape[0], count)
+        entries = below(key, shape, jnp.broadcast_to(jnp.maximum(there, 1)[:, None], shape))
+        if not self.nodes.shape[0]:
+            return jnp.full(shape, -1, jnp.int32)
+        return jnp.where(there[:, None] > 0, self.nodes[entries], -1)
+
+
+@pytree
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TrueEdges:
+    """Edges of a relation as a set: which pairs of nodes are among them. A pytree.
+
+    Attributes:
+        receivers: int32[pairs], ascending.
+        senders: int32[pairs], ascending for each receiver.
+
+    >>> TrueEdges.from_edges(([0, 2], [1, 1])).contain(np.array([0, 1]), np.array([1, 1]))
+    Array([ True, False], dtype=bool)
+    """
+
+    receivers: Array
+    senders: Array
+
+    @classmethod
+    def from_edges(cls, edges: tuple[ArrayLike, ArrayLike]) -> TrueEdges:
+        """The set of (senders, receivers), int[edges] each."""
+        senders, receivers = (np.asarray(ends, np.int32) for ends in edges)
+        pairs = np.unique(np.stack([receivers, senders], axis=1), axis=0).reshape(-1, 2)
+        return cls(jnp.asarray(pairs[:, 0]), jnp.asarray(pairs[:, 1]))
+
+    def contain(self, senders: ArrayLike, receivers: ArrayLike) -> Array:
+        """bool[...], whether each pair is one of the edges; arrays of one shape, or that broadcast."""
+        pair = jnp.broadcast_arrays(jnp.asarray(senders), jnp.asarray(receivers))
+        return among_sorted(self.receivers, self.senders, pair[1], pair[0])
