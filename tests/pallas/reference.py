@@ -43,7 +43,6 @@ class Gemm:
     gather: bool = True
     scatter: bool = True
     transpose_w: bool = False
-    scale: bool = False
     bias: bool = False
     activation: str | None = None
     dot_vector: bool = False
@@ -80,13 +79,11 @@ class Gemm:
             a["x_index"][self.positions - self.padding :] = rows
         if self.scatter:
             a["out_index"] = rng.permutation(self.out_rows)[: self.positions].astype(np.int32)
-        if self.scale:
-            a["scale"] = rng.standard_normal((self.positions, heads))
         if self.bias:
             a["bias"] = rng.standard_normal((types, heads, self.n))
         if self.dot_vector:
             a["dot_vector"] = rng.standard_normal((types, heads, self.n))
-        for name in ("x", "w", "scale", "bias", "dot_vector"):
+        for name in ("x", "w", "bias", "dot_vector"):
             if name in a:
                 a[name] = np.asarray(jnp.asarray(a[name], self.dtype))
                 if self.heads is None:
@@ -96,9 +93,7 @@ class Gemm:
 
     def request(self, a: dict[str, Any]) -> kernels.GroupedGemm:
         groups = kernels.GemmGroups(a["offsets"], a["tile_type"], a["tile_start"], self.block, self.positions)
-        epilogue = kernels.GemmEpilogue(
-            a.get("scale"), a.get("bias"), self.activation, a.get("dot_vector"), self.dot_parts
-        )
+        epilogue = kernels.GemmEpilogue(a.get("bias"), self.activation, a.get("dot_vector"), self.dot_parts)
         output = kernels.GemmOutput(a.get("out_index"), self.out_rows, self.covers_all, self.out_dtype, self.scaled_out)
         return kernels.GroupedGemm(
             a["x"], a["w"], groups, a.get("x_index"), None, self.transpose_w, epilogue, output, self.precision
@@ -133,14 +128,14 @@ def tile_table(offsets: np.ndarray, block: int, positions: int) -> tuple[np.ndar
 GEMMS = {
     "plain": Gemm(),
     "k 1, n 1, one head": Gemm(k=1, n=1, heads=1),
-    "no heads axis": Gemm(heads=None, k=3, n=17, scale=True, dot_vector=True),
+    "no heads axis": Gemm(heads=None, k=3, n=17, dot_vector=True),
     "wide": Gemm(k=100, n=100, heads=1, counts=(20,)),
     "k in blocks": Gemm(k=200, n=1, heads=1, counts=(5, 5)),
     "n in blocks": Gemm(k=3, n=130, heads=2, counts=(5, 5)),
     "eight heads": Gemm(k=16, n=16, heads=8),
-    "heads merged": Gemm(heads=4, k=5, n=7, counts=(9, 2), scale=True, activation="relu"),
+    "heads merged": Gemm(heads=4, k=5, n=7, counts=(9, 2), activation="relu"),
     "some heads merged": Gemm(heads=6, k=20, n=3, counts=(9, 2), transpose_w=True),
-    "heads one by one": Gemm(heads=4, k=5, n=7, counts=(9, 2), precision="f32", scale=True),
+    "heads one by one": Gemm(heads=4, k=5, n=7, counts=(9, 2), precision="f32"),
     "transposed": Gemm(transpose_w=True),
     "transposed, k in blocks": Gemm(transpose_w=True, k=150, n=16, counts=(5, 5)),
     "no gather": Gemm(gather=False),
@@ -149,21 +144,21 @@ GEMMS = {
     "padding": Gemm(padding=6),
     "padding, no indices": Gemm(padding=6, gather=False, scatter=False),
     "all types empty": Gemm(counts=(0, 0), padding=3),
-    "scale, leaky relu, dot": Gemm(scale=True, activation="leaky_relu:0.2", dot_vector=True),
+    "leaky relu, dot": Gemm(activation="leaky_relu:0.2", dot_vector=True),
     "relu": Gemm(activation="relu"),
     "bias": Gemm(bias=True),
-    "bias, heads merged": Gemm(heads=4, k=5, n=7, counts=(9, 2), scale=True, bias=True, activation="relu"),
+    "bias, heads merged": Gemm(heads=4, k=5, n=7, counts=(9, 2), bias=True, activation="relu"),
     "bias, row-scaled, dot": Gemm(scaled_in=True, scaled_out=True, heads=None, bias=True, dot_vector=True),
     "tanh": Gemm(activation="tanh", heads=1),
     "sigmoid": Gemm(activation="sigmoid", heads=1),
     "bfloat16": Gemm(dtype=jnp.bfloat16),
-    "bfloat16 to float32": Gemm(dtype=jnp.bfloat16, out_dtype=jnp.float32, scale=True, dot_vector=True),
+    "bfloat16 to float32": Gemm(dtype=jnp.bfloat16, out_dtype=jnp.float32, dot_vector=True),
     "bf16 products": Gemm(precision="bf16"),
     "f32 products": Gemm(precision="f32"),
     "covers all": Gemm(covers_all=True),
     "block 32": Gemm(block=32, counts=(40, 0, 31)),
     "row-scaled": Gemm(scaled_in=True, scaled_out=True, heads=1),
-    "row-scaled, heads merged": Gemm(scaled_in=True, scaled_out=True, heads=4, k=5, n=7, counts=(9, 2), scale=True),
+    "row-scaled, heads merged": Gemm(scaled_in=True, scaled_out=True, heads=4, k=5, n=7, counts=(9, 2)),
     "row-scaled, columns in parts": Gemm(scaled_out=True, heads=2, k=16, n=128, counts=(5, 5)),
     "row-scaled, columns uneven": Gemm(scaled_in=True, scaled_out=True, heads=1, k=16, n=130, counts=(5, 5)),
     "three tiles a program": Gemm(heads=1, padding=6, schedule=kernels.GemmSchedule(32, 16, 4, 3, 3)),
@@ -188,7 +183,7 @@ GEMMS = {
         activation="sigmoid",
         dot_vector=True,
     ),
-    "row-scaled, heads stored longer": Gemm(k=60, n=100, scaled_in=True, scaled_out=True, heads=2, scale=True),
+    "row-scaled, heads stored longer": Gemm(k=60, n=100, scaled_in=True, scaled_out=True, heads=2),
     "row-scaled, heads stored longer, transposed": Gemm(
         k=36, n=20, scaled_in=True, scaled_out=True, heads=3, transpose_w=True, counts=(9, 2)
     ),
@@ -227,7 +222,6 @@ class WeightGradient:
     k: int = 17
     n: int = 3
     gather: bool = True
-    scale: bool = False
     precision: str = "tf32"
     dtype: Any = jnp.float32
     out_dtype: Any = jnp.float32
@@ -253,9 +247,7 @@ class WeightGradient:
             for name in ("x_index", "y_index"):
                 a[name] = rng.integers(0, rows, self.positions).astype(np.int32)
                 a[name][self.positions - self.padding :] = rows
-        if self.scale:
-            a["scale"] = rng.standard_normal((self.positions, heads))
-        for name in ("x", "y", "scale"):
+        for name in ("x", "y"):
             if name in a:
                 a[name] = np.asarray(jnp.asarray(a[name], self.dtype))
                 if self.heads is None:
@@ -289,23 +281,23 @@ class WeightGradient:
 
 WEIGHT_GRADIENTS = {
     "plain": WeightGradient(),
-    "k 1, n 1, no heads axis": WeightGradient(k=1, n=1, heads=None, scale=True),
+    "k 1, n 1, no heads axis": WeightGradient(k=1, n=1, heads=None),
     "wide": WeightGradient(k=100, n=100, heads=1, counts=(20,)),
     "tiles of the result": WeightGradient(k=70, n=130, heads=1, counts=(5, 4)),
     "eight heads": WeightGradient(k=16, n=16, heads=8),
-    "heads merged": WeightGradient(heads=4, k=5, n=7, counts=(9, 2), scale=True),
+    "heads merged": WeightGradient(heads=4, k=5, n=7, counts=(9, 2)),
     "some heads merged": WeightGradient(heads=6, k=20, n=3, counts=(9, 2)),
-    "heads one by one": WeightGradient(heads=4, k=5, n=7, counts=(9, 2), precision="f32", scale=True),
+    "heads one by one": WeightGradient(heads=4, k=5, n=7, counts=(9, 2), precision="f32"),
     "no gather": WeightGradient(gather=False),
     "no gather, padding": WeightGradient(gather=False, padding=5),
-    "padding, scale": WeightGradient(padding=5, scale=True),
+    "padding": WeightGradient(padding=5),
     "one split a type": WeightGradient(rows_per_split=64),
     "default splits": WeightGradient(rows_per_split=None),
     "splits in any order": WeightGradient(shuffled=True, padding=5),
     "one split a type, in any order": WeightGradient(shuffled=True, rows_per_split=64),
     "all types empty": WeightGradient(counts=(0, 0), padding=9),
     "bfloat16": WeightGradient(dtype=jnp.bfloat16),
-    "bfloat16 result": WeightGradient(dtype=jnp.bfloat16, out_dtype=jnp.bfloat16, scale=True),
+    "bfloat16 result": WeightGradient(dtype=jnp.bfloat16, out_dtype=jnp.bfloat16),
     "bf16 products": WeightGradient(precision="bf16"),
     "f32 products": WeightGradient(precision="f32"),
     "row-scaled": WeightGradient(row_scaled=("x", "y"), heads=1),

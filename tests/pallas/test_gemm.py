@@ -23,11 +23,11 @@ from tests.pallas.reference import (
 )
 
 
-@pytest.mark.parametrize("operand", slow_but(["all"], ["x", "w", "scale", "dot_vector", "all"]))
+@pytest.mark.parametrize("operand", slow_but(["all"], ["x", "w", "dot_vector", "all"]))
 def test_grouped_gemm_vmap(operand):
-    case = Gemm(counts=(5, 3), rows=4, k=3, n=2, scale=True, dot_vector=True)
+    case = Gemm(counts=(5, 3), rows=4, k=3, n=2, dot_vector=True)
     samples = [case.arrays(seed) for seed in (0, 1, 2)]
-    floats = ["x", "w", "scale", "dot_vector"]
+    floats = ["x", "w", "dot_vector"]
     batched = floats if operand == "all" else [operand]
     stacked = {n: np.stack([s[n] for s in samples]) if n in batched else v for n, v in samples[0].items()}
     run = interpreted(jax.vmap(case.run, in_axes=({n: 0 if n in batched else None for n in stacked},)))
@@ -70,7 +70,7 @@ def test_results_with_parts_of_several_widths_stay_float32_and_whole(monkeypatch
 _WITH_COLUMNS = {
     "float32": Gemm(heads=None, k=20, n=17, scaled_out=True),
     "row-scaled": Gemm(heads=None, k=20, n=17, scaled_in=True, scaled_out=True),
-    "heads merged, scale": Gemm(heads=4, k=5, n=7, counts=(9, 2), scale=True, scaled_out=True),
+    "heads merged": Gemm(heads=4, k=5, n=7, counts=(9, 2), scaled_out=True),
     "transposed, dot": Gemm(heads=None, transpose_w=True, scaled_out=True, dot_vector=True),
     "bias": Gemm(heads=None, bias=True, scaled_out=True),
     "relu, dot": Gemm(heads=2, activation="relu", scaled_out=True, dot_vector=True),
@@ -172,7 +172,6 @@ def test_weight_gradients_of_rows_of_all_magnitudes(powers, row_scaled):
         (ValueError, "`block` must be a power of two of at least 16, got 8", {"block": 8}, {}),
         (ValueError, "`w` must have 1 heads and a contracted width of 17", {}, {"w": np.ones((1, 3, 17), np.float32)}),
         (ValueError, r"x_index must have shape \(5,\)", {"padding": 1}, {}),
-        (ValueError, r"`scale` must be \[4, 1\] or \[4\], got \(3, 1\)", {}, {"scale": np.ones(3, np.float32)}),
         (NotImplementedError, "x must be float32, bfloat16 or float16", {}, {"x": np.ones((13, 17), np.int32)}),
         (NotImplementedError, "`activation` must be None", {"activation": "gelu"}, {}),
         (TypeError, "x_index must be integers", {}, {"x_index": np.zeros(4, np.float32)}),

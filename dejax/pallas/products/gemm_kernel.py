@@ -297,9 +297,6 @@ def _exact_product(x: jax.Array, w: jax.Array, w_low: jax.Array | None, w_power:
 
 def _with_epilogue(tile: _Tile, y: jax.Array) -> jax.Array:
     ref, c, n = tile.ref, tile.c, tile.n
-    if "scale" in ref:
-        head = tile.heads * c.merged + divide(n, c.head_n)[0] if c.merged > 1 else tile.heads
-        y = y * _triton.load(ref["scale"], (tile.position[:, None], head), tile.valid[:, None]).astype(jnp.float32)
     if "bias" in ref:
         y = y + _triton.load(ref["bias"], (tile.type, tile.heads * c.n + n), tile.in_n()).astype(jnp.float32)
     return apply_activation(c.activation, y)

@@ -228,15 +228,6 @@ def _load(p: _Program, side: _Side, row: jax.Array, valid: jax.Array) -> Tile:
     return _triton.load(p.ref[side.name], (row[:, None], p.heads * side.width + side.column), mask), exponent
 
 
-def _times_scale(p: _Program, rows: jax.Array, position: jax.Array, valid: jax.Array) -> jax.Array:
-    """Rows of y times the scale of their position and of the head that each column belongs to."""
-    if "scale" not in p.ref:
-        return rows
-    head = p.heads * p.c.merged + divide(p.y.column, p.c.head_n)[0] if p.c.merged > 1 else p.heads
-    scale = _triton.load(p.ref["scale"], (position[:, None], head), valid[:, None])
-    return rows.astype(jnp.float32) * scale.astype(jnp.float32)
-
-
 def _measured_powers(p: _Program, at_first: Indices) -> dict[str, jax.Array]:
     """Powers of two near the largest magnitudes of the columns of float32 operands, [1, columns].
 
@@ -268,14 +259,13 @@ def _step(
     """The sum with the next `block_rows` positions, and the indices of the step after."""
     c, (sum_, here) = p.c, carry
     position = p.first + i * c.schedule.block_rows
-    valid = position < p.end
     ahead = _indices(p, position + c.schedule.block_rows)  # waits for memory together with this step's rows
     (x, x_exponent), (y, y_exponent) = _rows(p, position, here)
     x, y = (
         rows.astype(jnp.float32) * inverses[name] if name in inverses else rows for name, rows in (("x", x), ("y", y))
     )
     left = _left(x, x_exponent, c)
-    return _added(sum_, left, _times_scale(p, y, position, valid), y_exponent, c), ahead
+    return _added(sum_, left, y, y_exponent, c), ahead
 
 
 def _with_units(p: _Program, sum_: Sum, powers: dict[str, jax.Array]) -> jax.Array:

@@ -38,7 +38,7 @@ MAX_WHOLE_N, MAX_ROW_SCALED_N = 512, 256
 def grouped_gemm(request: GroupedGemm, *, schedule: GemmSchedule | None = None, interpret: bool | None = None) -> Any:
     """Each row times the matrix of its type.
 
-        out[o(p), h] = activation(scale[p, h] * (x[i(p), h] @ w[type(p), h]) + bias[type(p), h])
+        out[o(p), h] = activation(x[i(p), h] @ w[type(p), h] + bias[type(p), h])
 
     Positions p = 0, 1, ... are sorted by type. Position p reads row i(p) = `x_index[p]` and writes row o(p) =
     `output.index[p]`; without an index, row p.
@@ -87,8 +87,6 @@ def _with_heads_axis(r: GroupedGemm) -> GroupedGemm:
         x, w = x.reshape(x.shape[0], 1, x.shape[1]), w[:, None]
         bias, dot_vector = (a if a is None or a.ndim == 3 else a[:, None] for a in (e.bias, e.dot_vector))
         e = replace(e, bias=bias, dot_vector=dot_vector)
-    if e.scale is not None and e.scale.ndim == 1:
-        e = replace(e, scale=e.scale[:, None])
     if x.ndim != 3 or w.ndim != 4:
         raise ValueError(
             "`x` and `w` must be [rows, heads, k] and [types, heads, k, n], or [rows, k] and [types, k, n]; "
@@ -102,7 +100,7 @@ def _with_heads_axis(r: GroupedGemm) -> GroupedGemm:
 
 
 def _check_shapes(r: GroupedGemm) -> None:
-    (_, heads, k), types, positions, n, e = r.x.shape, r.w.shape[0], r.groups.num_positions, r.n, r.epilogue
+    (_, heads, k), types, n, e = r.x.shape, r.w.shape[0], r.n, r.epilogue
     w_k = r.w.shape[-1 if r.transpose_w else -2]
     if r.w.shape[1] != heads or w_k != k:
         raise ValueError(
@@ -115,8 +113,6 @@ def _check_shapes(r: GroupedGemm) -> None:
         )
     if r.groups.block < 16 or next_power_of_two(r.groups.block) != r.groups.block:
         raise ValueError(f"`block` must be a power of two of at least 16, got {r.groups.block}")
-    if e.scale is not None and e.scale.shape not in ((positions, heads), (positions, 1)):
-        raise ValueError(f"`scale` must be [{positions}, {heads}] or [{positions}], got {e.scale.shape}")
     for name, a in (("bias", e.bias), ("dot_vector", e.dot_vector)):
         if a is not None and a.shape != (types, heads, n):
             raise ValueError(f"`{name}` must be [{types}, {heads}, {n}], got {a.shape}")
@@ -124,7 +120,7 @@ def _check_shapes(r: GroupedGemm) -> None:
 
 def _check_supported(r: GroupedGemm, schedule: GemmSchedule | None) -> None:
     e, n = r.epilogue, r.n
-    for name, a in (("x", r.x), ("w", r.w), ("scale", e.scale), ("bias", e.bias), ("dot_vector", e.dot_vector)):
+    for name, a in (("x", r.x), ("w", r.w), ("bias", e.bias), ("dot_vector", e.dot_vector)):
         if a is not None:
             check_float(a, name)
     if schedule is not None and e.dot_vector is not None and schedule.block_n < n:
@@ -275,7 +271,6 @@ def _operands(r: GroupedGemm, w: _Weights, dot_vector: jax.Array | None, row_sca
         "w_low": w.low,
         "x_index": None if r.x_index is None else as_index(r.x_index, "x_index", positions),
         "out_index": None if r.output.index is None else as_index(r.output.index, "output.index", positions),
-        "scale": None if e.scale is None else jnp.broadcast_to(e.scale, (positions, heads)),
         "bias": None if e.bias is None else e.bias.reshape(types, heads * n),
         "dot_vector": dot_vector,
     }

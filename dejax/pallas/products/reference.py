@@ -23,8 +23,6 @@ def grouped_gemm(r: GroupedGemm) -> tuple[np.ndarray, np.ndarray | None]:
     y = np.zeros((offsets[-1], *w.shape[1::2]))
     for t in range(len(offsets) - 1):
         y[type_ == t] = np.einsum("phk,hkn->phn", x[row[type_ == t]], w[t])
-    if e.scale is not None:
-        y = y * _with_heads(_wide(e.scale), 2)[: offsets[-1], :, None]
     if e.bias is not None:
         y = y + _with_heads(_wide(e.bias), 3)[type_]
     y = activated(e.activation, y)
@@ -56,8 +54,6 @@ def grouped_weight_gradient(r: GroupedWeightGradient) -> np.ndarray:
     x, y = _with_heads(_wide(r.x), 3), _with_heads(_wide(r.y), 3)
     type_, x_row, y_row = _types(offsets), _rows(r.x_index, offsets), _rows(r.y_index, offsets)
     left, right = x[x_row], y[y_row]
-    if r.scale is not None:
-        left = left * _with_heads(_wide(r.scale), 2)[: offsets[-1], :, None]
     total = np.zeros((len(offsets) - 1, *x.shape[1:], y.shape[2]))
     for t in range(len(offsets) - 1):
         total[t] = np.einsum("phk,phn->hkn", left[type_ == t], right[type_ == t])

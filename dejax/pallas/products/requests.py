@@ -41,7 +41,6 @@ class GemmEpilogue:
     """What a grouped GEMM does with a product row before it stores it, in this order.
 
     Attributes:
-      scale: float[num_positions, heads] or float[num_positions], a factor of each product row.
       bias: float[types, heads, n] or, without the heads axis, float[types, n]; it is added.
       activation: `relu`, `tanh`, `sigmoid` or `leaky_relu:<slope>`.
       dot_vector: float[types, heads, n]; asks for a second result, the inner product of each result row and the vector
@@ -50,7 +49,6 @@ class GemmEpilogue:
         and n must be powers of two.
     """
 
-    scale: jax.Array | None = None
     bias: jax.Array | None = None
     activation: str | None = None
     dot_vector: jax.Array | None = None
@@ -137,7 +135,6 @@ class GroupedWeightGradient:
       num_positions: the length of the indices, and of the range of positions.
       x_index: int32[num_positions], the row of `x` at each position; one out of range reads as zeros. None: row p.
       y_index: int32[num_positions], likewise for `y`.
-      scale: float[num_positions, heads] or float[num_positions], a factor of each product.
       precision: of float32 operands: `tf32` (10-bit mantissa; computed in float16 with powers of two for each row, see
         `row_scaled`), `f32` (22 bits; three such products) or `bf16` (cast). Sums are float32.
       dtype: of the result.
@@ -152,7 +149,6 @@ class GroupedWeightGradient:
     num_positions: int
     x_index: jax.Array | None = None
     y_index: jax.Array | None = None
-    scale: jax.Array | None = None
     precision: str = "tf32"
     dtype: Any = jnp.float32
     rows_per_split: int | None = None

@@ -54,7 +54,7 @@ def split_table(offsets: jax.Array, rows_per_split: int, num_positions: int) -> 
 def grouped_weight_gradient(
     request: GroupedWeightGradient, *, schedule: WeightGradientSchedule | None = None, interpret: bool | None = None
 ) -> jax.Array:
-    """For each type the sum of `x^T y` over its positions: `out[t, h] = sum_p scale[p, h] * x[i(p), h]^T y[j(p), h]`.
+    """For each type the sum of `x^T y` over its positions: `out[t, h] = sum_p x[i(p), h]^T y[j(p), h]`.
 
     The sum goes over positions p of type t, `offsets[t]` to `offsets[t + 1]`; i(p) = `x_index[p]` and j(p) =
     `y_index[p]`, or p without an index. The order of additions is fixed, so the result is the same in every run.
@@ -87,7 +87,7 @@ def grouped_weight_gradient(
 
 def _with_heads_axis(r: GroupedWeightGradient) -> GroupedWeightGradient:
     """The request with an axis of heads in every operand."""
-    x, y, scale = r.x, r.y, r.scale
+    x, y = r.x, r.y
     check_float(x, "x")
     check_float(y, "y")
     flat = x.ndim == 2
@@ -98,14 +98,7 @@ def _with_heads_axis(r: GroupedWeightGradient) -> GroupedWeightGradient:
             "`x` and `y` must be [rows, heads, width] with the same heads, or both [rows, width]; "
             f"got ranks {x.ndim - flat} and {y.ndim - flat}, shapes {x.shape} and {y.shape}"
         )
-    if scale is not None:
-        check_float(scale, "scale")
-        scale = scale[:, None] if scale.ndim == 1 else scale
-        if scale.shape not in ((r.num_positions, x.shape[1]), (r.num_positions, 1)):
-            raise ValueError(
-                f"`scale` must be [{r.num_positions}, {x.shape[1]}] or [{r.num_positions}], got {scale.shape}"
-            )
-    return replace(r, x=x, y=y, scale=scale)
+    return replace(r, x=x, y=y)
 
 
 def _with_stored_heads(r: GroupedWeightGradient) -> GroupedWeightGradient:
@@ -154,7 +147,7 @@ def _decoded(r: GroupedWeightGradient, merged: int, schedule: WeightGradientSche
         x = x.decode()
     if isinstance(y, RowScaled):
         one_exponent = y.one_exponent(merged * y.shape[2], schedule.block_n)
-        y = y if scaled and r.scale is None and one_exponent else y.decode()
+        y = y if scaled and one_exponent else y.decode()
     return replace(r, x=x, y=y)
 
 
@@ -172,8 +165,6 @@ def _operands(r: GroupedWeightGradient, splits: tuple[Any, ...]) -> dict[str, An
     for name, index in (("x_index", r.x_index), ("y_index", r.y_index)):
         if index is not None:
             found[name] = as_index(index, name, r.num_positions)
-    if r.scale is not None:
-        found["scale"] = jnp.broadcast_to(r.scale, (r.num_positions, r.x.shape[1]))
     return found
 
 
