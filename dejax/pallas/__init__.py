@@ -7,14 +7,13 @@ from dejax.pallas.formats.row_scaled import RowScaled, rounded
 from dejax.pallas.formats.table_slice import TableSlice
 from dejax.pallas.padding import clear_rows
 from dejax.pallas.products.grouped_gemm import grouped_gemm
+from dejax.pallas.products.product_schedule import GemmSchedule, WeightGradientSchedule, gemm_block
 from dejax.pallas.products.requests import GemmEpilogue, GemmGroups, GemmOutput, GroupedGemm, GroupedWeightGradient
 from dejax.pallas.products.row_products import row_products
-from dejax.pallas.products.schedule import GemmSchedule, WeightGradientSchedule, gemm_block
 from dejax.pallas.products.sums import sum_rows
 from dejax.pallas.products.weight_gradient import grouped_weight_gradient, split_table
 from dejax.pallas.special import erf, exp
 from dejax.pallas.traversal.factored import Factored, whole
-from dejax.pallas.traversal.schedule import TraversalSchedule
 from dejax.pallas.traversal.template import (
     LongSegmentTable,
     Outputs,
@@ -24,6 +23,7 @@ from dejax.pallas.traversal.template import (
     map_entries,
     traverse,
 )
+from dejax.pallas.traversal.traversal_schedule import TraversalSchedule
 
 __all__ = [
     "Factored",

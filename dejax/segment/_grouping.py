@@ -15,8 +15,8 @@ from dejax._byte_order import native_order
 from dejax._int32 import clipped_to_int32
 from dejax._pytrees import pytree
 from dejax.pallas.segments.reduce import SegmentBounds
-from dejax.pallas.segments.schedule import chunk_of
 from dejax.pallas.segments.search import segment_offsets
+from dejax.pallas.segments.segment_schedule import chunk_of
 
 
 class Grouping(NamedTuple):

@@ -12,7 +12,7 @@ import pytest
 from dejax import pallas as kernels
 from dejax.pallas.formats.row_scaled import encode
 from dejax.pallas.products import grouped_gemm, reference
-from dejax.pallas.products.schedule import WeightGradientSchedule
+from dejax.pallas.products.product_schedule import WeightGradientSchedule
 from tests.cases import slow_but
 from tests.pallas.reference import (
     Gemm,

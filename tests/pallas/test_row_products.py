@@ -10,7 +10,7 @@ import pytest
 from dejax import pallas as kernels
 from dejax.pallas.machine import machine
 from dejax.pallas.products import reference
-from dejax.pallas.products.schedule import rows_per_part
+from dejax.pallas.products.product_schedule import rows_per_part
 from tests.cases import slow_but
 from tests.pallas.reference import TF32, interpreted
 

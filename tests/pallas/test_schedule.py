@@ -10,8 +10,8 @@ import pytest
 from dejax.pallas import tuned_tables
 from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.machine import Machine
-from dejax.pallas.products import schedule
-from dejax.pallas.traversal import schedule as traversals
+from dejax.pallas.products import product_schedule as schedule
+from dejax.pallas.traversal import traversal_schedule as traversals
 from dejax.pallas.tuner import Tuner
 
 

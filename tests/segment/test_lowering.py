@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from dejax.pallas.segments.reduce import KINDS, SegmentBounds, segment_reduce
-from dejax.pallas.segments.schedule import chunk_of
 from dejax.pallas.segments.search import segment_offsets
+from dejax.pallas.segments.segment_schedule import chunk_of
 from tests.pallas.test_lowering import lower
 from tests.segment.references import FLOATS, INTEGERS
 

@@ -13,7 +13,7 @@ from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, divide, lanes
 from dejax.pallas._tiles import resized, where, within
 from dejax.pallas.formats.row_scaled import inverse_of, power, raised_exponents, two_parts
-from dejax.pallas.products.schedule import GemmSchedule, MergedHeads
+from dejax.pallas.products.product_schedule import GemmSchedule, MergedHeads
 
 
 def apply_activation(name: str | None, y: jax.Array) -> jax.Array:

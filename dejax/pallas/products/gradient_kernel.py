@@ -25,7 +25,7 @@ from dejax.pallas.formats.row_scaled import (
     two_parts,
     whole_max,
 )
-from dejax.pallas.products.schedule import MergedHeads, WeightGradientSchedule
+from dejax.pallas.products.product_schedule import MergedHeads, WeightGradientSchedule
 
 # A biased exponent below those of all products of two float32 values.
 _LEAST = -400

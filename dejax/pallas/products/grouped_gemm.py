@@ -27,8 +27,8 @@ from dejax.pallas.formats.row_scaled import (
     two_parts,
 )
 from dejax.pallas.products.gemm_kernel import GemmPlan, gemm_kernel
+from dejax.pallas.products.product_schedule import SCALE_BEFOREHAND, GemmSchedule, gemm_schedule, merged_heads
 from dejax.pallas.products.requests import GroupedGemm, arithmetic, both_in_16_bits
-from dejax.pallas.products.schedule import SCALE_BEFOREHAND, GemmSchedule, gemm_schedule, merged_heads
 
 # The widest results that one program computes whole rows of: where an inner product with a vector needs that, and where
 # a row is to have one exponent.

@@ -32,8 +32,8 @@ from dejax.pallas._shapes import cdiv, lanes
 from dejax.pallas._tiles import steps, where
 from dejax.pallas.formats.row_scaled import raised_exponents, two_parts
 from dejax.pallas.products.gradient_kernel import Left, exact_transposed_product
+from dejax.pallas.products.product_schedule import WeightGradientSchedule, row_product_schedule, rows_per_part
 from dejax.pallas.products.requests import arithmetic
-from dejax.pallas.products.schedule import WeightGradientSchedule, row_product_schedule, rows_per_part
 
 
 @dataclass(frozen=True, slots=True)

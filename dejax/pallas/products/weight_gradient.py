@@ -22,10 +22,14 @@ from dejax.pallas import _triton, tuned_tables
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.formats.row_scaled import RowScaled
-from dejax.pallas.products import schedule as schedules
 from dejax.pallas.products.gradient_kernel import GradientPlan, partial_kernel
+from dejax.pallas.products.product_schedule import (
+    WeightGradientSchedule,
+    merged_heads,
+    rows_per_split,
+    weight_gradient_schedule,
+)
 from dejax.pallas.products.requests import GroupedWeightGradient, arithmetic
-from dejax.pallas.products.schedule import WeightGradientSchedule, merged_heads, weight_gradient_schedule
 from dejax.pallas.products.sums import sum_rows
 
 
@@ -184,7 +188,7 @@ def _summed(r: GroupedWeightGradient, schedule: WeightGradientSchedule | None, i
         merged = merged_heads(heads, k, r.y.shape[2], r.precision, r.x.dtype)
         schedule = _chosen_schedule(r, merged, interpret)
     r = _decoded(r, merged, schedule)
-    per_split = r.rows_per_split or schedules.rows_per_split(r.num_positions, types)
+    per_split = r.rows_per_split or rows_per_split(r.num_positions, types)
     splits = r.splits or (*split_table(jnp.asarray(r.offsets), per_split, r.num_positions), None)
     operands, num_splits = _operands(r, splits), splits[0].shape[0]
     plan = _plan(r, merged, schedule, (*operands, "partial"))

@@ -21,7 +21,7 @@ from jax import lax
 from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
 from dejax.pallas._tiles import both, broadcast, steps, where, with_axes, within
-from dejax.pallas.segments.schedule import SegmentSchedule, chunk_of, segment_schedule
+from dejax.pallas.segments.segment_schedule import SegmentSchedule, chunk_of, segment_schedule
 
 KINDS = ("sum", "max", "min")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dejax.pallas.machine import H200
-from dejax.pallas.products.schedule import rows_per_part, rows_per_split
+from dejax.pallas.products.product_schedule import rows_per_part, rows_per_split
 from dejax.rgnn.ir.inter import VIAS, Space, spec_sizes
 from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, Operand, RowProducts, Traversal, WeightGradient
 from dejax.rgnn.ir.row_sums import row_sums

@@ -17,7 +17,7 @@ from jax import Array
 
 from dejax._pytrees import pytree
 from dejax.pallas import LongSegmentTable
-from dejax.pallas.products.schedule import rows_per_split
+from dejax.pallas.products.product_schedule import rows_per_split
 from dejax.rgnn.graphs.checks import is_traced
 from dejax.rgnn.graphs.pieces_traced import chunk_length, tile_arrays
 from dejax.rgnn.graphs.sorting import expand, stable_argsort

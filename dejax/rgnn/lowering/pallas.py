@@ -13,10 +13,10 @@ import jax
 import dejax.pallas as kernels
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.intra import Gemm, Instance, RowProducts, Traversal, WeightGradient
-from dejax.rgnn.lowering.products import Products
+from dejax.rgnn.lowering.product_calls import Products
 from dejax.rgnn.lowering.running import SharedColumns
 from dejax.rgnn.lowering.segments import segment_sum
-from dejax.rgnn.lowering.traversals import Traversals
+from dejax.rgnn.lowering.traversal_calls import Traversals
 
 __all__ = ["PallasLowering", "SharedColumns"]
 

@@ -15,7 +15,7 @@ from dejax.rgnn.compiler.frontend.features import Axis
 from dejax.rgnn.compiler.frontend.foreign_calls import error_of_caller, instead_of
 from dejax.rgnn.compiler.frontend.indexing import indexed
 from dejax.rgnn.compiler.frontend.masks import both, either, negated
-from dejax.rgnn.compiler.frontend.products import matmul
+from dejax.rgnn.compiler.frontend.matmul import matmul
 from dejax.rgnn.ir import inter
 from dejax.rgnn.ir.inter import Space
 
