@@ -146,7 +146,7 @@ def of_the_graph(name, case):
 
 
 # Of each program the quarter that meets each backend and each kind of block; of these one is not slow.
-_FAST = {("rgat", "kernels", "joint, loops")}
+_FAST = {("biased", "xla", "joint")}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Reductions of gathered rows: those of the stored messages, with the same gradients."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,19 +12,17 @@ from tests.segment.references import BACKENDS, RECEIVERS, SCALES, check_gathered
 
 KINDS = ("sum", "mean", "max", "min")
 # test_contract.py has a sum with a scale for each head.
-QUICK = {("max", "edge", "plan"), ("mean", "none", "sorted")}
+QUICK = ("mean", "none", "sorted")
 SIXTEEN_BITS = [("max", "float16"), ("sum", "bfloat16"), ("sum", "float16")]
 
 
-@pytest.mark.parametrize("order", ["unsorted", "sorted", "plan"])
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.slow
-def test_kernels_of_each_kind_scale_and_order(kind, scale, order):
-    check_gathered(kind, scale, "pallas", order)
-
-
-@pytest.mark.parametrize(("kind", "scale", "order"), sorted(QUICK))
+@pytest.mark.parametrize(
+    ("kind", "scale", "order"),
+    [
+        pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow)
+        for case in itertools.product(KINDS, SCALES, ["unsorted", "sorted", "plan"])
+    ],
+)
 def test_kernels(kind, scale, order):
     check_gathered(kind, scale, "pallas", order)
 
