@@ -63,7 +63,7 @@ def host_compute(leaf: jax.Array) -> Rows:
 
 def device_view(table: Any) -> Rows:
     """`jnp.take` of the pinned memory, which jax takes for device memory (`kDLCUDA`)."""
-    from dejax.host_gather import _memory, _types
+    from dejax.host_gather import _memory, _spec
 
     memory, spec = _memory.memory_of(table._leaf), table._spec
 
@@ -72,7 +72,7 @@ def device_view(table: Any) -> Rows:
             return 2, 0
 
         def __dlpack__(self, **_: Any) -> Any:
-            return memory.dlpack(list(spec.leaf.shape), _types.word_bits(spec.dtype), 2, 0)
+            return memory.dlpack(list(spec.leaf.shape), _spec.word_bits(spec.dtype), 2, 0)
 
     array = jax.dlpack.from_dlpack(Exporter())
     take = jax.jit(lambda array, ids: jnp.take(array, ids, axis=0))

@@ -295,13 +295,17 @@ class ShardedTable(Table):
 
     def scatter_add(self, ids: ArrayLike, rows: Array, *, capacity: int | None = None) -> tuple[ShardedTable, Array]:
         """The table with rows of all devices added in the order of the mesh; how many of this one did not fit."""
-        to, values, lost = self._to_owners("ShardedTable.scatter_add", ids, rows, capacity)
-        table: Any = scatter_add(self._block(self.words), to, values)
-        return self._written(table._leaf), lost
+        return self._counted("ShardedTable.scatter_add", scatter_add, ids, rows, capacity)
 
     def _write(self, what: str, write: Callable[[Any, Any, Any], Any], ids: Any, rows: Any) -> ShardedTable:
-        to, values, _ = self._to_owners(what, ids, rows, None)
-        return self._written(write(self._block(self.words), to, values)._leaf)
+        return self._counted(what, write, ids, rows, None)[0]
+
+    def _counted(
+        self, what: str, write: Callable[[Any, Any, Any], Any], ids: Any, rows: Any, capacity: int | None
+    ) -> tuple[ShardedTable, Array]:
+        """The table after owners wrote the rows of all devices, and how many of this device did not fit."""
+        to, values, lost = self._to_owners(what, ids, rows, capacity)
+        return self._written(write(self._block(self.words), to, values)._leaf), lost
 
     def _written(self, words: Array) -> ShardedTable:
         """The table with these words in its blocks, and with the copies of hot rows that follow from them."""

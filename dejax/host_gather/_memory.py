@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from dejax import _native
-from dejax.host_gather import _types
+from dejax.host_gather import _spec
 from dejax.host_gather._spec import TableSpec
 
 _DLPACK_CPU, _DLPACK_CUDA_HOST = 1, 3
@@ -57,7 +57,7 @@ class Exporter:
 
     def __dlpack__(self, **_: Any) -> Any:
         shape = list(self._spec.leaf.shape)
-        return self._memory.dlpack(shape, _types.word_bits(self._spec.dtype), *self._device)
+        return self._memory.dlpack(shape, _spec.word_bits(self._spec.dtype), *self._device)
 
 
 def array_of(memory: Any, spec: TableSpec, device: Any) -> Array:

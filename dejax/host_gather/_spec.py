@@ -1,4 +1,4 @@
-"""The static part of a table: shape, dtype and platform."""
+"""The static part of a table: shape, dtype and platform; codes of element types, and the integers that carry rows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,59 @@ import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from dejax.host_gather import _types
-
+# dejax/include/elementh has the same codes.
+ELEMENT_CODES = {
+    "float32": 0,
+    "float64": 1,
+    "bfloat16": 2,
+    "float16": 3,
+    "float8_e4m3fn": 4,
+    "float8_e5m2": 5,
+    "int8": 6,
+    "uint8": 7,
+    "int16": 8,
+    "uint16": 9,
+    "int32": 10,
+    "uint32": 11,
+}
+RESULT_CODES = {"float32": 0, "bfloat16": 2, "float16": 3}
+MOVE_BYTES = -1  # the code of rows that are moved without conversion
 _MAX_ROW_BYTES = 1 << 30  # kernels count the bytes of a row in 32 bits
+
+
+def element_dtype(dtype: Any, what: str) -> np.dtype:
+    """`dtype` as a numpy dtype in this machine's byte order. Its elements must have whole bytes."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        raise TypeError(f"{what}: the dtype must be numeric, got {dtype}; use jax.random.key_data for keys")
+    found = np.dtype(dtype)
+    if found.hasobject or found.names is not None or found.kind in "SUmM":
+        raise TypeError(f"{what}: the dtype must be numeric, got {found}")
+    if found.type is np.void:
+        raise TypeError(
+            f"{what}: the dtype must be named, got {found}, as numpy.save leaves of bfloat16 and FP8; give the dtype, "
+            "as by array.view(jnp.bfloat16)"
+        )
+    if found.name.endswith(("int4", "int2", "int1", "e2m1fn")):
+        raise TypeError(f"{what}: the dtype must have whole bytes, got {found}; use int8")
+    return found.newbyteorder("=")
+
+
+def word_bits(dtype: np.dtype) -> int:
+    """Bits of the unsigned integers that carry elements of `dtype`: wider ones would need jax's 64-bit mode."""
+    return 8 * min(dtype.itemsize, 4)
+
+
+def words_per_row(row: tuple[int, ...], dtype: np.dtype) -> int:
+    """Unsigned integers in one row."""
+    return math.prod(row) * max(1, dtype.itemsize // 4)
+
+
+def store_unit(row_bytes: int) -> int:
+    """Bytes that a kernel can store at once: the largest power of two up to 16 that divides the bytes of a row."""
+    return min(16, row_bytes & -row_bytes) if row_bytes else 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,9 +119,9 @@ class TableSpec:
     @property
     def leaf(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype of the leaf array: unsigned integers, so that jax never asks for a derivative of a table."""
-        words = _types.words_per_row(self.row, self.dtype)
+        words = words_per_row(self.row, self.dtype)
         rows = self.rows if self.leaf_rows is None else self.leaf_rows
-        return jax.ShapeDtypeStruct((rows, words), np.dtype(f"uint{_types.word_bits(self.dtype)}"))
+        return jax.ShapeDtypeStruct((rows, words), np.dtype(f"uint{word_bits(self.dtype)}"))
 
     def to_words(self, rows: np.ndarray) -> np.ndarray:
         """Rows [n, *row] as the unsigned integers [n, words] that carry them."""
@@ -99,7 +147,7 @@ def table_spec(shape: Any, dtype: Any, device: jax.Device | None, what: str) -> 
         raise TypeError(f"{what}: the shape must be integers [rows, *row], got {shape!r}") from None
     if not shape or min(shape) < 0:
         raise ValueError(f"{what}: the shape must be [rows, *row], got {shape}")
-    spec = TableSpec(shape[0], shape[1:], _types.element_dtype(dtype, what), platform_of(device_or_default(device)))
+    spec = TableSpec(shape[0], shape[1:], element_dtype(dtype, what), platform_of(device_or_default(device)))
     if spec.row_bytes > _MAX_ROW_BYTES:
         raise ValueError(f"{what}: rows must have at most {_MAX_ROW_BYTES} bytes, got {spec.row_bytes}; split them")
     return spec

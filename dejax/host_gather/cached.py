@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import operator
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,19 +39,9 @@ class CachedTable(LocalTable):
     def __init__(self, table: HostTable, cache: Array, slots: Array) -> None:
         super().__init__(table._leaf, table._spec, cache, slots)
 
-    @property
-    def table(self) -> LocalTable:
-        return self._host_part
-
-    @property
-    def cache(self) -> Array:
-        cache: Array = self._hot
-        return cache
-
-    @property
-    def slots(self) -> Array:
-        slots: Array = self._slots
-        return slots
+    table: Any = property(operator.attrgetter("_host_part"))
+    cache: Any = property(operator.attrgetter("_hot"))
+    slots: Any = property(operator.attrgetter("_slots"))
 
     @classmethod
     def from_ids(cls, table: HostTable, ids: ArrayLike) -> CachedTable:

@@ -16,9 +16,8 @@ from jax.extend import core
 
 from dejax import _compat
 from dejax.host_gather._operands import Table
-from dejax.host_gather._recording import is_recorded
 from dejax.host_gather._spec import TableSpec
-from dejax.host_gather._tracing import current_trace, inside
+from dejax.host_gather._tracing import current_trace, inside, is_recorded
 from dejax.host_gather.gather import GatherCall, GatherOptions, batched_gather, gather, prepare_gather
 from dejax.host_gather.pipeline import GatherSource, PendingRows, start_alone
 

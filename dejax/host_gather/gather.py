@@ -15,12 +15,12 @@ from jax.typing import ArrayLike
 
 from dejax import _compat, _native
 from dejax._ffi import ffi_call
-from dejax.host_gather import _cost, _kernels, _types
+from dejax.host_gather import _cost, _kernels, _spec
 from dejax.host_gather._ids import checked_ids, in_range, nearest
 from dejax.host_gather._lifetime import reporting_closed
 from dejax.host_gather._operands import Table, TableOperands, table_of
-from dejax.host_gather._recording import is_recorded, record
 from dejax.host_gather._spec import TableSpec
+from dejax.host_gather._tracing import is_recorded, record
 
 Mode = Literal["fill", "clip", "raise"]
 Order = Literal["auto", "given", "sorted"]
@@ -195,7 +195,7 @@ def prepare_gather(
         )
     result = _result_dtype(what, spec, options.out_dtype, mean, options.scale is not None)
     convert = mean or options.scale is not None or result != spec.dtype
-    if convert and spec.dtype.name not in _types.ELEMENT_CODES:
+    if convert and spec.dtype.name not in _spec.ELEMENT_CODES:
         raise TypeError(f"{what}: rows of {spec.dtype} cannot be converted; gather them as they are")
     factor = _scale(what, spec, options.scale)
     fill = np.asarray(options.fill_value)
@@ -258,15 +258,15 @@ def _check_choices(what: str, options: GatherOptions) -> None:
 
 def _result_dtype(what: str, spec: TableSpec, out_dtype: Any, mean: bool, scaled: bool) -> np.dtype:
     if out_dtype is None:
-        convertible = spec.dtype.name in _types.RESULT_CODES
+        convertible = spec.dtype.name in _spec.RESULT_CODES
         result = spec.dtype if convertible or not (mean or scaled) else np.dtype(np.float32)
     else:
         result = np.dtype(out_dtype)
-        if result != spec.dtype and result.name not in _types.RESULT_CODES:
+        if result != spec.dtype and result.name not in _spec.RESULT_CODES:
             raise TypeError(
                 f"{what}: `out_dtype` must be float32, bfloat16, float16 or the table's {spec.dtype}, got {result}"
             )
-    if (mean or scaled) and result.name not in _types.RESULT_CODES:
+    if (mean or scaled) and result.name not in _spec.RESULT_CODES:
         raise TypeError(
             f"{what}: with `reduce` or `scale` the result must be float32, bfloat16 or float16; give `out_dtype`"
         )
@@ -356,8 +356,8 @@ def native_arguments(
     perm = jnp.zeros((0,), jnp.int32)
     if ordered:
         flat, perm = jax.lax.sort((flat, jnp.arange(flat.size, dtype=jnp.int32)), num_keys=1)
-    source = _types.ELEMENT_CODES[spec.dtype.name] if call.convert else _types.MOVE_BYTES
-    result = _types.RESULT_CODES[call.out_dtype.name] if call.convert else _types.MOVE_BYTES
+    source = _spec.ELEMENT_CODES[spec.dtype.name] if call.convert else _spec.MOVE_BYTES
+    result = _spec.RESULT_CODES[call.out_dtype.name] if call.convert else _spec.MOVE_BYTES
     kernel = 0
     if spec.platform == "cuda":
         if call.raises:
@@ -365,7 +365,7 @@ def native_arguments(
         kernel = _kernels.prepare(
             "gather.cu",
             ID="int" if flat.dtype == jnp.int32 else "long long",
-            UNIT=_types.store_unit(spec.row_bytes),
+            UNIT=_spec.store_unit(spec.row_bytes),
             SORTED=int(ordered),
             TICKET=int(ordered or ticket),
             CACHED=int(cached),

@@ -12,8 +12,7 @@ import numpy as np
 from jax import Array
 
 from dejax._pytrees import pytree
-from dejax.host_gather._recording import recording
-from dejax.host_gather._tracing import current_trace, inside
+from dejax.host_gather._tracing import current_trace, inside, recording
 from dejax.host_gather.cached import CachedTable
 from dejax.host_gather.host import HostTable
 from dejax.host_gather.table import LocalTable

@@ -22,7 +22,7 @@ from dejax._int32 import entering_jit
 from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids
 from dejax.host_gather._operands import Table, TableOperands, table_of
-from dejax.host_gather._recording import is_recorded
+from dejax.host_gather._tracing import is_recorded
 from dejax.host_gather.gather import GatherCall, GatherOptions, gather, native_arguments, native_gather, prepare_gather
 
 Carry = TypeVar("Carry")

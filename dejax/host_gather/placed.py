@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any, ClassVar
 
 import jax
@@ -41,14 +42,8 @@ class DeviceTable(LocalTable):
     def __init__(self, words: Array, spec: TableSpec) -> None:
         super().__init__(words, spec)
 
-    @property
-    def words(self) -> Array:
-        words: Array = self._leaf
-        return words
-
-    @property
-    def spec(self) -> TableSpec:
-        return self._spec
+    words: Any = property(operator.attrgetter("_leaf"))
+    spec: Any = property(operator.attrgetter("_spec"))
 
     @classmethod
     def from_numpy(cls, array: ArrayLike, *, device: jax.Device | None = None, writable: bool = False) -> DeviceTable:
@@ -121,23 +116,10 @@ class SplitTable(LocalTable):
         )
         super().__init__(table._leaf, spec, hot, slots)
 
-    @property
-    def table(self) -> LocalTable:
-        return self._host_part
-
-    @property
-    def hot(self) -> Array:
-        hot: Array = self._hot
-        return hot
-
-    @property
-    def slots(self) -> Array:
-        slots: Array = self._slots
-        return slots
-
-    @property
-    def writable(self) -> bool:
-        return not self.read_only
+    table: Any = property(operator.attrgetter("_host_part"))
+    hot: Any = property(operator.attrgetter("_hot"))
+    slots: Any = property(operator.attrgetter("_slots"))
+    writable: Any = property(lambda self: not self.read_only)
 
     @classmethod
     def from_numpy(

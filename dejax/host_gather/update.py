@@ -18,7 +18,7 @@ from dejax import _native
 from dejax._byte_order import native_order
 from dejax._ffi import ffi_call
 from dejax._pytrees import named_pytree
-from dejax.host_gather import _kernels, _sharing, _types
+from dejax.host_gather import _kernels, _sharing, _spec
 from dejax.host_gather._ids import checked_ids
 from dejax.host_gather._lifetime import reporting_closed
 from dejax.host_gather._operands import Table, table_of
@@ -354,9 +354,9 @@ def _checked_rows(call: _Update, spec: TableSpec, ids: Array, rows: Any) -> Arra
                 f"{what}: rows of {spec.dtype} need jax's 64-bit mode: jax.config.update('jax_enable_x64', True)"
             )
         return rows.astype(spec.dtype)
-    if spec.dtype.name not in _types.RESULT_CODES:
+    if spec.dtype.name not in _spec.RESULT_CODES:
         raise TypeError(f"{what}: the table must be of float32, bfloat16 or float16, got {spec.dtype}")
-    return rows if rows.dtype.name in _types.RESULT_CODES else rows.astype(jnp.float32)
+    return rows if rows.dtype.name in _spec.RESULT_CODES else rows.astype(jnp.float32)
 
 
 @functools.lru_cache(maxsize=256)
@@ -370,15 +370,15 @@ def _native_update(
 ) -> tuple[Array, ...]:
     """The native call: the leaves of the table and the moments, written in place."""
     ids, perm = jax.lax.sort((ids, jnp.arange(ids.size, dtype=jnp.int32)), num_keys=1)
-    codes = _types.RESULT_CODES
-    table_type = _types.MOVE_BYTES if op == _Op.SET else codes[spec.dtype.name]
-    values_type = _types.MOVE_BYTES if op == _Op.SET else codes[rows.dtype.name]
+    codes = _spec.RESULT_CODES
+    table_type = _spec.MOVE_BYTES if op == _Op.SET else codes[spec.dtype.name]
+    values_type = _spec.MOVE_BYTES if op == _Op.SET else codes[rows.dtype.name]
     kernel = 0
     if spec.platform == "cuda":
         kernel = _kernels.prepare(
             "update.cu",
             ID="int" if ids.dtype == jnp.int32 else "long long",
-            UNIT=_types.store_unit(spec.row_bytes),
+            UNIT=_spec.store_unit(spec.row_bytes),
             OP=int(op),
             TABLE=table_type,
             VALUES=values_type,

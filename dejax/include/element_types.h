@@ -9,7 +9,7 @@
 #define DEJAX_FN static inline
 #endif
 
-// dejax/host_gather/_types.py has the same codes.
+// dejax/host_gather/_spec.py has the same codes.
 enum ElementType {
   kF32 = 0,
   kF64 = 1,

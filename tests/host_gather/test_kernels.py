@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dejax.host_gather import _kernels, _types
+from dejax.host_gather import _kernels, _spec
 
 CXX = shutil.which("g++")
 pytestmark = pytest.mark.skipif(CXX is None, reason="no g++")
@@ -73,7 +73,7 @@ def gather_kernel(folder: Path, rows: np.ndarray, codes: tuple[int, int], **macr
     off = dict.fromkeys(("SORTED", "TICKET", "CACHED", "SPLIT", "MEAN"), 0)
     forms = {
         "ID": "int",
-        "UNIT": _types.store_unit(rows[0].nbytes),
+        "UNIT": _spec.store_unit(rows[0].nbytes),
         "SOURCE": codes[0],
         "RESULT": codes[1],
         "POSITION": "int",
@@ -119,7 +119,7 @@ def test_gather(
 ) -> None:
     rows = aligned(RNG.integers(-100, 100, (37, width)).astype(dtype))
     result = np.dtype(out or dtype)
-    codes = (_types.ELEMENT_CODES[rows.dtype.name], _types.RESULT_CODES[result.name]) if out else (-1, -1)
+    codes = (_spec.ELEMENT_CODES[rows.dtype.name], _spec.RESULT_CODES[result.name]) if out else (-1, -1)
     split = int(cached) // 2
     run = gather_kernel(
         tmp_path, rows, codes, SORTED=int(sort), TICKET=int(ticket), CACHED=int(cached > 0), SPLIT=split
@@ -213,14 +213,14 @@ def test_update(tmp_path: Path, op: int, width: int, dtype: str) -> None:
     rows = aligned(RNG.standard_normal((37, width)).astype(getattr(ml_dtypes, dtype, dtype)))
     before = rows.astype(np.float32)
     first, second = (aligned(np.full((37, width), x, np.float32)) for x in (0.5, 0.25))
-    kind = -1 if op == 0 else _types.RESULT_CODES[dtype]
+    kind = -1 if op == 0 else _spec.RESULT_CODES[dtype]
     run = compiled(
         tmp_path,
         "update.cu",
         UPDATE,
         UPDATE_TYPES,
         ID="int",
-        UNIT=_types.store_unit(rows[0].nbytes),
+        UNIT=_spec.store_unit(rows[0].nbytes),
         OP=op,
         TABLE=kind,
         VALUES=-1 if op == 0 else 0,
