@@ -139,7 +139,8 @@ def test_layers_with_dropout(make) -> None:
 def test_misuse_is_told() -> None:
     split = split_over(2)
     layer = layers.RGCNConv(K, 4, R, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=rf"x must be an array of shape .* = \[{split.num_rows}, {K}\], got an array of shape \({NODES}, {K}\)"):
+    message = rf"x must be an array of shape .* = \[{split.num_rows}, {K}\], got an array of shape \({NODES}, {K}\)"
+    with pytest.raises(ValueError, match=message):
         layer(split, X)
     with pytest.raises(ValueError, match="was made for num_edge_types=5, got a graph with num_edge_types=3"):
         layers.RGCNConv(K, 4, 5, rngs=nnx.Rngs(0))(split, split.shard_nodes(X))
