@@ -21,6 +21,7 @@ from dejax.datasets.igb_shape import IGBShape, fill_rows, random_csc, random_row
 from dejax.datasets.importers import from_dgl, from_pyg
 from dejax.datasets.mag import load_mag, load_mag_hetero
 from dejax.datasets.rdf import load_rdf, read_rdf
+from dejax.datasets.relbench import from_relbench
 from dejax.datasets.stdlib import load_stdlib, load_stdlib_links
 from dejax.datasets.tables import from_tables
 from dejax.datasets.task_makers import task_from_columns, task_from_function, task_of_events, task_of_rows
@@ -41,6 +42,7 @@ __all__ = [
     "fill_rows",
     "from_dgl",
     "from_pyg",
+    "from_relbench",
     "from_tables",
     "load",
     "load_igb",
