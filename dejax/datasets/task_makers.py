@@ -67,8 +67,8 @@ def task_from_columns(
     >>> task = task_from_columns(data, "buys", "users", [7, 8, 7], [3, 3, 5], [0, 1, 1], valid_from=4, test_from=6)
     >>> print(task.summary())
     task buys: binary of users, 3 examples
-                  2  train, 50.0 % 1
-                  1  valid, 100.0 % 1
+                  2  train, 50.0 % positive
+                  1  valid, 100.0 % positive
                   0  test
     """
     rows = entity_rows(data, name, entity, keys, missing_keys)

@@ -95,7 +95,8 @@ class Task:
             return f", mean {labels.mean():.4g}, deviation {labels.std():.4g}"
         shares = np.bincount(labels, minlength=max(2, len(self.classes))) / len(places)
         if self.kind == "binary":
-            return f", {100 * shares[1]:.1f} % {self.classes[1] if self.classes else 'positive'}"
+            what = "positive" if self.classes in ((), ("0", "1")) else self.classes[-1]
+            return f", {100 * shares[1]:.1f} % {what}"
         return f", {len(np.flatnonzero(shares))} classes"
 
     def with_kept(self, kept: np.ndarray, why: str) -> Task:
