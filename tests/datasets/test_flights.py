@@ -21,7 +21,7 @@ def test_flights_are_a_database_with_a_task() -> None:
     hour, clock, delay = (raw[name].to_numpy() for name in ("time_hour", "sched_dep_time", "arr_delay"))
     scheduled = hour.astype("datetime64[s]") + (clock % 100 * 60).astype("timedelta64[s]")
     # Every flight lasts less than a day: the delay is known by then.
-    told = np.where(np.isnan(delay), np.datetime64("NaT"), scheduled + np.timedelta64(1, "D"))
+    told = np.where(np.isnan(delay), np.datetime64("NaT", "s"), scheduled + np.timedelta64(1, "D"))
     flights = {name: raw[name] for name in ("carrier", "tailnum", "origin", "dest", "distance", "arr_delay")}
     flights |= {"cutoff": scheduled - np.timedelta64(2, "h"), "told": told}
     data = from_tables(
