@@ -25,7 +25,7 @@ from benchmarks.provenance import Save
 from dejax import rgnn
 from dejax.rgnn import library
 from dejax.rgnn.compiler import execute
-from dejax.rgnn.compiler.cost import training_models
+from dejax.rgnn.compiler.predicted import training_models
 from dejax.rgnn.ir.intra import Fallback, print_kernels
 
 GRAPHS = ("aifb", "mutag", "bgs", "fb15k", "biokg", "am", "mag", "wikikg2")

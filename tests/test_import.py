@@ -112,6 +112,7 @@ LAYERS = (
     ("dejax.rgnn.lowering",),
     ("dejax.rgnn.options",),
     ("dejax.rgnn.passes",),
+    ("dejax.rgnn.cost",),
     ("dejax.rgnn.graphs", "dejax.rgnn.ir"),
     ("dejax.segment",),
     ("dejax.pallas",),

@@ -18,8 +18,9 @@ from jax._src import core
 from dejax import rgnn
 from dejax.rgnn import RelGraph
 from dejax.rgnn.compiler.execute import counts_of
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Program, is_float
-from dejax.rgnn.passes import AFTER_BACKWARD, Counts, Cut, differentiated, optimise, run_passes
+from dejax.rgnn.passes import AFTER_BACKWARD, Cut, differentiated, optimise, run_passes
 from dejax.rgnn.passes.backward import differentiate
 from tests.rgnn.evaluate import evaluate, to_rows
 

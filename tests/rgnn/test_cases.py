@@ -17,11 +17,12 @@ from dejax import rgnn
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.compiler import execute
 from dejax.rgnn.compiler.execute import counts_of
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Program
 from dejax.rgnn.ir.intra import Traversal
 from dejax.rgnn.lowering.pallas import PallasLowering
 from dejax.rgnn.lowering.running import SharedColumns
-from dejax.rgnn.passes import Counts, save
+from dejax.rgnn.passes import save
 from tests.cases import slow_but
 from tests.rgnn.cases import CASES, MODELS, Size
 from tests.rgnn.contract import Expected, assert_agrees, check, covering, expected, row_counts, run_case
@@ -259,13 +260,13 @@ def fresh_plans() -> Iterator[None]:
 @pytest.fixture
 def rows_in_16_bits(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
     """Rows that are read often are stored as row-scaled float16 on small graphs, too, where it does not pay."""
-    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes.storage"), "_LAUNCH_BYTES", -(10**9))
+    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes.storage"), "_pays", lambda _, rows, __: rows > 0)
 
 
 @pytest.fixture
 def scores_made_again(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
     """As on a graph with many edges, where backward saves no score."""
-    monkeypatch.setattr(save, "_CACHED_BYTES", 0)
+    monkeypatch.setattr(save, "_ARRAYS_IN_CACHE", 10**12)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from dejax.distributed.full_graph._run import DeviceRun
 from dejax.distributed.full_graph._sharded_graph import ShardedGraph
 from dejax.distributed.full_graph._stages import Distributed, distribute
 from dejax.rgnn.compiler.program import Program, ProgramError, register_graph
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Op, Space
 from dejax.rgnn.options import Options
-from dejax.rgnn.passes import Counts
 
 
 def over_mesh(program: Program) -> MeshProgram:

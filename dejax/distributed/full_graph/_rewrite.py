@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import ROWWISE, VIAS, Builder, Op, Program, Space, is_float
-from dejax.rgnn.passes._rewrite import Counts, rebuild
+from dejax.rgnn.passes._rewrite import rebuild
 from dejax.rgnn.passes.canonical.cse import cse
 from dejax.rgnn.passes.canonical.split_products import split_products
 from dejax.rgnn.passes.canonical.split_rows import split_rows

@@ -9,8 +9,9 @@ from functools import lru_cache
 
 from dejax.distributed.full_graph._levels import Levels
 from dejax.distributed.full_graph._rewrite import check, prepared
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space
-from dejax.rgnn.passes._rewrite import Counts, rebuild
+from dejax.rgnn.passes._rewrite import rebuild
 
 
 class Form(enum.StrEnum):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dejax.rgnn.compiler.cost import CostModel
+from dejax.rgnn.cost.model import CostModel
 from dejax.rgnn.ir.inter import Program, Space
 from dejax.rgnn.ir.intra import (
     Fallback,

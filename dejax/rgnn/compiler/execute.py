@@ -26,6 +26,7 @@ from dejax.pallas.formats.row_scaled import RowScaled, of_stored
 from dejax.rgnn.compiler.failures import record_failure
 from dejax.rgnn.compiler.reverse_only import reverse_only
 from dejax.rgnn.compiler.traced import TracedKernel, note
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Program, is_float
 from dejax.rgnn.ir.intra import Fallback, Kernels
@@ -34,7 +35,7 @@ from dejax.rgnn.lowering.pallas import PallasLowering, SharedColumns
 from dejax.rgnn.lowering.segments import num_rows, segment_sum, valid_rows, where_rows
 from dejax.rgnn.lowering.xla import Evaluator
 from dejax.rgnn.options import Options
-from dejax.rgnn.passes import Counts, Cut, Watch, differentiated, lower_to_kernels, optimise, silent
+from dejax.rgnn.passes import Cut, Watch, differentiated, lower_to_kernels, optimise, silent
 from dejax.rgnn.passes.storage import linear_in, shared_encodings
 
 Arrays = tuple[jax.Array, ...]

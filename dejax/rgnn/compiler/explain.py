@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax.rgnn.compiler.bounds import Bounds, bounds_of
-from dejax.rgnn.compiler.cost import CostModel, training_models
 from dejax.rgnn.compiler.execute import (
     CompileTask,
     differentiable_positions,
@@ -28,11 +27,13 @@ from dejax.rgnn.compiler.execute import (
     why_no_kernels,
 )
 from dejax.rgnn.compiler.failures import failures
+from dejax.rgnn.compiler.predicted import cost_model, training_models
+from dejax.rgnn.cost.model import CostModel
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Op, Program, Space, format_op
 from dejax.rgnn.ir.intra import Fallback, Kernels, Traversal, left_to_xla
 from dejax.rgnn.options import Options
-from dejax.rgnn.passes import Counts
 from dejax.rgnn.passes.canonical.cse import cse
 from dejax.rgnn.passes.dce import dce
 
@@ -71,8 +72,8 @@ def explain(
     print("== forward, without gradients", file=out)
     forward = ran(alone)
     planned = lambda kernels: as_run(kernels, task.options, None)  # noqa: E731
-    plan = [("forward, without gradients", CostModel(planned(alone), counts, precision), len(alone.program.outputs))]
-    _print_kernels(CostModel(forward, counts, precision), out, timed=why is None)
+    plan = [("forward, without gradients", cost_model(planned(alone), counts, precision), len(alone.program.outputs))]
+    _print_kernels(cost_model(forward, counts, precision), out, timed=why is None)
     drawn = [("traced", _program_nodes(program)), ("forward", _kernel_nodes(forward))]
     if trains:
         print("== training: gradients of all floating-point inputs\n", file=out)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dejax.rgnn.compiler.cost import Cost, CostModel
 from dejax.rgnn.compiler.failures import failures
+from dejax.rgnn.compiler.predicted import cost_model
+from dejax.rgnn.cost.model import Cost
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.intra import Fallback, Kernels, user_lines
 from dejax.rgnn.options import Options
-from dejax.rgnn.passes import Counts
 
 _LIMIT = 4096
 
@@ -56,7 +57,7 @@ class TracedKernel:
     def cost(self) -> Cost:
         """Bytes, operations, and the time that the cost model predicts for an NVIDIA H200."""
         precision = self.options.precision or "tf32"
-        return CostModel(self.kernels, self.counts, precision, self.row_scaled).costs()[self.number]
+        return cost_model(self.kernels, self.counts, precision, self.row_scaled).costs()[self.number]
 
 
 _traced: dict[str, TracedKernel] = {}

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Program, verify
 from dejax.rgnn.ir.intra import Kernels, verify_kernels
-from dejax.rgnn.passes._rewrite import Counts
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
 from dejax.rgnn.passes.canonical import CANONICAL
@@ -44,7 +44,6 @@ __all__ = [
     "AFTER_BACKWARD",
     "OPTIMISE",
     "PASSES",
-    "Counts",
     "Cut",
     "Watch",
     "differentiated",

@@ -5,36 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
-from dejax.pallas.machine import H200
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space
 from dejax.rgnn.ir.products import with_axes
 
 # Given the new builder, the old operator, its arguments in the new program and its old number: the new value, or None
 # to copy the operator as it is.
 Visit = Callable[[Builder, Op, tuple[int, ...], int], int | None]
-# Arrays of up to so many bytes stay in the L2 cache.
-CACHED_BYTES = H200.cache_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """How many rows each space of a graph has: all that the passes know of it."""
-
-    nodes: int
-    edges: int
-    source_pairs: int
-    destination_pairs: int
-    edge_types: int
-    node_types: int
-    typed_sources: bool = False  # whether all sources of an edge type have one node type, known to the graph
-
-    def rows(self, space: Space) -> int:
-        return 1 if space == Space.GRAPH else int(getattr(self, f"{space}s"))
-
-
-def from_memory(op: Op, counts: Counts) -> bool:
-    """Whether the cache is too small for the rows of a value."""
-    return counts.rows(op.space) * op.row_bytes > CACHED_BYTES
 
 
 def rebuild(program: Program, visit: Visit, new: dict[int, int] | None = None) -> Program:

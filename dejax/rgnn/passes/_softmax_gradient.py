@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space
-from dejax.rgnn.passes._rewrite import Counts, Factor, aligned, as_dtype, factors, insert_axes, multiply, rebuild
+from dejax.rgnn.passes._rewrite import Factor, aligned, as_dtype, factors, insert_axes, multiply, rebuild
 from dejax.rgnn.passes.canonical.cse import cse
 
 # Operators on the mean of a segment before edges gather it.

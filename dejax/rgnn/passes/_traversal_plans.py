@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Space
 from dejax.rgnn.ir.intra import Accumulator, Gemm, Kernels, Operand, access_operand, as_part, in_order
 from dejax.rgnn.ir.templates import ONCE_A_SEGMENT, TILE_OPS, VECTOR_SPECS, access_by, refusal
-from dejax.rgnn.passes._rewrite import Counts, from_memory, moves_unit_axes, powers_of_two
+from dejax.rgnn.passes._rewrite import moves_unit_axes, powers_of_two
 
 ENTRY_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
 # A scalar or row is narrow next to another of at least so many times its width.
@@ -190,7 +191,7 @@ class Fusion:
         return found
 
     def from_memory(self, value: int) -> bool:
-        return from_memory(self.program.ops[value], self.counts)
+        return self.counts.from_memory(self.program.ops[value])
 
     # --- the order of the traversals ---------------------------------------------------------------------------------
 

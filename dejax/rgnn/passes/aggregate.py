@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dejax.rgnn.cost.work import Counts, Work
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program, Space, is_float
 from dejax.rgnn.ir.products import Product, with_axes
 from dejax.rgnn.passes._rewrite import (
-    Counts,
     Factor,
     aligned,
     as_dtype,
@@ -203,19 +203,19 @@ def _scales_rows(program: Program, factor: Factor) -> bool:
 
 
 def _aggregate_is_cheaper(program: Program, linear: Op, reduce: Op, counts: Counts) -> bool:
-    """Elements moved each way: rows gathered for each edge, and pair rows that the product reads and writes."""
+    """Whether the sum before the product moves less: rows of each edge, and those that the product reads and writes."""
     x = program.ops[linear.args[0]]
-    k, n = x.width, linear.width
+    k, n = (4 * width for width in (x.width, linear.width))  # bytes: sums are float32
     if linear.attr("via") == "all":
         # `compact` multiplies rows that depend on one end alone once for each node, so only the rows' width counts.
         of_nodes = origins(program, linear.args[0]) in ({"src"}, {"dst"})
-        return k < n if of_nodes else counts.edges * k + counts.nodes * (k + n) < counts.edges * (k + 2 * n)
+        first = Work().move(counts.edges, k) if of_nodes else Work().move(counts.edges, k).move(counts.nodes, k + n)
+        return first.seconds() < Work().move(counts.edges, n if of_nodes else k + 2 * n).seconds()
     pairs, other = counts.destination_pairs, counts.source_pairs
     if reduce.attr("via") == "src":
         pairs, other = other, pairs
-    first = counts.edges * k + pairs * (2 * k + 2 * n)
+    first = Work().move(counts.edges, k).move(pairs, 2 * k + 2 * n)
     end, pair = ("src", "source_pair") if reduce.attr("via") == "dst" else ("dst", "destination_pair")
     source = end in (of := origins(program, linear.args[0])) and of <= {end, pair, "etype"}
     rows = min(other, counts.edges) if source else counts.edges
-    later = rows * (k + n) + counts.edges * n
-    return first < later
+    return first.seconds() < Work().move(rows, k + n).move(counts.edges, n).seconds()

@@ -8,9 +8,10 @@ and so do elementwise functions of values that are there already. Edges then gat
 
 from __future__ import annotations
 
+from dejax.rgnn.cost.work import RATES, Counts, Work
 from dejax.rgnn.ir.inter import COMPOSED_VIAS, OPERATORS, ROWWISE, Builder, Op, Program, Space, is_float
 from dejax.rgnn.ir.operators import Infinite, named
-from dejax.rgnn.passes._rewrite import Counts, unless_empty
+from dejax.rgnn.passes._rewrite import unless_empty
 
 # An anchor has the name of the map from edges to it; "edge" and "all" are the finest and the coarsest.
 _WITHIN = {  # the anchors that a pair determines
@@ -25,8 +26,6 @@ _SPACE = {**_PAIRS, "src": Space.NODE, "dst": Space.NODE, "etype": Space.EDGE_TY
 PARTIAL = named(lambda o: o.infinite is not Infinite.NOWHERE)
 _REDUCES = frozenset({"sum_features", "extremum_features", "dot"})
 _WIDE = 8
-# Compaction pays if it saves at least one row in five; below that the extra indirection costs more.
-_WORTH = 0.8
 
 
 def _join(anchors: list[str]) -> str:
@@ -142,14 +141,18 @@ class _Compaction:
         joined = _join([*anchors, *(["etype"] if typed else [])])
         if joined in ("edge", "all"):
             return joined
-        rows = self.counts.rows(_SPACE[joined])
-        if rows >= self.counts.edges * (_WORTH if joined in _PAIRS else 1.0):
+        if not self.pays(joined, op.row_bytes):
             return "edge"
         if joined in _PAIRS:
             return joined if op.name in ("linear", "dot") or joined in anchors else "edge"
         if op.name in PARTIAL and (joined == "etype" or not (i in self.reduces or self.feeds_reduction(i))):
             return "edge"
         return joined
+
+    def pays(self, anchor: str, row_bytes: int) -> bool:
+        """Whether rows at an anchor take less than those of the edges; those of pairs are read by a further index."""
+        rows = self.counts.rows(_SPACE[anchor]) / (RATES.by_index if anchor in _PAIRS else 1)
+        return Work().move(rows, row_bytes).seconds() < Work().move(self.counts.edges, row_bytes).seconds()
 
     def feeds_reduction(self, i: int) -> bool:
         """Whether reductions of features alone read an elementwise function of wide rows."""

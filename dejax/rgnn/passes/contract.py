@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Op, Program
 from dejax.rgnn.ir.products import with_axes
-from dejax.rgnn.passes._rewrite import Counts, Factor, as_dtype, factors, rebuild
+from dejax.rgnn.passes._rewrite import Factor, as_dtype, factors, rebuild
 from dejax.rgnn.passes._softmax_gradient import Centred, centre_differences, mean_readers
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Program
-from dejax.rgnn.passes._rewrite import Counts, copy_ops, live
+from dejax.rgnn.passes._rewrite import copy_ops, live
 
 
 def dce(program: Program, counts: Counts) -> Program:

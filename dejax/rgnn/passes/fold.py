@@ -9,9 +9,10 @@ product for each node is not made at all. Products of float16 weights are float3
 
 from __future__ import annotations
 
+from dejax.rgnn.cost.work import Counts, Work
 from dejax.rgnn.ir.inter import Builder, Program
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, as_dtype, widened
+from dejax.rgnn.passes._rewrite import as_dtype, widened
 from dejax.rgnn.passes.rules import Match, Pat, Rule, Var, rules
 
 
@@ -48,11 +49,13 @@ def _is_read_by_products_alone(m: Match, rows: int) -> bool:
 
 
 def _is_cheaper(m: Match) -> bool:
-    """By bytes: rows of x instead of rows of the node product for each pair, against making that product."""
+    """Whether each pair better reads its row of x and a product of weights than a row of the product of nodes."""
     x, product, counts = m.at("x"), m.at("product"), m.counts
     rows = min(counts.edges, counts.source_pairs)
-    weights = counts.edge_types * (m.at("w").row_bytes + 2 * m.at("second_weight").row_bytes)
-    return rows * (x.row_bytes - product.row_bytes) + weights < counts.nodes * (x.row_bytes + product.row_bytes)
+    weights = m.at("w").row_bytes + 2 * m.at("second_weight").row_bytes
+    together = Work().move(rows, x.row_bytes).move(counts.edge_types, weights)
+    apart = Work().move(rows, product.row_bytes).move(counts.nodes, x.row_bytes + product.row_bytes)
+    return together.seconds() < apart.seconds()
 
 
 def _one_product(b: Builder, m: Match) -> int:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import OPERATORS, TYPE_VIA, Op, Program, Space
 from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, WeightGradient, access_operand
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.ir.templates import KERNEL_DTYPES, MATRIX_SPECS, WEIGHT_GRADIENT_SPECS
-from dejax.rgnn.passes._rewrite import Counts, from_memory, powers_of_two
+from dejax.rgnn.passes._rewrite import powers_of_two
 
 # The widest row that one tile holds for an inner product: Triton's compiler lays out wider tiles badly for the sum.
 _WHOLE_WIDTH = 64
@@ -56,7 +57,7 @@ def _as_matrix(program: Program, counts: Counts, i: int) -> str | None:
     if x.name == "gather":
         # Even with one vector, where rows come from memory: a GEMM takes its tiles by node and loads a row once, a
         # traversal over types loads it for each type.
-        pays = product.left == "k" and product.is_inner and (many or from_memory(program.ops[x.args[0]], counts))
+        pays = product.left == "k" and product.is_inner and (many or counts.from_memory(program.ops[x.args[0]]))
     else:
         pays = product.left == "h" and product.out == "k" and many
     return str(product.with_heads_as_matrix) if pays else None

@@ -11,11 +11,12 @@
 
 from __future__ import annotations
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import ROWWISE, VIAS, Op, Space
 from dejax.rgnn.ir.intra import Accumulator, Kernels, Term, Traversal
 from dejax.rgnn.ir.templates import can_weigh, refusal
 from dejax.rgnn.passes._node_maps import add_node_maps, skip_unreached_rows
-from dejax.rgnn.passes._rewrite import Counts, factors
+from dejax.rgnn.passes._rewrite import factors
 from dejax.rgnn.passes._share_inner_products import products_to_share, store_common_summands
 from dejax.rgnn.passes._share_scalars import share_scalars
 from dejax.rgnn.passes._traversal_plans import ENTRY_SPACES, NARROWER, Fusion, TraversalPlan

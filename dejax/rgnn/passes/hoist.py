@@ -6,9 +6,9 @@ a mean, or the sum of a softmax, is applied to one row instead of to every edge.
 
 from __future__ import annotations
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Op, Program, promote
 from dejax.rgnn.passes._rewrite import (
-    Counts,
     Factor,
     aligned,
     as_dtype,

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, copy_ops, rebuild
+from dejax.rgnn.passes._rewrite import copy_ops, rebuild
 
 _SPEC = "k,hkn->hn"
 _TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)

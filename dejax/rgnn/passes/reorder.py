@@ -8,6 +8,7 @@ beyond float16's range where the products with rows are not.
 
 from __future__ import annotations
 
+from dejax.rgnn.cost.work import RATES, Work
 from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import as_dtype, scale_of_weight, widened
@@ -15,9 +16,6 @@ from dejax.rgnn.passes.rules import Attr, Match, Pat, Rule, Var, rules
 
 _PLAIN = Product.parse("k,kn->n")
 _INNER, _INNER_BY_HEAD = Product.parse("k,k->"), Product.parse("hk,hk->h")
-# The bytes that reading a scalar by type costs an edge, whose types need not be in the order of the traversal: one
-# burst.
-_TYPED_READ_BYTES = 64
 
 _OF_TYPE = Pat("gather", Var("of_type"), via=Attr("via"))
 _PRODUCT = Pat("linear", Var("x"), Var("w"), via=Attr("via"), name="product")
@@ -37,7 +35,10 @@ def _takes_scale(m: Match) -> bool:
     if not product.is_forward or ("h" in product.out and "h" not in product.right):
         return False
     fits = _is_typed(m) and w.dtype == scale.dtype and scale.shape in ((), w.shape[:-2])
-    return fits and 3 * counts.rows(w.space) * w.row_bytes < counts.rows(m.op.space) * _TYPED_READ_BYTES
+    # The weight is read, written, and read again. A scalar by type costs an edge a burst of memory, because types need
+    # not be in the order of the traversal.
+    once = Work().move(3 * counts.rows(w.space), w.row_bytes)
+    return fits and once.seconds() < Work().move(counts.rows(m.op.space), RATES.burst_bytes).seconds()
 
 
 def _scale_in_weight(b: Builder, m: Match) -> int:
@@ -79,7 +80,8 @@ def _is_fewer_multiplications(m: Match) -> bool:
         return False
     (k,), (n,), (out,) = m.shape("x"), m.shape("product"), m.op.shape
     rows, types = m.counts.rows(m.op.space), m.counts.rows(m.at("v").space)
-    return rows * (k * n + n * out) > rows * k * out + types * k * n * out
+    apart, together = Work().multiply(rows, k * n + n * out), Work().multiply(rows, k * out)
+    return apart.seconds() > together.multiply(types, k * n * out).seconds()
 
 
 def _one_product(b: Builder, m: Match) -> int:

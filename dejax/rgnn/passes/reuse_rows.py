@@ -9,8 +9,9 @@ message are one traversal then.
 
 from __future__ import annotations
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import BINARY, UNARY, Builder, Op, Program, Space
-from dejax.rgnn.passes._rewrite import Counts, Rewrite
+from dejax.rgnn.passes._rewrite import Rewrite
 
 # Rows of fewer elements share a sector of memory with others.
 _WIDE = 8

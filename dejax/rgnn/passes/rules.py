@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import OPERATORS, Builder, Op, Program
-from dejax.rgnn.passes._rewrite import Counts, live, rebuild
+from dejax.rgnn.passes._rewrite import live, rebuild
 
 Bound = Mapping[str, Any]
 

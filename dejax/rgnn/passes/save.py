@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dejax.pallas.machine import H200
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import BINARY, ROWWISE, UNARY, Builder, Op, Program, Space
-from dejax.rgnn.passes._rewrite import Counts, copy_ops, divisor, live
+from dejax.rgnn.passes._rewrite import copy_ops, divisor, live
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Cut:
         return len(self.forward.outputs) - self.num_outputs
 
 
-# Scalars of edges with fewer bytes stay in the cache, where reading them out of order costs less than computing them
-# again.
-_CACHED_BYTES = H200.cache_bytes / 3
+# The cache holds the scalars of edges next to the rows that are read with them: then reading the scalars out of order
+# costs less than computing them again.
+_ARRAYS_IN_CACHE = 3
 
 
 def cut(joint: Program, num_inputs: int, num_outputs: int, counts: Counts, *, save_all: bool = False) -> Cut:
@@ -131,7 +131,7 @@ def _keep(program: Program, value: int, counts: Counts, save_all: bool) -> bool:
         return True
     widest = max((program.ops[a].width for a in op.args if program.ops[a].space == op.space), default=0)
     if op.space == Space.EDGE:
-        at_hand = _dot_of_rows(program, op) and counts.edges * op.row_bytes > _CACHED_BYTES
+        at_hand = _dot_of_rows(program, op) and counts.from_memory(op, _ARRAYS_IN_CACHE)
         return op.width * 4 <= widest and not at_hand
     # Elementwise operators on saved values are computed again when these are read.
     return op.name not in ROWWISE or op.name in ("dot", "sum_features")

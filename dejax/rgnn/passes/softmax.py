@@ -11,8 +11,9 @@ Gimelshein, arXiv 1805.02867). It runs after backward generation, so the maximum
 
 from __future__ import annotations
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Op, Program
-from dejax.rgnn.passes._rewrite import Counts, as_dtype, or_one, rebuild
+from dejax.rgnn.passes._rewrite import as_dtype, or_one, rebuild
 
 
 def expand_softmax(program: Program, counts: Counts) -> Program:

@@ -11,22 +11,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dejax.pallas.machine import H200
+from dejax.rgnn.cost.work import RATES, Counts, Work
 from dejax.rgnn.ir.inter import OPERATORS, Op, Program, Space
 from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, RowProducts, Traversal, WeightGradient
 from dejax.rgnn.ir.operators import Linear
-from dejax.rgnn.passes._rewrite import Counts
 from dejax.rgnn.passes.save import Cut
 
 # Narrower rows share a memory sector anyway.
 MIN_WIDTH = 16
 
-# Rows to 16 bits: 6 bytes an element once, for 2 bytes less at each read, and what a launch takes, in bytes.
 _ENCODED_WIDTH = 32
-_LAUNCH_BYTES = 13_000_000
 # What a weight gradient of two wide rows saves, compared with another read, where rows come from memory: 3.1 million
 # reads of 1.9 million rows 43 us, and their product 68 (a sum with narrow rows 250).
 _READ_OF_WEIGHT_GRADIENT = 0.5
-_CACHED_BYTES = H200.cache_bytes * 5 / 3
+_OF_MEMORY = 0.6  # the share of such rows that is more than the cache holds, next to what else is read
 # A product of rows of so many float32 numbers is bound by their conversion, and counts as several reads. 3 million rows
 # of 1.9 million, 256 to 256: 1.47 ms and 0.68 for putting them in 16 bits, 2.78 without.
 _WIDE_PRODUCT = 256
@@ -146,8 +144,9 @@ def _safe(op: Op, found: list[_Carries], carried: dict[int, _Carries]) -> bool:
 
 
 def _pays(reads: float, rows: int, width: int) -> bool:
-    """Whether rows that are read so often are better put in 16 bits first."""
-    return rows > 0 and (2 * reads - 6 * rows) * width >= _LAUNCH_BYTES
+    """Whether rows of float32 that are read so often are better put in 16 bits first."""
+    in_16_bits = Work().move(rows, 6 * width).move(reads, 2 * width).seconds() + RATES.encoding_seconds
+    return rows > 0 and in_16_bits <= Work().move(reads, 4 * width).seconds()
 
 
 def encoded_values(
@@ -199,7 +198,7 @@ def _rounded_reads(kernels: Kernels, num_rows: Callable[[Space], int]) -> dict[i
         elif isinstance(instance, WeightGradient):
             values, rows = [instance.x.value, instance.y.value], num_rows(ops[instance.x.name].space)
             x = ops[instance.x.value]
-            from_memory = 4 * x.width * num_rows(x.space) > _CACHED_BYTES
+            from_memory = _OF_MEMORY * num_rows(x.space) * 4 * x.width > H200.cache_bytes
             if from_memory and min(ops[v].width for v in values) >= _ENCODED_WIDTH:
                 rows *= _READ_OF_WEIGHT_GRADIENT
         elif isinstance(instance, Traversal) and may_round(kernels, instance):

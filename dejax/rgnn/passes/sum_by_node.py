@@ -9,17 +9,14 @@ between, all rows of the edges would be written and read again.
 
 from __future__ import annotations
 
+from dejax.rgnn.cost.work import Counts, Work
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space
-from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, in_range, live
+from dejax.rgnn.passes._rewrite import Rewrite, as_dtype, in_range, live
 
-# From so many edges per node on, the sums of nodes are fewer bytes than the rows of edges.
-_EDGES_PER_NODE = 2
 _ENDS = ("dst", "src")
 
 
 def sum_by_node(program: Program, counts: Counts) -> Program:
-    if counts.edges < _EDGES_PER_NODE * counts.nodes:
-        return program
     return _SumsByNode(program, counts).run()
 
 
@@ -29,12 +26,16 @@ class _SumsByNode(Rewrite):
             return None
         rows = self.program.ops[op.args[0]]
         via = self._end(op.args[0])
+        # The sums of nodes are written and read, the rows of edges are read.
+        by_node = Work().move(2 * self.counts.nodes, op.row_bytes)
+        if by_node.seconds() > Work().move(self.counts.edges, op.row_bytes).seconds():
+            return None
         if rows.space != Space.EDGE or op.args[0] in self.program.outputs or via is None:
             return None
         # In 16 bits the sums of nodes would be rounded once more.
         dtype = "float32" if op.dtype == "bfloat16" else in_range(op.dtype)
-        by_node = builder.op("reduce", as_dtype(builder, args[0], dtype), via=via, op="sum")
-        return as_dtype(builder, builder.op("reduce", by_node, via="all", op="sum"), op.dtype)
+        sums = builder.op("reduce", as_dtype(builder, args[0], dtype), via=via, op="sum")
+        return as_dtype(builder, builder.op("reduce", sums, via="all", op="sum"), op.dtype)
 
     def _end(self, value: int) -> str | None:
         """The end of the edges by whose nodes to sum: one whose rows the value is made of.

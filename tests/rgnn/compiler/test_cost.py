@@ -9,9 +9,9 @@ import pytest
 
 from dejax.rgnn import Options, library, zoo
 from dejax.rgnn.compiler import execute
-from dejax.rgnn.compiler.cost import CostConstants, CostModel, training_models
+from dejax.rgnn.compiler.predicted import cost_model, training_models
+from dejax.rgnn.cost.work import CostConstants, Counts, Work
 from dejax.rgnn.ir.intra import Gemm, Kernels, RowProducts, Traversal
-from dejax.rgnn.passes import Counts
 from dejax.rgnn.passes.storage import encoded_values
 from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
@@ -38,7 +38,7 @@ def forward(case: str, counts: Counts = MANY) -> Kernels:
 @pytest.mark.parametrize("case", LAYERS)
 def test_more_edges_take_longer(case: str) -> None:
     half = replace(MANY, edges=MANY.edges // 2)
-    total = lambda counts: sum(c.seconds for c in CostModel(forward(case, MANY), counts).costs())  # noqa: E731
+    total = lambda counts: sum(c.seconds for c in cost_model(forward(case, MANY), counts).costs())  # noqa: E731
     assert total(half) < total(MANY) < 2 * total(half)
 
 
@@ -49,7 +49,7 @@ def test_a_grouped_gemm_takes_its_bytes_over_the_bandwidth() -> None:
     products = {instance.out: i for i, instance in enumerate(kernels.instances) if isinstance(instance, Gemm)}
     ((product, number),) = ((v, i) for v, i in products.items() if v in kernels.row_scaled)
     assert kernels.program.ops[product].width == 64
-    cost = CostModel(kernels, counts).costs()[number]
+    cost = cost_model(kernels, counts).costs()[number]
     rows = counts.source_pairs
     least = counts.nodes * 256 + rows * 129
     assert least < cost.bytes < rows * (256 + 4 + 129) + 2**20
@@ -64,7 +64,7 @@ def test_backward_reads_what_forward_stored_in_16_bits() -> None:
     _, model = training_models(cut, forward_kernels, backward, MANY, "tf32")
     kept = model.row_scaled - backward.row_scaled - model.encoded
     assert kept and all(backward.program.ops[v].name == "input" for v in kept)
-    without = sum(c.bytes for c in CostModel(backward, MANY).costs())
+    without = sum(c.bytes for c in cost_model(backward, MANY).costs())
     assert sum(c.bytes for c in model.costs()) < without
 
 
@@ -75,33 +75,52 @@ def test_encoding_an_input_in_16_bits_costs_once() -> None:
     kernels = forward("rgat", counts)
     x = kernels.program.inputs[0]
     assert x in encoded_values(kernels, counts.rows) and x not in encoded_values(forward("rgat", few), few.rows)
-    model = CostModel(kernels, counts)
+    model = cost_model(kernels, counts)
     assert sum(x in values for values in model.encodes.values()) == 1
-    assert not CostModel(kernels, counts, precision="f32").encoded
+    assert not cost_model(kernels, counts, precision="f32").encoded
 
 
 def test_reductions_wait_for_their_longest_segment() -> None:
     """On a graph with few edges bytes do not decide the time."""
     few = Counts(nodes=700, edges=5000, source_pairs=900, destination_pairs=900, edge_types=9, node_types=2)
     kernels = forward("rgat", few)
-    for instance, cost in zip(kernels.instances, CostModel(kernels, few).costs(), strict=True):
+    for instance, cost in zip(kernels.instances, cost_model(kernels, few).costs(), strict=True):
         if isinstance(instance, Traversal) and instance.via == "dst":
             assert 3e-6 < cost.seconds < 20e-6
 
 
-def test_gradients_of_shared_weights_read_their_rows_once() -> None:
-    """GraphSAGE's: two weights and a bias meet the rows of one gradient."""
+def graphsage_backward(disable: tuple[str, ...] = ()) -> Kernels:
     params = {"neighbour": jnp.zeros((64, 64)), "root": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}
     graph = graph_of("typical")
     x = jnp.zeros((graph.num_nodes, 64))
-    task, _, _ = zoo.graphsage._prepare(graph, Options(precision="tf32"), (x, params), {})
+    task, _, _ = zoo.graphsage._prepare(graph, Options(precision="tf32", disable=disable), (x, params), {})
     task = replace(task, counts=MANY)
     _, _, backward = execute.training_tasks(task, execute.differentiable_positions(task))
-    kernels = execute.inference_kernels(backward)
+    return execute.inference_kernels(backward)
+
+
+def test_gradients_of_shared_weights_read_their_rows_once() -> None:
+    """GraphSAGE's: two weights and a bias meet the rows of one gradient."""
+    kernels = graphsage_backward()
     ((number, instance),) = ((n, i) for n, i in enumerate(kernels.instances) if isinstance(i, RowProducts))
     assert len(instance.xs) == 2 and instance.total is not None
-    cost = CostModel(kernels, MANY).costs()[number]
+    cost = cost_model(kernels, MANY).costs()[number]
     rows = 3 * MANY.nodes * 256
     assert rows < cost.bytes < 1.05 * rows
     assert cost.flops == 2 * 2 * MANY.nodes * 64 * 64
     assert cost.seconds > cost.bytes / CostConstants().bytes_per_second
+
+
+def test_gradients_of_shared_weights_take_longer_by_xla_which_copies_their_rows() -> None:
+    ours, without = (cost_model(graphsage_backward(disable), MANY).costs() for disable in ((), ("row_products",)))
+    copies = 2 * 3 * MANY.nodes * 256  # both operands of two products, one of them for both
+    assert sum(c.bytes for c in without) >= sum(c.bytes for c in ours) + copies
+    assert sum(c.seconds for c in without) > sum(c.seconds for c in ours)
+
+
+def test_the_time_of_work_is_that_of_its_slowest_part() -> None:
+    m = CostConstants()
+    assert Work().move(10, 4).seconds() == 40 / m.bytes_per_second
+    assert Work().move(1, 4).multiply(10**9, 64).seconds() == 2 * 64 * 10**9 / dict(m.flops)["tf32"]
+    table = 10**9
+    assert table < Work().gather(4 * 10**6, 256, table).memory < Work().move(4 * 10**6, 256).memory

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from dejax import rgnn
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Program, Space
-from dejax.rgnn.passes import PASSES, Counts, run_passes, silent
+from dejax.rgnn.passes import PASSES, run_passes, silent
 from dejax.rgnn.passes.canonical import CANONICAL
 from dejax.rgnn.passes.canonical.cse import cse
 from dejax.rgnn.passes.dce import dce

@@ -7,8 +7,8 @@ import pytest
 
 from dejax import rgnn
 from dejax.rgnn import RelGraph
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Space
-from dejax.rgnn.passes import Counts
 from dejax.rgnn.passes.canonical.plain_forms import plain_forms
 from dejax.rgnn.passes.canonical.split_sums import split_sums
 from tests.rgnn.preserved import by_numpy

@@ -10,10 +10,11 @@ import pytest
 
 from dejax.rgnn import Options, library
 from dejax.rgnn.compiler import execute
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Program, Space, verify
 from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Traversal, WeightGradient, verify_kernels
 from dejax.rgnn.ir.templates import access_by
-from dejax.rgnn.passes import AFTER_BACKWARD, PASSES, Counts, differentiated, lower_to_kernels, optimise, run_passes
+from dejax.rgnn.passes import AFTER_BACKWARD, PASSES, differentiated, lower_to_kernels, optimise, run_passes
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
 from dejax.rgnn.passes.canonical.combine_node_products import combine_node_products

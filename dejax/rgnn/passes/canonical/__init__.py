@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Program
-from dejax.rgnn.passes._rewrite import Counts
 from dejax.rgnn.passes.canonical.combine_products import combine_products
 from dejax.rgnn.passes.canonical.cse import cse
 from dejax.rgnn.passes.canonical.plain_forms import plain_forms

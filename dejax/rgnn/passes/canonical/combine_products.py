@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space, is_float
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, origins, scale_of_weight, widened
+from dejax.rgnn.passes._rewrite import Rewrite, as_dtype, origins, scale_of_weight, widened
 
 # From so many shared weights on, one weight for each type is less work: edges read one row, not one for each weight.
 _MANY = 3

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Op, Program
-from dejax.rgnn.passes._rewrite import Counts, rebuild
+from dejax.rgnn.passes._rewrite import rebuild
 
 
 def cse(program: Program, counts: Counts) -> Program:

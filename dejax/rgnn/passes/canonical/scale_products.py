@@ -9,9 +9,10 @@ its range, and are float32.
 
 from __future__ import annotations
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Program, Space, is_float
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, as_dtype, is_anchor, origins, scale_of_weight, widened
+from dejax.rgnn.passes._rewrite import as_dtype, is_anchor, origins, scale_of_weight, widened
 from dejax.rgnn.passes.rules import Either, Match, Pat, Rule, Var, rules
 
 

@@ -9,9 +9,10 @@ Kernels read rows whole; a part of one would be copied first, for each node or e
 
 from __future__ import annotations
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import ELEMENTWISE, Builder, Op, Program, Space
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, Rewrite
+from dejax.rgnn.passes._rewrite import Rewrite
 
 _TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 

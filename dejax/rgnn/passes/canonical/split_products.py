@@ -11,9 +11,10 @@ the whole is not, are added as float32.
 
 from __future__ import annotations
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, as_dtype, in_range, live, rebuild
+from dejax.rgnn.passes._rewrite import as_dtype, in_range, live, origins, rebuild
 
 # Each part is a product of its own.
 _MOST_PARTS = 4
@@ -61,7 +62,7 @@ def _of_several_origins(program: Program, value: int) -> bool:
     op = program.ops[value]
     if op.name != "concat" or op.attr("axis") != len(op.shape) - 1:
         return False
-    return len(set.union(*(_origins(program, a) for a in op.args))) > 1
+    return len(set.union(*(_ends(program, a) for a in op.args))) > 1
 
 
 def _of_sums(program: Program, value: int) -> bool:
@@ -72,23 +73,9 @@ def _of_sums(program: Program, value: int) -> bool:
     return any(program.ops[a].name == "reduce" for a in live(program, op.args))
 
 
-def _origins(program: Program, value: int) -> set[str]:
-    """The maps by which an edge value is read from other spaces; an input of edges is one of its own."""
-    found, waiting, seen = set(), [value], set()
-    while waiting:
-        i = waiting.pop()
-        if i in seen:
-            continue
-        seen.add(i)
-        op = program.ops[i]
-        if op.name == "gather":
-            if op.attr("via") not in ("etype", "all"):  # pairs, too, have a type
-                found.add(op.attr("via").partition("_pair")[0])
-        elif op.space == Space.EDGE and not op.args and op.name != "const":
-            found.add("edge")
-        else:
-            waiting += [a for a in op.args if program.ops[a].space == Space.EDGE]
-    return found
+def _ends(program: Program, value: int) -> set[str]:
+    """The ends of edges that a value is made of, and "edge" where it is made of what edges have by themselves."""
+    return {via.partition("_pair")[0] for via in origins(program, value) - {"etype"}}  # pairs, too, have a type
 
 
 def _converted(builder: Builder, value: int, dtype: str) -> int:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import ELEMENTWISE, Builder, Op, Program, Space
-from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, in_range
+from dejax.rgnn.passes._rewrite import Rewrite, as_dtype, in_range
 
 
 def split_rows(program: Program, counts: Counts) -> Program:

@@ -11,9 +11,10 @@ beyond its range, and are float32.
 
 from __future__ import annotations
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Op, Program, Space, is_float
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts, Rewrite, as_dtype, in_range, is_anchor, origins
+from dejax.rgnn.passes._rewrite import Rewrite, as_dtype, in_range, is_anchor, origins
 
 
 def split_sums(program: Program, counts: Counts, *, exact: bool = False) -> Program:

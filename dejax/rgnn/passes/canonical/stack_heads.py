@@ -9,8 +9,9 @@ group of equal operators becomes one. Parts that others read, too, and parts of 
 
 from __future__ import annotations
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import ELEMENTWISE, Builder, Op, Program, Space
-from dejax.rgnn.passes._rewrite import Counts, Rewrite
+from dejax.rgnn.passes._rewrite import Rewrite
 
 _TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 # (rows with heads, weight with heads) -> the contraction with heads of `k,kn->n`.

@@ -12,9 +12,9 @@ go without it from there on. Other axes of size 1 (one head, say) stay, and so d
 
 from __future__ import annotations
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import BINARY, UNARY, Builder, Op, Program, Space
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Counts
 
 # Operators on each element of a row by itself.
 _BY_ELEMENT = UNARY | {"gather", "reduce", "softmax"}

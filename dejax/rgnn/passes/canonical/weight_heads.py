@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 
+from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import UNARY, Builder, Op, Program, Space
-from dejax.rgnn.passes._rewrite import Counts, Rewrite
+from dejax.rgnn.passes._rewrite import Rewrite
 
 _SPEC = "k,hkn->hn"
 _WEIGHTS = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
