@@ -144,7 +144,7 @@ FOR_ANNOTATIONS = {
         ("features", "symbols"),
         ("indexing", "symbols"),
         ("masks", "symbols"),
-        ("products", "symbols"),
+        ("matmul", "symbols"),
         ("symbols", "trace"),
     ]
 } | {("dejax.rgnn.ir.derivatives", "dejax.rgnn.ir.inter")}
