@@ -65,18 +65,13 @@ def arrays(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return s, rng.normal(size=(EDGES.num_nodes, 2, 3)), np.isfinite(s)
 
 
-def cases() -> list:
-    """A few cases run by default, since each compiles for seconds; the others are marked slow."""
-    every = itertools.product(BACKENDS, DESTINATION, [(), (2,), (2, 1), (2, 3)])
-    quick = (
-        ("xla", "relation", (2, 3)),
-        ("xla_without_backward", "dst", ()),
-    )
-    marks = lambda c: [] if c in quick else [pytest.mark.slow]  # noqa: E731
-    return [pytest.param(*c, id="-".join(map(str, c)), marks=marks(c)) for c in every]
-
-
-@pytest.mark.parametrize(("backend", "within", "shape"), cases())
+@pytest.mark.parametrize(
+    ("backend", "within", "shape"),
+    slow_but(
+        [("xla", "relation", (2, 3))],
+        itertools.product(BACKENDS, DESTINATION, [(), (2,), (2, 1), (2, 3)]),
+    ),
+)
 def test_masked_scores(backend: str, within: str, shape: tuple[int, ...]) -> None:
     """The softmax of -inf is 0. Where all scores are -inf, softmax, gradient and maximum are 0."""
     s, x, finite = arrays(shape)

@@ -122,9 +122,10 @@ def check_pieces(ours: Segments, theirs: Segments) -> None:
     assert (np.asarray(ours_long.row[used:]) == ours.num_rows).all() and not np.asarray(ours_long.count[used:]).any()
 
 
+@pytest.mark.parametrize("added", [False, pytest.param(True, marks=pytest.mark.slow)])
 @SETTINGS
-@hypothesis.given(padded_lists(), st.booleans())
-def test_agrees_with_the_numpy_builder(edges: EdgeList, added: bool) -> None:
+@hypothesis.given(edges=padded_lists())
+def test_agrees_with_the_numpy_builder(added: bool, edges: EdgeList) -> None:
     positional, keywords = edges.arguments()
     traced = build(*positional, **keywords, add_reverse=added, add_self_loops=added)
     graph = edges.build(long_segment_chunk=CHUNK, add_reverse=added, add_self_loops=added)

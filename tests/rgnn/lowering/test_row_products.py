@@ -61,7 +61,7 @@ def exact(graph: RelGraph, x: Any, p: Any, order: int = 1) -> Any:
 
 @pytest.mark.parametrize(
     ("rows", "dtype"),
-    slow_but([(0, "float32"), (1003, "float32"), (7, "bfloat16")], itertools.product((0, 1, 7, 1003), TOLERANCES)),
+    slow_but([(0, "float32"), (1003, "float32")], itertools.product((0, 1, 7, 1003), TOLERANCES)),
 )
 def test_gradients_of_shared_weights(rows: int, dtype: str) -> None:
     graph, p = ring(rows), parameters(dtype, 5, 17)
