@@ -51,14 +51,14 @@ def _weighted(scores: list[float], chunk: int | None = None):
     return [float(r[0]) for r in rows]
 
 
-@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("chunk", slow_but([None], [None, 2]))
 def test_scores_of_minus_infinity_weigh_nothing(chunk):
     inf = float("inf")
     assert _weighted([-inf, 1.0, -inf, 1.0, -inf], chunk) == [1.0, 2.0, 4.0]
     assert _weighted([-inf, -inf, -inf], chunk) == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("chunk", slow_but([None], [None, 2]))
 def test_ties_count_the_largest(chunk):
     """How many entries are the largest, by element; none where nothing is above -inf."""
     inf = np.inf

@@ -88,7 +88,7 @@ def test_small_graphs(name: str, graph: str) -> None:
     [
         ("rgat", "no_edges", "xla"),
         ("reductions", "one_node", "xla"),
-        ("reductions", "no_edges", "pallas"),
+        pytest.param("reductions", "no_edges", "pallas", marks=SLOW),
         pytest.param("rgat", "one_node", "pallas", marks=SLOW),
         pytest.param("rgat", "no_edges", "pallas", marks=SLOW),
     ],
@@ -213,7 +213,7 @@ def assert_padding_is_gone(got: tuple, want: Expected, masks: dict) -> None:
     ("name", "backend"),
     # The kernels read the same tables as XLA, and more. test_contract.py has RGAT on XLA.
     slow_but(
-        [("softmax_over_incoming_edges", "xla"), ("source_pairs", "pallas")],
+        [("source_pairs", "pallas")],
         [*((n, "xla") for n in PADDED if n not in PADDED_KERNELS), *((n, "pallas") for n in PADDED_KERNELS)],
     ),
 )
@@ -223,7 +223,7 @@ def test_padding_has_no_effect(name: str, backend: str) -> None:
 
 def test_masks_of_a_concrete_graph() -> None:
     """`RelGraph.from_edges` takes masks, too; its pairs are those of valid edges."""
-    name, size = "rgat", Size(3, 3, 2)
+    name, size = "softmax_over_incoming_edges", Size(3, 3, 2)
     arguments, arrays, cotangents, want, masks = padded_case(name, size, seed=1)
     senders, receivers, edge_type, node_type, edge_mask, node_mask = arguments
     edges = GRAPHS["typical"]
