@@ -204,7 +204,8 @@ class RelGraph:
                 share one compiled program, and `jax.tree.map(lambda *x: jnp.stack(x), *graphs)` stacks them for
                 `jax.vmap` and `jax.lax.scan`. Each edge then counts as a source pair and a destination pair of its
                 own, so values per pair take as many rows as values per edge, and kernels have no `loop_tables`.
-            long_segment_chunk: nodes and pairs with more edges than this are split in chunks of this many edges.
+            long_segment_chunk: nodes and pairs with more edges than this are split in chunks of this many edges, or of
+                more where they have very many.
 
         Returns:
             The graph.
