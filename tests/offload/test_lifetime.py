@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from dejax.offload import ActivationStore, _files, default_store
+from dejax.offload import ActivationStore, _files, _resources, default_store
 from dejax.offload.activations import store as _store
 from tests.offload.held import assert_given_back, eventually, held
 from tests.offload.processes import popen, python
@@ -116,7 +116,7 @@ def test_many_stores(engine, count, tmp_path):
         ActivationStore(tmp_path, host_bytes=1 << 20, engine=engine, io_threads=1)
     gc.collect()
     before = held()
-    stores = len(_store._open)
+    stores = len(_resources._open)
     for i in range(count):
         store = ActivationStore(tmp_path if i % 2 else None, host_bytes=1 << 20, engine=engine, io_threads=1)
         if i % 3 == 0:
@@ -128,7 +128,7 @@ def test_many_stores(engine, count, tmp_path):
     del store
     assert_given_back(before, count)
     # The garbage collector may have run in one of a store's own threads, which closes it in another thread.
-    assert eventually(lambda: len(_store._open) <= stores and not list(tmp_path.iterdir()))
+    assert eventually(lambda: len(_resources._open) <= stores and not list(tmp_path.iterdir()))
 
 
 def test_a_store_that_an_engines_thread_drops(tmp_path):
@@ -180,7 +180,7 @@ def test_threads_that_cannot_be_started(engine, tmp_path):
     code = """
 import os, resource, sys
 from dejax.offload import ActivationStore
-from dejax.offload.activations.store import _open
+from dejax.offload._resources import _open
 from tests.offload.held import eventually
 import jax, tensorstore
 jax.devices()
@@ -303,7 +303,7 @@ def in_a_fork(work):
         except BaseException as error:
             os.write(write, repr(error).encode())
         finally:
-            _store._close_all()  # as the interpreter's end does
+            _resources._close_all()  # as the interpreter's end does
             gc.collect()
             os._exit(status)
     os.close(write)

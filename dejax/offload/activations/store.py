@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +13,7 @@ from typing import Any, Literal
 
 from dejax import _compat, _native
 from dejax.offload import _files
+from dejax.offload._resources import StoreResources
 from dejax.offload.activations import current, memory
 from dejax.offload.activations.calls import DEVICE
 from dejax.offload.activations.notes import notes
@@ -25,37 +24,21 @@ from dejax.offload.telemetry import Recording
 Engine = Literal["auto", "tensorstore", "direct"]
 _PAGE = 4096
 
-_open: dict[int, _Resources] = {}
-"""The resources of open stores, by `id`, for the end of the process. Changes are atomic under the GIL."""
 _entered: list[ActivationStore] = []
 """Stores inside their `with`: they stay open without other references."""
 _default_lock = threading.Lock()
 _default: ActivationStore | None = None
 
 
-class _Resources:
-    """The resources of a store. Released once: by `close`, with the store's last reference, or as the process ends."""
+class ActivationResources(StoreResources):
+    """Besides, the threads of an engine outside, and a share of the machine's memory."""
 
-    def __init__(self) -> None:
-        self.process = os.getpid()
-        self.claims: list[_files.Claim] = []
+    def __init__(self, store: ActivationStore) -> None:
+        super().__init__(store)
         self.io: Any = None
-        self.native: Any = None
         self.shares_memory = False
-        self._to_close = [None]
-        _open[id(self)] = self
 
-    @property
-    def is_open(self) -> bool:
-        return bool(self._to_close) and self.process == os.getpid()
-
-    def close(self) -> None:
-        if self.process != os.getpid():
-            return  # a forked child: threads, memory and files belong to its parent
-        try:
-            self._to_close.pop()
-        except IndexError:
-            return
+    def _end(self) -> None:
         try:
             if self.native is not None:
                 self.native.begin_close()
@@ -63,26 +46,15 @@ class _Resources:
                     self.io.join()
                 self.native.close()
         finally:
-            for claim in self.claims:
-                claim.release()
             if self.shares_memory:
                 memory.presence.leave()
-            _open.pop(id(self), None)
 
     def abandon(self) -> None:
-        """Closes a store without references. The garbage collector may call this in any thread."""
-        if not self.is_open:
-            return
-        if self.io is not None and self.io.is_worker():  # a worker cannot wait for itself
+        if self.is_open and self.io is not None and self.io.is_worker():  # a worker cannot wait for itself
             with contextlib.suppress(RuntimeError):  # without a thread the end of the process closes it
                 threading.Thread(target=self.close, name="dejax-offload-close").start()
             return
         self.close()
-
-    def forget(self) -> None:
-        """In a forked child: a file's lock would last as long as any process has the file open."""
-        for claim in self.claims:
-            claim.forget()
 
 
 class ActivationStore:
@@ -156,27 +128,25 @@ class ActivationStore:
             engine,
             chunk_bytes,
         )
-        self._resources = _Resources()
+        self._resources = ActivationResources(self)
         try:
-            for place in self.paths if disk_bytes != 0 else ():
-                self._resources.claims.append(_files.claim(place))
+            folders = self._resources.claim(self.paths if disk_bytes != 0 else (), "ActivationStore")
             self.host_bytes = self._share_of_memory() if host_bytes is None else host_bytes
-            self._open_native(extension, chunk_bytes, io_threads, checksum)
+            self._open_native(extension, folders, chunk_bytes, io_threads, checksum)
         except BaseException:
             self._resources.close()
             raise
         self._binding = current.own_binding(self, options)
         self._sectors = [_files.sectors_written(claim.device) for claim in self._resources.claims]
-        # Not at the end of the process, when jax may be gone: _close_all runs earlier.
-        weakref.finalize(self, self._resources.abandon).atexit = False
 
     def _share_of_memory(self) -> int:
         self._resources.shares_memory = True
         processes = memory.presence.enter()
         return memory.share(memory.available_memory(), processes, memory.launched_processes())
 
-    def _open_native(self, extension: Any, chunk_bytes: int, io_threads: int, checksum: bool) -> None:
-        folders = [claim.folder for claim in self._resources.claims]
+    def _open_native(
+        self, extension: Any, folders: Sequence[Path], chunk_bytes: int, io_threads: int, checksum: bool
+    ) -> None:
         self._resources.native = extension.OffloadStore.open(
             device_bytes=-1 if self.device_bytes is None else self.device_bytes,
             host_bytes=self.host_bytes,
@@ -373,19 +343,10 @@ def _check_sizes(
         raise ValueError(f"ActivationStore: `io_threads` must be at least 1, got {io_threads}")
 
 
-@atexit.register
-def _close_all() -> None:
-    for resources in list(_open.values()):
-        resources.close()
-
-
 def _after_fork() -> None:
     """In a forked child: forgets its parent's stores, and locks that other threads may hold."""
     global _default, _default_lock
     _default, _default_lock = None, threading.Lock()
-    for resources in list(_open.values()):
-        resources.forget()
-    _open.clear()
     _entered.clear()
     memory.presence.forget()
     current.after_fork()

@@ -114,21 +114,21 @@ def optimizer(
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         traced = _trace_update(tx, state, (updates, params, extra))
         on_disk = any(map(is_on_disk, traced.state))
-        far = [is_on_disk(x) if on_disk else moved.is_large(x) for x in traced.state]
+        away = [is_on_disk(x) if on_disk else moved.is_large(x) for x in traced.state]
         # Outside of jit one operation follows the other: nothing could overlap.
         inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((traced.state, traced.others)))
         if on_disk and not inside:
             raise ValueError("offload.optimizer: a state on disk must be updated in jax.jit, got arrays outside of it")
-        streamed, shardings = copies.of(traced.state, far, inside)
-        evaluation = traced.demand(far, streamed)
+        streamed, shardings = copies.of(traced.state, away, inside)
+        evaluation = traced.demand(away, streamed)
         outputs: list[Any] = [None] * len(traced.jaxpr.outvars)
         if any(streamed):
             stream_state(evaluation, traced.state, shardings, streamed, traced.num_updates, outputs, piece_bytes, ahead)
-        for i in _order(traced.jaxpr, traced.num_updates, far):
+        for i in _order(traced.jaxpr, traced.num_updates, away):
             if outputs[i] is None:
                 value = evaluation.value(traced.jaxpr.outvars[i])
                 at = i - traced.num_updates
-                outputs[i] = jax.device_put(value, _HOST) if at >= 0 and far[at] else value
+                outputs[i] = jax.device_put(value, _HOST) if at >= 0 and away[at] else value
         return jax.tree.unflatten(traced.out_tree, outputs)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -189,17 +189,17 @@ class _Copies:
         if len({getattr(at, "mesh", None) for at in shardings_in(given) if disk_shards.divided(at)}) <= 1:
             self._seen.note(leaves, shardings_in(leaves))
 
-    def of(self, state: Sequence[Any], far: Sequence[bool], inside: bool) -> tuple[list[bool], Sequence[Any]]:
+    def of(self, state: Sequence[Any], away: Sequence[bool], inside: bool) -> tuple[list[bool], Sequence[Any]]:
         """For each array of a state, whether dejax copies it, and its sharding if dejax copies it on several devices.
 
         Args:
             state: its arrays.
-            far: which of them do not lie on the device.
+            away: which of them do not lie on the device.
             inside: of `jax.jit`.
         """
         if any(map(is_on_disk, state)):
             return [is_on_disk(x) for x in state], shardings_in([x if is_on_disk(x) else None for x in state])
-        host = [is_far and x.ndim > 0 and is_on_host(x) for x, is_far in zip(state, far, strict=True)]
+        host = [is_away and x.ndim > 0 and is_on_host(x) for x, is_away in zip(state, away, strict=True)]
         nothing, nowhere = [False] * len(state), [None] * len(state)
         if not inside or not any(host) or not (_by_default() if self._streams is None else self._streams):
             return nothing, nowhere
@@ -252,12 +252,12 @@ class _TracedUpdate:
     def jaxpr(self) -> core.Jaxpr:
         return self.closed.jaxpr
 
-    def demand(self, far: Sequence[bool], streamed: Sequence[bool]) -> Demand:
+    def demand(self, away: Sequence[bool], streamed: Sequence[bool]) -> Demand:
         """An evaluation of the update with every input but the streamed ones."""
         evaluation = Demand(self.closed)
-        for var, leaf, is_far, is_streamed in zip(self.jaxpr.invars, self.state, far, streamed, strict=False):
+        for var, leaf, is_away, is_streamed in zip(self.jaxpr.invars, self.state, away, streamed, strict=False):
             if not is_streamed:
-                evaluation.give(var, leaf, is_far)
+                evaluation.give(var, leaf, is_away)
         for var, leaf in zip(self.jaxpr.invars[len(self.state) :], self.others, strict=True):
             evaluation.give(var, leaf, False)
         return evaluation
@@ -283,9 +283,9 @@ def _trace_update(tx: Any, state: Any, others: tuple[Any, Any, Any]) -> _TracedU
     return _TracedUpdate(inlined(closed), state_leaves, other_leaves, num_updates, jax.tree.structure(out))
 
 
-def _order(jaxpr: core.Jaxpr, num_updates: int, far: Sequence[bool]) -> list[int]:
+def _order(jaxpr: core.Jaxpr, num_updates: int, away: Sequence[bool]) -> list[int]:
     """An order of the outputs in which those that need the same arrays of the host follow one another."""
-    on_host = [var for var, is_far in zip(jaxpr.invars, far, strict=False) if is_far]
+    on_host = [var for var, is_away in zip(jaxpr.invars, away, strict=False) if is_away]
     needs: dict[Any, frozenset[int]] = {var: frozenset((i,)) for i, var in enumerate(on_host)}
     for eqn in jaxpr.eqns:
         found = frozenset().union(*(needs.get(v, frozenset()) for v in eqn.invars if not isinstance(v, core.Literal)))

@@ -63,7 +63,7 @@ class Run:
         first = len(self.params) + len(self.moments)
         self.moment_numbers = list(range(len(self.params), first))
         self.kept_numbers = list(range(first, len(self.leaves)))
-        self.far = [i for i, at in enumerate(places) if at != "device"]
+        self.away = [i for i, at in enumerate(places) if at != "device"]
         if wrong := [i for i, at in enumerate(places) if tier_of(self.leaves[i]) != at]:
             raise ValueError(
                 f"stack_step: `state` must lie where `init` puts it, got an array of shape "
@@ -76,7 +76,7 @@ class Run:
             )
         self.shardings = seen.of(self.leaves)
         copied = ("host", "disk") if self._streams(certain) else ("disk",)
-        self.moved = [i for i in self.far if places[i] in copied]
+        self.moved = [i for i in self.away if places[i] in copied]
         self.rows: HostRows | None = None
         self.ticket = jnp.zeros((2,), jnp.uint32)
         self._begun: Walk | None = None  # the loop whose first rows are on their way already
@@ -103,10 +103,10 @@ class Run:
             return False
         if jax.device_count() == 1:
             return True
-        shardings = [self.shardings[i] for i in self.far]
+        shardings = [self.shardings[i] for i in self.away]
         if not certain or not any(map(divided, shardings)):
             return False
-        return why_no_rows([self.leaves[i] for i in self.far], shardings) is None
+        return why_no_rows([self.leaves[i] for i in self.away], shardings) is None
 
     def _ends(self, batch: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Array]]:
         """Trained outer parameters -> the first layer's input; these and the last layer's output -> loss."""
@@ -115,14 +115,15 @@ class Run:
         trained = self.outer_split.trained(leaves)
         batches = jax.tree.map(self._divided, batch)
 
-        def whole(outer: Any) -> Any:  # in each part, so that the parts' gradients are added in the dtype of `outer`
+        # In each part of a batch, so that the parts' gradients are added in the dtype of `outer`.
+        def with_frozen(outer: Any) -> Any:
             return self.outer_split.join(narrowed(outer, trained), leaves)
 
         def embedded(outer: Any) -> Any:
-            return _each(lambda b: config.embed(whole(outer), b), batches, parts)
+            return _each(lambda b: config.embed(with_frozen(outer), b), batches, parts)
 
         def loss(outer: Any, x: Any) -> Array:
-            return jnp.mean(_each(lambda xb: config.head(whole(outer), *xb), (x, batches), parts))
+            return jnp.mean(_each(lambda xb: config.head(with_frozen(outer), *xb), (x, batches), parts))
 
         return embedded, loss
 
@@ -301,7 +302,7 @@ class Run:
             given: arrays [layers, ...] that `layer` gets besides, or None.
             reverse: the last layer comes first.
         """
-        rows, far, at = self.rows, set(self.far), {number: position for position, number in enumerate(self.moved)}
+        rows, away, at = self.rows, set(self.away), {number: position for position, number in enumerate(self.moved)}
         walk, numbers = self._walk(reads, reverse=reverse), jnp.arange(self.length)
         taken, put = [self.moved[k] for k in walk.arrays], [i for i in sorted(writes) if i in at]
         if rows is not None and taken and walk != self._begun:
@@ -318,13 +319,13 @@ class Run:
             values: dict[int, Any] = {}
             for i in sorted(set(reads) - set(taken)):
                 row = _row(held.get(i, self.leaves[i]), k)
-                values[i] = jax.device_put(row, _DEVICE) if i in far else row
+                values[i] = jax.device_put(row, _DEVICE) if i in away else row
             if rows is not None and taken:
                 ticket, arrived = rows.take(ticket, walk)
                 values.update(zip(taken, arrived, strict=True))
             inner, new, result = layer(inner, values, own)
             new = jax.lax.optimization_barrier(new)
-            held = {i: _with_row(x, jax.device_put(new[i], _HOST) if i in far else new[i], k) for i, x in held.items()}
+            held = {i: _with_row(x, jax.device_put(new[i], _HOST) if i in away else new[i], k) for i, x in held.items()}
             if rows is not None and put:
                 ticket = rows.put(ticket, walk, [at[i] for i in put], [new[i] for i in put])
             return (inner, held, ticket), result

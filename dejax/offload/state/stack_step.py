@@ -159,23 +159,23 @@ class StackStep(StackSettings):
         run = Run(self, state, found[-1] if found else StateShardings(), certain=inside and len(found) == 1)
         if run.moved and not inside:
             if _compat.searches_for_nan():
-                return self._near(state, batch)
+                return self._on_the_device(state, batch)
             raise ValueError(
                 "stack_step: a step with state in host memory must run in jax.jit, got arrays outside of it; call "
                 "step.jit(state) or jax.jit(step.loss), or give streams=False"
             )
         return run
 
-    def _near(self, state: StackState, batch: Any) -> Run:
+    def _on_the_device(self, state: StackState, batch: Any) -> Run:
         """With a copy of the state on the device: how JAX, which has found a NaN, calls the step to say where."""
         gradients: Kept = "freed" if self.gradients == "freed" else "device"
-        near = dataclasses.replace(
+        here = dataclasses.replace(
             self, params="device", moments="device", gradients=gradients, streams=False, path=None
         )
         copies = jax.tree.map(
             lambda x: x.on_devices() if is_on_disk(x) else jax.device_put(x, _DEVICE), state, is_leaf=is_on_disk
         )
-        return near._traced(copies, batch)
+        return here._traced(copies, batch)
 
     def bytes_by_tier(self, outer: Any, layers: Any) -> dict[str, int]:
         """Bytes of the state on the device, in host memory and on disk; arguments are arrays or their shapes."""

@@ -6,12 +6,10 @@ programs carry as data, says which array it is and which version.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import math
 import os
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,11 +22,10 @@ import numpy as np
 
 from dejax import _native
 from dejax._pytrees import of_this_process
-from dejax.offload import _files
+from dejax.offload._resources import StoreResources
 from dejax.offload.state import disk_shards
 
 _PAGE = 4096
-_open: weakref.WeakSet[StateStore] = weakref.WeakSet()
 _REMEDY = "read the array first: np.asarray(array), with is_leaf=lambda x: isinstance(x, DiskArray) in jax.tree.map"
 
 
@@ -260,13 +257,11 @@ class StateStore:
         if not paths:
             raise ValueError("StateStore: `path` must name at least one folder, got none")
         self.paths = tuple(Path(place) for place in paths)
-        self._process = os.getpid()
-        self._claims: list[_files.Claim] = []
+        self._resources = StoreResources(self)
         try:
-            for place in self.paths:
-                self._claims.append(_files.claim(place, "StateStore"))
-            self._native = extension.StateDisk.open(
-                folders=[str(claim.folder) for claim in self._claims],
+            folders = self._resources.claim(self.paths, "StateStore")
+            self._resources.native = extension.StateDisk.open(
+                folders=[str(folder) for folder in folders],
                 disk_bytes=-1 if disk_bytes is None else disk_bytes,
                 host_bytes=-1 if host_bytes is None else host_bytes,
                 chunk_bytes=chunk_bytes,
@@ -274,19 +269,19 @@ class StateStore:
                 checksum=checksum,
             )
         except BaseException:
-            for claim in self._claims:
-                claim.release()
+            self._resources.close()
             raise
-        self._close = weakref.finalize(self, _release, self._native, self._claims, self._process)
-        self._close.atexit = False
-        _open.add(self)
+
+    @property
+    def _native(self) -> Any:
+        return self._resources.native
 
     def __repr__(self) -> str:
         return f"StateStore({', '.join(map(str, self.paths))}{'' if self.is_open else ', closed'})"
 
     @property
     def is_open(self) -> bool:
-        return self._close.alive and self._process == os.getpid()
+        return self._resources.is_open
 
     def __enter__(self) -> StateStore:
         return self
@@ -365,7 +360,7 @@ class StateStore:
 
     def close(self) -> None:
         """Waits for all I/O, then removes the files. States in them are lost. A second call does nothing."""
-        self._close()
+        self._resources.close()
 
 
 def is_on_disk(x: Any) -> bool:
@@ -434,26 +429,3 @@ def _on_its_device(array: Any) -> Any:
     if len(devices) != 1 or jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
     return jax.set_mesh(jax.sharding.Mesh(np.array(list(devices)), ("device",)))
-
-
-def _release(native: Any, claims: list[_files.Claim], process: int) -> None:
-    if process != os.getpid():
-        return  # a forked child: threads and files belong to its parent
-    native.close()
-    for claim in claims:
-        claim.release()
-
-
-@atexit.register
-def _close_all() -> None:
-    for store in list(_open):
-        store.close()
-
-
-def _after_fork() -> None:
-    for store in list(_open):
-        for claim in store._claims:
-            claim.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)

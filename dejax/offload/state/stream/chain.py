@@ -73,7 +73,7 @@ class Chain:
         _native.extension(use.feature)
         self.arrays = list(arrays)
         self._use = use
-        self._near = [k for k, x in enumerate(arrays) if not is_on_disk(x)]
+        self._on_host = [k for k, x in enumerate(arrays) if not is_on_disk(x)]
         self._on_disk = [k for k, x in enumerate(arrays) if is_on_disk(x)]
         self._changed: set[int] = set()  # of those on disk
         self._staging_bytes = staging_bytes
@@ -88,18 +88,17 @@ class Chain:
             changes: whether the program changes arrays.
             place: of this device in the mesh, where the arrays are shards.
         """
-        near = [self.arrays[k] for k in self._near]
-        if changes and near:
+        on_host = [self.arrays[k] for k in self._on_host]
+        if changes and on_host:
             # Not fixed: XLA for a GPU refuses a call that overwrites one operand twice. It would make one value of two
             # equal ones, such as the zeros of both of Adam's moments in a program that also makes its first state. It
             # merges no results of a barrier.
-            near = self._call(BEGIN, near, self._near, through=len(near))
-            for k, array in zip(self._near, near, strict=True):
-                self.arrays[k] = array
+            on_host = self._call(BEGIN, on_host, self._on_host, through=len(on_host))
+            self._set(on_host)
         ticket = jnp.zeros((2,), jnp.uint32)
         if self._marks is None:
             ticket = _compat.on_one_device(ticket, self._use.several)
-        (ticket,) = self._call(REGISTER, [ticket, *near], self._near, fixed=range(1, 1 + len(near)))
+        (ticket,) = self._call(REGISTER, [ticket, *on_host], self._on_host, fixed=range(1, 1 + len(on_host)))
         if not self._on_disk:
             return ticket
         sizes = {"pull_bytes": np.array([self.arrays[k].nbytes for k in self._on_disk], np.int64)}
@@ -150,27 +149,23 @@ class Chain:
     def finish(self, ticket: Array, after: Sequence[Array] = ()) -> list[Any]:
         """Waits for all copies; returns the arrays, in the memory that they came in."""
         if self._changed:
-            ticket = self._commit(ticket)
-        near = [self.arrays[k] for k in self._near]
-        if near:
-            count = len(near)
-            operands = [*near, ticket, *after]
-            near = self._call(FINISH, operands, self._near, through=count, fixed=range(count))
-            for k, array in zip(self._near, near, strict=True):
-                self.arrays[k] = array
+            (ticket,) = self._call(COMMIT, [ticket], sorted(self._changed))
+        on_host = [self.arrays[k] for k in self._on_host]
+        if on_host:
+            count = len(on_host)
+            self._set(self._call(FINISH, [*on_host, ticket, *after], self._on_host, through=count, fixed=range(count)))
         else:
             (ticket,) = self._call(FINISH, [ticket, *after])
-        self._finish_disk(ticket)
-        return self.arrays
-
-    def _commit(self, ticket: Array) -> Array:
-        return self._call(COMMIT, [ticket], sorted(self._changed))[0]
-
-    def _finish_disk(self, ticket: Array) -> None:
-        """The next tickets of changed arrays, after the chain's last call: a step that fails gives none."""
+        # The next tickets of changed arrays come after the chain's last call: a step that fails gives none.
         for k in self._changed:
             # The chain's ticket holds zeros, which XLA does not know. A barrier with one used result would not wait.
             self.arrays[k] = self.arrays[k].next_version(self.arrays[k].ticket + ticket[0])
+        return self.arrays
+
+    def _set(self, on_host: Sequence[Any]) -> None:
+        """What a call has returned of the arrays in host memory."""
+        for k, array in zip(self._on_host, on_host, strict=True):
+            self.arrays[k] = array
 
     def finish_reading(self, ticket: Array, after: Sequence[Array] = ()) -> None:
         """Ends a program that only reads: the call has side effects, so it runs although nothing uses its result."""

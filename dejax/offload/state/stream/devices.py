@@ -47,11 +47,11 @@ class Stream:
         def body(_: Any, *operands: Any) -> tuple[Array, list[Any]]:
             self._chain.arrays = self._own(operands)
             place = None if self.mesh is None else jax.lax.axis_index(self.mesh.axis_names)
-            return self._chain.begin(changes=changes, place=place), self._near(self._chain.arrays)
+            return self._chain.begin(changes=changes, place=place), self._on_host(self._chain.arrays)
 
         first = None if self.mesh is None else jnp.zeros((self.mesh.size, 2), jnp.uint32)
-        near = self._near(self._specs)
-        ticket, arrays = self._run(body, first, self._operands(), self._operand_specs(), near)
+        specs = self._on_host(self._specs)
+        ticket, arrays = self._run(body, first, self._operands(), self._operand_specs(), specs)
         self._take_back(arrays)
         return ticket
 
@@ -106,7 +106,7 @@ class Stream:
         ticket, made = mapped(*disk_shards.placed_as(self.mesh, (ticket, *values), specs))
         return ticket, made
 
-    def _near(self, values: Sequence[Any]) -> list[Any]:
+    def _on_host(self, values: Sequence[Any]) -> list[Any]:
         return [value for x, value in zip(self.arrays, values, strict=True) if not is_on_disk(x)]
 
     def _operands(self) -> list[Any]:

@@ -66,17 +66,17 @@ def stream_state(
         raise ValueError(f"offload.optimizer: {why}")
     specs = dict(zip(numbers, [at.spec if several else None for at in where], strict=True))
     local = dict(zip(numbers, devices.shapes_of_shards(arrays, where), strict=True))
-    near: list[StatePiece] = []  # of elementwise groups
-    far: list[StatePiece] = []
+    elementwise: list[StatePiece] = []
+    others: list[StatePiece] = []
     for group in groups:
         alike = len({specs[i] for i in group.state}) == 1
         shards = [local[i] for i in group.state]
         pieces = pieces_of(evaluation, group, shards, alike, num_updates, piece_bytes)
-        (far if pieces[0].whole else near).extend(pieces)
-    stream = StatePieces(dict(zip(numbers, arrays, strict=True)), where, [*near, *far], ahead)
-    if near:
-        _update_in_pieces(evaluation, near, stream, num_updates, outputs, alone=len(groups) == 1)
-    for piece in far:
+        (others if pieces[0].whole else elementwise).extend(pieces)
+    stream = StatePieces(dict(zip(numbers, arrays, strict=True)), where, [*elementwise, *others], ahead)
+    if elementwise:
+        _update_in_pieces(evaluation, elementwise, stream, num_updates, outputs, alone=len(groups) == 1)
+    for piece in others:
         _update_whole(evaluation, piece, stream, num_updates, outputs)
     for i, array in stream.finish_all().items():
         outputs[num_updates + i] = array
