@@ -33,7 +33,6 @@ class CachedTable(LocalTable):
     """
 
     __slots__ = ()
-    _differentiable: ClassVar[bool] = True
     _names: ClassVar[tuple[str, ...]] = ("rows", "cache", "slots")
 
     def __init__(self, table: HostTable, cache: Array, slots: Array) -> None:

@@ -13,8 +13,6 @@ from jax import Array
 
 from dejax._pytrees import pytree
 from dejax.host_gather._tracing import current_trace, inside, recording
-from dejax.host_gather.cached import CachedTable
-from dejax.host_gather.host import HostTable
 from dejax.host_gather.table import LocalTable
 
 
@@ -35,7 +33,7 @@ class RowGradient:
 def value_and_grad(
     loss: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """As `jax.value_and_grad`, but the gradient of a `HostTable` or `CachedTable` is a `RowGradient`.
+    """As `jax.value_and_grad`, but the gradient of a table is a `RowGradient`, wherever its rows lie.
 
     Args:
         loss: a function of tables and arrays that returns a scalar, or (scalar, aux). It must gather rows of the
@@ -49,10 +47,11 @@ def value_and_grad(
         jitted.
 
     Raises:
-        TypeError: when called: a differentiated argument is not given by position, or is a table that is read-only.
+        TypeError: when called: a differentiated argument is not given by position.
         ValueError: when called: a gather of a differentiated table inside another transformation, with `scale`, or
             begun by `gather_start`; a table whose rows are no floats.
 
+    >>> from dejax.host_gather import HostTable
     >>> table = HostTable.from_numpy(np.arange(6.0, dtype=np.float32).reshape(3, 2))
     >>> value, gradient = value_and_grad(lambda table: (table[np.array([1, 1])] ** 2).sum())(table)
     >>> value, gradient.ids, gradient.values
@@ -96,16 +95,7 @@ class _MarkedLoss:
         has_aux: bool,
     ) -> None:
         self.loss, self.positions, self.args, self.kwargs, self.has_aux = loss, positions, args, kwargs, has_aux
-        leaves, self.tree = jax.tree.flatten(tuple(args[p] for p in positions), is_leaf=_is_any_table)
-        for leaf in leaves:
-            if _is_any_table(leaf) and not _is_table(leaf):
-                remedy = "leave it out of `argnums`, or keep rows that are trained in one of these or in a jax array"
-                if not leaf.read_only:
-                    remedy = "differentiate by the gathered rows, and give the optimizer RowGradient(ids, gradient)"
-                raise TypeError(
-                    "value_and_grad: a differentiated table must be a HostTable or a CachedTable, got a "
-                    f"{type(leaf).__name__}{', which is read-only' * leaf.read_only}; {remedy}"
-                )
+        leaves, self.tree = jax.tree.flatten(tuple(args[p] for p in positions), is_leaf=_is_table)
         self.num_leaves = len(leaves)
         self.tables = {k: leaf for k, leaf in enumerate(leaves) if _is_table(leaf)}  # by number
         for table in self.tables.values():
@@ -161,7 +151,7 @@ class _Recorder:
     """
 
     def __init__(self, probes: list[Array] | None) -> None:
-        self.tables: dict[int, HostTable | CachedTable] = {}
+        self.tables: dict[int, LocalTable] = {}
         self.gathers: list[tuple[int, Array, Array]] = []
         self.probes, self._trace = probes, current_trace()
 
@@ -218,7 +208,7 @@ def _shapes_only(function: Callable[[tuple[Any, ...]], None], args: tuple[Any, .
     jax.eval_shape(of_arrays, [leaves[k] for k in traced])
 
 
-def _collected(table: HostTable | CachedTable, found: list[tuple[Array, Array]]) -> RowGradient:
+def _collected(table: LocalTable, found: list[tuple[Array, Array]]) -> RowGradient:
     """One gradient from (ids, gradient of the rows) of several gathers."""
     row = table.shape[1:]
     return RowGradient(
@@ -230,12 +220,8 @@ def _collected(table: HostTable | CachedTable, found: list[tuple[Array, Array]])
 # -------------------------------------------------------------------------------------------- marks
 
 
-def _is_any_table(value: Any) -> bool:
-    return isinstance(value, LocalTable)
-
-
 def _is_table(value: Any) -> bool:
-    return isinstance(value, LocalTable) and value._differentiable
+    return isinstance(value, LocalTable)
 
 
 def _marked(table: Any, level: int, number: int) -> Any:

@@ -52,7 +52,6 @@ class HostTable(LocalTable):
     """
 
     __slots__ = ()
-    _differentiable: ClassVar[bool] = True
     _names: ClassVar[tuple[str, ...]] = ("rows",)
 
     def __init__(self, leaf: Any, spec: TableSpec) -> None:

@@ -55,7 +55,6 @@ class LocalTable(Table):
     _hot: Any
     _slots: Any
     _spec: TableSpec
-    _differentiable: ClassVar[bool] = False  # whether `value_and_grad` gives its gradient
     _names: ClassVar[tuple[str, ...]] = ("rows", "hot", "slots")  # of the arrays, in paths of trees
     # jnp functions look at it first. The user then gets the error of `__jax_array__`, not one about an unknown type.
     __array_priority__ = 1000

@@ -21,7 +21,6 @@ from dejax.host_gather import (
     scatter_add,
     sgd,
     shardings,
-    value_and_grad,
 )
 from tests.host_gather.rows import HOT, IDS, ROWS
 
@@ -182,9 +181,3 @@ def test_writes_have_the_bits_of_a_host_table(kind, rule, dtype, jitted) -> None
             assert all(type(moment) is type(table) for moment in moments)
     assert any((results[1][0] != rows).reshape(-1))
     jax.tree.map(np.testing.assert_array_equal, *results)
-
-
-def test_a_writable_table_is_not_differentiated_by_itself() -> None:
-    table = WRITABLE["device"](ROWS)
-    with pytest.raises(TypeError, match="differentiate by the gathered rows"):
-        value_and_grad(lambda t: t[np.array([1])].sum())(table)
