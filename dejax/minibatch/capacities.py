@@ -65,7 +65,7 @@ def find_capacities(
         seeds, rest = jax.tree.unflatten(treedef, leaves)
         return sample_blocks(key, topology, seeds, fan_outs, **rest, **static)
 
-    seed_times, pairs = keywords.pop("seed_times", None), _checked_pairs(topology, keywords.pop("exclude", None))
+    seed_times, pairs = keywords.pop("seed_times", "required"), _checked_pairs(topology, keywords.pop("exclude", None))
     exclude = {topology.edge_types[number]: ends for number, ends in pairs.items()}
     options = keywords.get("options", SampleOptions())
     static, found, edges, sample = keywords, [], [], None

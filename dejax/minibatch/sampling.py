@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +136,7 @@ def sample_blocks(
     *,
     capacities: Mapping[str, Sequence[int]] | Sequence[int] | None = None,
     exclude: Mapping[EdgeType, Excluded] | Excluded | None = None,
-    seed_times: Mapping[str, ArrayLike] | ArrayLike | None = None,
+    seed_times: Mapping[str, ArrayLike] | ArrayLike | Literal["required"] | None = "required",
     options: SampleOptions = _DEFAULT,
 ) -> SampledBlocks:
     """Samples neighbours of the seeds, then of the nodes that were found, and so on. It runs inside `jax.jit`.
@@ -165,14 +165,16 @@ def sample_blocks(
             predict, and their reverses under the reverse relation. Or an array int[edges] of their positions in the
             lists that the topology was made from: other edges of the same two nodes then stay. If an excluded edge is
             drawn, its slot stays empty.
-        seed_times: int[seeds], as `seeds` by node type.
+        seed_times: int[seeds], as `seeds` by node type. None: edges of all times. By default an error where edges have
+            times, so that none are forgotten.
         options: replacement, most recent edges, bounds on degrees.
 
     Returns:
         SampledBlocks.
 
     Raises:
-        ValueError: unknown node types or relations, impossible fan-outs or capacities.
+        ValueError: unknown node types or relations, impossible fan-outs or capacities; edges with times, and no
+            `seed_times`.
         TypeError: ids that are no integers.
 
     >>> cites, writes = ("paper", "cites", "paper"), ("author", "writes", "paper")
@@ -385,6 +387,13 @@ def _checked_times(
 ) -> dict[str, Array] | None:
     """int[seeds] for every node type, of the dtype of the edges' times; None where there are none."""
     tables = [lists.times for lists in topology.lists if lists.times is not None]
+    if isinstance(seed_times, str):
+        if tables or seed_times != "required":
+            raise ValueError(
+                "sample_blocks: `seed_times` must be given where edges have times, so that a seed sees nothing later; "
+                "seed_times=None takes edges of all times"
+            )
+        seed_times = None
     if (seed_times is not None or options.recent) and not tables:
         raise ValueError(
             "sample_blocks: `topology` must have times for `seed_times` and `recent`, got none; give them to "

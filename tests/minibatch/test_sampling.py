@@ -126,6 +126,10 @@ def test_times_refuse_what_they_cannot_mean():
         sample_blocks(KEY, topology_of(), ("paper", [0]), [1], seed_times=[3])
     edges, times = timed()
     topology = topology_of(edges, times=times)
+    with pytest.raises(ValueError, match="`seed_times` must be given where edges have times, .* seed_times=None takes"):
+        sample_blocks(KEY, topology, ("paper", [0]), [1])
+    with pytest.raises(ValueError, match="`seed_times` must be given where edges have times"):
+        find_capacities(KEY, topology, [("paper", [0])], [1], print_table=None)
     with pytest.raises(ValueError, match="must have shape"):
         sample_blocks(KEY, topology, ("paper", [0, 1]), [1], seed_times=[3])
     with pytest.raises(TypeError, match="must be integers"):

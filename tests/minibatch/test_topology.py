@@ -267,7 +267,7 @@ def test_edges_of_weight_0_are_never_drawn(weights):
     recent = SampleOptions(recent=True)
     cases = [(-1, SampleOptions()), (1, recent)]
     for fan_out, options in [*cases, (-1, SampleOptions(max_degree=2)), (3, SampleOptions(recent=True, max_degree=2))]:
-        sample = sample_blocks(jax.random.key(0), topology, ("a", [0]), [fan_out], options=options)
+        sample = sample_blocks(jax.random.key(0), topology, ("a", [0]), [fan_out], seed_times=None, options=options)
         (ids,) = edge_ids(topology, sample)
         found = ids[ids >= 0].tolist()
         if options.max_degree is None:
