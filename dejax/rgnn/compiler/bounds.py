@@ -292,8 +292,8 @@ def _loops(model: CostModel) -> dict[int, float]:
         read = [o for o in t.operands if o.access == "gathered" and o.via != "etype"]
         row = max((model.row_bytes(o.value) * _share_of_row(program, o) for o in read), default=0.0)
         table = counts.nodes * row
-        again = max(0.0, model.missed_bytes(counts.edges, int(row), table) - min(counts.edges * row, table))
-        needed = again + 4.0 * counts.edges * bool(read) + 8.0 * counts.nodes
+        reread = max(0.0, model.missed_bytes(counts.edges, int(row), table) - min(counts.edges * row, table))
+        needed = reread + 4.0 * counts.edges * bool(read) + 8.0 * counts.nodes
         before = live(program, [o.value for o in read if program.ops[o.name].width >= _WIDE])
         end = "dst" if t.via in ("dst", "destination_pair") else "src" if t.via in ("src", "source_pair") else t.via
         wide = {a.out for a in t.accumulators if program.ops[a.out].width >= _WIDE}

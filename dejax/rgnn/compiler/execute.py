@@ -31,7 +31,8 @@ from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Program, is_float
 from dejax.rgnn.ir.intra import Fallback, Kernels
 from dejax.rgnn.lowering.node_rows import ALL_ROWS, NodeRows, RowArrays
-from dejax.rgnn.lowering.pallas import PallasLowering, SharedColumns
+from dejax.rgnn.lowering.pallas import PallasLowering
+from dejax.rgnn.lowering.running import decoded
 from dejax.rgnn.lowering.segments import num_rows, segment_sum, valid_rows, where_rows
 from dejax.rgnn.lowering.xla import Evaluator
 from dejax.rgnn.options import Options
@@ -187,9 +188,9 @@ def run_kernels(
         if not done:
             # XLA recomputes values that a kernel keeps in registers. The values of the failed attempt are dropped.
             with jax.named_scope(name):
-                whole = {i: _decoded(a) for i, a in env.items()}
-                xla.compute(instance.writes, whole)
-            env.update((w, whole[w]) for w in instance.writes)
+                arrays = {i: decoded(a) for i, a in env.items()}
+                xla.compute(instance.writes, arrays)
+            env.update((w, arrays[w]) for w in instance.writes)
             if pallas is not None:
                 if not isinstance(instance, Fallback):  # padding rows that it has read may hold anything
                     env.update(
@@ -199,7 +200,7 @@ def run_kernels(
         keep = set(program.outputs).union(*remaining[number + 1 :])
         env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}
     results = tuple(env[o] for o in program.outputs)
-    return tuple(map(_decoded, results)), tuple(r if isinstance(r, RowScaled) else None for r in results)
+    return tuple(map(decoded, results)), tuple(r if isinstance(r, RowScaled) else None for r in results)
 
 
 def _environment(
@@ -242,12 +243,6 @@ def kernel_label(name: str, number: int) -> AbstractContextManager[None]:
 def kernel_name(name: str, number: int) -> str:
     """The beginning of the names of an instance's kernels; XLA's operators have it in their path."""
     return re.sub(r"\W", "_", f"{name}.{number}")
-
-
-def _decoded(array: Any) -> jax.Array:
-    if isinstance(array, SharedColumns):
-        return array.whole()
-    return array.decode() if isinstance(array, RowScaled) else array
 
 
 def uses_kernels(graph: RelGraph, options: Options) -> bool:

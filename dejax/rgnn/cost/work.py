@@ -128,9 +128,9 @@ class Work:
         if table_bytes < _REGISTER_LIKE:
             return self.move(1, table_bytes)
         total = reads * row_bytes
-        again = max(0.0, total - table_bytes)
+        reread = max(0.0, total - table_bytes)
         kept = min(1.0, self.rates.kept_bytes / max(table_bytes, 1))
-        missed = min(total, table_bytes) + again * (1 - kept**self.rates.skew)
+        missed = min(total, table_bytes) + reread * (1 - kept**self.rates.skew)
         self.memory += missed
         self.cache += total - missed
         return self

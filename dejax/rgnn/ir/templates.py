@@ -62,7 +62,7 @@ def access_by(via: str, over: str | None) -> tuple[str, str]:
         return "shared", via
     if via == over:
         return "row", via
-    for (outer, inner), whole in COMPOSED_VIAS.items():
-        if (outer, whole) == (over, via):  # all entries of a segment read the same row
+    for (outer, inner), composed in COMPOSED_VIAS.items():
+        if (outer, composed) == (over, via):  # all entries of a segment read the same row
             return "row_indexed", inner
     return "gathered", via

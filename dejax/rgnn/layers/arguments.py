@@ -88,8 +88,8 @@ def wide(x: Symbol) -> Symbol:
     return x.astype("float32") if x.dtype in _NARROW else x
 
 
-def rounded(x: Symbol, like: Symbol) -> Symbol:
-    """A value made of `wide(like)`, in 16 bits where `like` is."""
+def narrow_like(x: Symbol, like: Symbol) -> Symbol:
+    """A value computed from `wide(like)`, converted to the dtype of `like` where that has 16 bits."""
     return x.astype(like.dtype) if like.dtype in _NARROW else x
 
 
@@ -97,4 +97,4 @@ def unit_rows(y: Symbol) -> Symbol:
     """Rows divided by their Euclidean norm; rows of zeros stay zero, without gradient."""
     rows = wide(y)
     square = (rows * rows).sum(keepdims=True)
-    return rounded(rows * F.where(square > 0, F.rsqrt(F.where(square > 0, square, 1.0)), 0.0), y)
+    return narrow_like(rows * F.where(square > 0, F.rsqrt(F.where(square > 0, square, 1.0)), 0.0), y)

@@ -24,7 +24,8 @@ class WithoutFactors:
     Attributes:
       values: value -> name of the operand whose factors it lacks; the operands, too.
       sums: result of an accumulator -> name of the operand by whose factors it is multiplied after the traversal.
-      rows: (value, name of an operand by row): the value's factors multiply that operand instead, once a row.
+      rows: (value, name of an operand that is read once for each segment): the value's factors multiply that operand
+        instead, once for each segment.
       used: names of operands whose factors are used in the traversal.
     """
 
@@ -43,14 +44,16 @@ def without_factors(program: Program, traversal: Traversal, names: Collection[in
       names: operands with a factor for each feature.
     """
     values = {o.name: o.name for o in traversal.operands if o.name in names and o.access not in ONCE_A_SEGMENT}
-    by_row = {o.name for o in traversal.operands if o.access in ("row", "row_indexed")}
+    of_segments = {o.name for o in traversal.operands if o.access in ("row", "row_indexed")}
     rows: dict[tuple[int, int], int] = {}
     read = set(traversal.entry_outputs)
     for i in traversal.body:
         found = [a for a in program.ops[i].args if a in values]
         if len(found) == 1 and _passes(program, program.ops[i], found[0]):
             values[i] = values[found[0]]
-        elif len(found) == 1 and (other := _met_by_row(program, program.ops[i], found[0], by_row)) is not None:
+        elif (
+            len(found) == 1 and (other := _segment_operand(program, program.ops[i], found[0], of_segments)) is not None
+        ):
             rows[i, other] = values[found[0]]
         else:
             read.update(found)
@@ -64,10 +67,10 @@ def without_factors(program: Program, traversal: Traversal, names: Collection[in
     return WithoutFactors(values, sums, rows, frozenset(values[v] for v in read if v in values))
 
 
-def _met_by_row(program: Program, op: Op, arg: int, by_row: Collection[int]) -> int | None:
-    """The operand by row of the same features by which an operator multiplies `arg`."""
+def _segment_operand(program: Program, op: Op, arg: int, of_segments: Collection[int]) -> int | None:
+    """The operand of segments, as wide as `arg`, by which an operator multiplies `arg`; None where there is none."""
     others = [a for a in op.args if a != arg]
-    if op.name not in ("mul", "dot") or len(others) != 1 or others[0] not in by_row:
+    if op.name not in ("mul", "dot") or len(others) != 1 or others[0] not in of_segments:
         return None
     return others[0] if program.ops[others[0]].shape == program.ops[arg].shape else None
 

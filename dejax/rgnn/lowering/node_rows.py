@@ -103,8 +103,8 @@ def read_elsewhere(program: Program, read_at_destinations: tuple[int, ...] = ())
     found = {o for n, o in enumerate(program.outputs) if n not in read_at_destinations}
     for i in reversed(range(len(ops))):
         op = ops[i]
-        by_row = op.space == Space.NODE and (op.name in ROWWISE or op.name == "linear")
-        if (by_row and i not in found) or (op.name == "gather" and op.attr("via") in TO_DESTINATIONS):
+        of_own_row = op.space == Space.NODE and (op.name in ROWWISE or op.name == "linear")
+        if (of_own_row and i not in found) or (op.name == "gather" and op.attr("via") in TO_DESTINATIONS):
             continue
         found.update(a for a in op.args if ops[a].space == Space.NODE)
     return frozenset(found)
@@ -171,9 +171,9 @@ class RowArrays:
 
     def sums_destinations(self, t: Traversal) -> bool:
         """Whether a traversal sums values by node type that are zeros at other nodes than destinations."""
-        alone = t.via == "ntype" and self.graph.destinations_by_type is not None and not t.entry_outputs
+        by_type = t.via == "ntype" and self.graph.destinations_by_type is not None and not t.entry_outputs
         short = (o.access == "dense" and isinstance(self.of_destinations.get(o.value), jax.Array) for o in t.operands)
-        return alone and all(short)
+        return by_type and all(short)
 
     def write(self, value: int, rows: Any, env: dict[int, Any]) -> None:
         """Adds a value to `env` of which the rows of all nodes or those of destinations were computed."""

@@ -14,11 +14,8 @@ import dejax.pallas as kernels
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.intra import Gemm, Instance, RowProducts, Traversal, WeightGradient
 from dejax.rgnn.lowering.product_calls import Products
-from dejax.rgnn.lowering.running import SharedColumns
 from dejax.rgnn.lowering.segments import segment_sum
 from dejax.rgnn.lowering.traversal_calls import Traversals
-
-__all__ = ["PallasLowering", "SharedColumns"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # A kernel sums matrices by type where there are at least so many types, of at most so many matrices each on average.

@@ -20,7 +20,7 @@ from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.intra import Gemm, Operand, RowProducts, WeightGradient
 from dejax.rgnn.ir.row_sums import row_sums
 from dejax.rgnn.ir.templates import by_head
-from dejax.rgnn.lowering.running import Running, SharedColumns
+from dejax.rgnn.lowering.running import Running, decoded
 from dejax.rgnn.lowering.segments import segments, valid_rows
 
 
@@ -170,11 +170,11 @@ class Products(Running):
         Where the rows of y are zeros but at destinations, the others are not read.
         """
         ops, sums = self.program.ops, row_sums(self.program, instance.outs)
-        y = _decoded(self.rows.fewest(instance.y, env))
+        y = decoded(self.rows.fewest(instance.y, env))
         rows, mask = y.shape[0], valid_rows(self.graph, ops[instance.y].space)
         first = sums[0]
         heads = () if first.heads_in_one_product else (first.size(first.heads),)
-        xs = [_decoded(self.rows.any_row(x, env)) for x in instance.xs]
+        xs = [decoded(self.rows.any_row(x, env)) for x in instance.xs]
         found = kernels.row_products(
             [x.reshape(x.shape[0], *heads, s.size(s.sides[0])) for x, s in zip(xs, sums, strict=True)],
             y.reshape(rows, *heads, first.size(first.sides[1])),
@@ -209,12 +209,6 @@ class Products(Running):
         if heads and "h" not in result:
             total, letters = total.sum(1), letters[1:]
         return jnp.transpose(total, (0, *(1 + letters.index(c) for c in result)))
-
-
-def _decoded(rows: Any) -> jax.Array:
-    if isinstance(rows, SharedColumns):
-        return rows.whole()
-    return rows.decode() if isinstance(rows, kernels.RowScaled) else rows
 
 
 def _as_grouped_gemm(spec: str, x: Any, w: jax.Array) -> tuple[Any, jax.Array, bool, bool]:

@@ -30,9 +30,13 @@ class SharedColumns:
     shape: tuple[int, ...]
     dtype: str  # of the value: it is kept as it was computed
 
-    def whole(self) -> jax.Array:
-        columns = self.array[:, self.first : self.first + math.prod(self.shape)]
-        return columns.reshape(-1, *self.shape).astype(self.dtype)
+
+def decoded(rows: Any) -> jax.Array:
+    """A value as an array of its own, whether it is stored as one, as row-scaled float16 or as `SharedColumns`."""
+    if isinstance(rows, SharedColumns):
+        columns = rows.array[:, rows.first : rows.first + math.prod(rows.shape)]
+        return columns.reshape(-1, *rows.shape).astype(rows.dtype)
+    return rows.decode() if isinstance(rows, kernels.RowScaled) else rows
 
 
 class Running:

@@ -20,7 +20,7 @@ from dejax.rgnn.layers.arguments import (
     ends,
     finish,
     incoming,
-    rounded,
+    narrow_like,
     unit_rows,
     wide,
 )
@@ -63,7 +63,7 @@ def gcn(g: GraphSymbol, x: Any, params: Params, edge_weight: Any = None, add_sel
     total = g.sum_to_dst(wide(message))  # the sum of 70,000 neighbours is beyond float16 before it is normalised
     if add_self_loops:
         total = total + z
-    return add_bias(g, rounded(total * norm, message), params.get("bias"))
+    return add_bias(g, narrow_like(total * norm, message), params.get("bias"))
 
 
 @program
@@ -230,8 +230,8 @@ def pna(g: GraphSymbol, x: Any, params: Params, edge_features: Any = None, mean_
     mean, square = g.mean_to_dst(row), g.mean_to_dst(row * row)
     variance = square - mean * mean
     spread = variance > SMALLEST_VARIANCE
-    deviation = rounded(F.where(spread, F.sqrt(F.where(spread, variance, 1.0)), 0.0), message)
-    reduced = (rounded(mean, message), g.max_to_dst(message), g.min_to_dst(message))
+    deviation = narrow_like(F.where(spread, F.sqrt(F.where(spread, variance, 1.0)), 0.0), message)
+    reduced = (narrow_like(mean, message), g.max_to_dst(message), g.min_to_dst(message))
     level = [F.where(has_edges, part + own, 0.0) for part in reduced]
     gathered = F.concatenate([*level, deviation])
     scale = (F.log(F.maximum(degree, 1.0) + 1.0) * (1.0 / mean_log_degree)).astype(h.dtype)[None, None]
