@@ -32,6 +32,7 @@ GUIDES = (
     "host_gather",
     pytest.param("minibatch", marks=pytest.mark.slow),
     pytest.param("features", marks=pytest.mark.slow),
+    pytest.param("tables", marks=pytest.mark.slow),
 )
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -29,7 +29,7 @@ _BY_EDGE = ("edge_times", "edge_features", "edge_weights")
 # Nothing that a model of `features` and `edges` would have to read: `features` encodes the columns that are no later
 # than their rows, `edge_times` and `node_times` say from when on rows are known.
 DESCRIPTIVE = ("name", "num_nodes", "node_names", "description", "left_out")
-_OF_TABLES = ("columns", "keys", "known_from", "tasks", "time_unit")
+OF_TABLES = ("columns", "keys", "known_from", "tasks", "time_unit")
 NODE_TASK = ("labels", "num_classes", "splits")
 LINK_TASK = ("valid_edges", "test_edges", "target_relations")
 
@@ -214,7 +214,7 @@ class HeteroDataset:
         """
         for found in dataclasses.fields(self):
             values = getattr(self, found.name)
-            if found.name not in (*used, *DESCRIPTIVE, *_OF_TABLES) and values:
+            if found.name not in (*used, *DESCRIPTIVE, *OF_TABLES) and values:
                 raise ValueError(
                     f"{what} must get a data set without {found.name}, which it does not read, got some of "
                     f"{next(iter(values))!r} in {self.name!r}; to ignore them: "

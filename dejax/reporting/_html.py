@@ -44,12 +44,15 @@ def render(report: Figures, *, whole: bool = True) -> str:
             "</div>",
         ]
     )
-    if not whole:
-        return f"<style>{_STYLE}</style>{body}"
+    return page(report.name, body) if whole else f"<style>{_STYLE}</style>{body}"
+
+
+def page(title: str, body: str) -> str:
+    """A whole page around a body, which is one `div` of the class `dejax-report`."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width"><meta name="color-scheme" content="light dark">'
-        f"<title>{escape(report.name)}</title>"
+        f"<title>{escape(title)}</title>"
         f'<style>{_STYLE}</style></head><body class="dejax-page">{body}</body></html>\n'
     )
 

@@ -2,6 +2,7 @@
 
     settings.json
     checkpoints/seed<k>/<number of finished steps>
+    checkpoints/best<k>/<number of finished steps>   with early stopping: the state of the best validation measure
 
 A checkpoint holds the arrays of a state, each under its path in the state, and a history: plain values for JSON.
 """
@@ -88,13 +89,16 @@ class Checkpoints:
         found = [p.name.removeprefix("seed") for p in (self.folder / _FOLDER).glob("seed*")]
         return sorted(int(name) for name in found if name.isdigit() and self.latest(int(name)) is not None)
 
-    def latest(self, seed: int) -> int | None:
-        """The number of finished steps at a seed's checkpoint; None if it has no checkpoint."""
+    def latest(self, seed: int, *, best: bool = False) -> int | None:
+        """The number of finished steps at a seed's checkpoint, or at its best state's; None if it has none."""
         # Orbax writes under a temporary name and renames: a folder with a number as its name is complete.
-        places = (self.folder / _FOLDER / f"seed{seed}").glob("[0-9]*")
+        places = self._place(seed, best).glob("[0-9]*")
         return max((int(place.name) for place in places if place.name.isdigit()), default=None)
 
-    def save(self, seed: int, number: int, state: Any, history: Any) -> None:
+    def _place(self, seed: int, best: bool) -> Path:
+        return self.folder / _FOLDER / f"{'best' if best else 'seed'}{seed}"
+
+    def save(self, seed: int, number: int, state: Any, history: Any, *, best: bool = False) -> None:
         """Writes a seed's state and history, and replaces its earlier checkpoint.
 
         Args:
@@ -102,31 +106,33 @@ class Checkpoints:
             number: of finished steps.
             state: a pytree of arrays, of jax or numpy.
             history: plain values, for JSON.
+            best: whether this is the best state so far, which is kept beside the last one.
         """
         args = _orbax().args
-        with self._manager(seed) as manager:
+        with self._manager(seed, best) as manager:
             items = args.Composite(state=args.StandardSave(_by_path(state)), history=args.JsonSave(history))
             manager.save(number, args=items, force=True)
             manager.wait_until_finished()
 
-    def restore(self, seed: int, like: Any) -> tuple[Any, Any]:
+    def restore(self, seed: int, like: Any, *, best: bool = False) -> tuple[Any, Any]:
         """A seed's state and history.
 
         Args:
             seed: the seed.
             like: a state of the same shapes and dtypes, of arrays or `jax.ShapeDtypeStruct`. A leaf of numpy gives an
                 array of numpy. All others are arrays of jax, on the devices and in the memory of the leaf.
+            best: whether the best state is meant, not the last one.
 
         Raises:
             FileNotFoundError: this seed has no checkpoint.
         """
-        number = self.latest(seed)
+        number = self.latest(seed, best=best)
         if number is None:
             raise FileNotFoundError(
                 f"no checkpoint of seed {seed} in {self.folder / _FOLDER}; seeds there: {self.seeds()}"
             )
         args = _orbax().args
-        with self._manager(seed) as manager:
+        with self._manager(seed, best) as manager:
             abstract = {name: _abstract(leaf) for name, leaf in _by_path(like).items()}
             items = args.Composite(state=args.StandardRestore(abstract), history=args.JsonRestore())
             found = manager.restore(number, args=items)
@@ -134,10 +140,10 @@ class Checkpoints:
         leaves = [_placed(found["state"][_name(path)], leaf) if leaf.size else leaf for path, leaf in paths]
         return jax.tree.unflatten(structure, leaves), found["history"]
 
-    def _manager(self, seed: int) -> Any:
+    def _manager(self, seed: int, best: bool) -> Any:
         ocp = _orbax()
         options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True, enable_async_checkpointing=False)
-        return ocp.CheckpointManager(self.folder / _FOLDER / f"seed{seed}", options=options)
+        return ocp.CheckpointManager(self._place(seed, best), options=options)
 
 
 def _orbax() -> Any:

@@ -118,6 +118,7 @@ class LinkTask(TrainingTask):
     """
 
     classes = False
+    measure = "filtered MRR"
 
     def __init__(
         self,

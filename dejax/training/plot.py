@@ -64,9 +64,10 @@ def _draw_loss(axes: Any, histories: Sequence[History]) -> None:
 
 
 def _draw_measures(axes: Any, results: dict[str, Any], histories: Sequence[History]) -> None:
-    ranks = results["task"] == "links"
-    scale, what = (1, "edges") if ranks else (100, "nodes")
-    axes.set_title("filtered MRR" if ranks else "accuracy, %", fontsize=10)
+    shares = "accuracy" in results
+    scale = 100 if shares else 1
+    what = {"links": "edges", "tables": "examples"}.get(results["task"], "nodes")
+    axes.set_title("accuracy, %" if shares else results["measure"], fontsize=10)
     names = {"train": f"training {what}", "valid": f"validation {what}", "test": f"test {what}"}
     # A resumed seed has a point where it stopped. Other seeds may lack that point.
     epochs = sorted(set.intersection(*(set(h.epochs) for h in histories)))

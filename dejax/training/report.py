@@ -64,7 +64,7 @@ def summarise(
 
     Returns:
         Plain data without paths of this machine. Accuracies and ranks are shares of 1: by split in "accuracy", or by
-        measure in "test" for links.
+        measure in "test" for links and tables, whose errors are in the labels' unit. "measure" is that of the curves.
     """
     settings, task = trainer.settings, trainer.task
     steps = [s / n for h in histories for s, n in zip(h.seconds, h.steps, strict=True)]
@@ -83,6 +83,7 @@ def summarise(
         "embedding_values": trainer.num_embedding_values,
         "inference": inference,
         "accuracy" if task.classes else "test": results,
+        "measure": task.measure,
         "baselines": {"majority": majority, "no_edges": spread(baseline) if baseline else None},
         "lost_nodes": list(lost),
         "skipped_steps": list(skipped),
@@ -176,6 +177,10 @@ def _how(results: dict[str, Any]) -> list[str]:
         return [
             f"{settings['decoder']}, {negatives}; filtered ranks, "
             "heads and tails together, among all nodes of the right type"
+        ]
+    if settings["task"] == "tables":
+        return [
+            f"{'latest' if settings['recent'] else 'uniform'} edges before each cutoff; {settings['numbers']} numbers"
         ]
     return {
         "layers": ["accuracies: layer by layer, from all neighbours"],

@@ -9,7 +9,10 @@ from typing import Any
 MODELS = ("rgcn", "rgat", "hgt", "sage")
 """The relational models. Two more are accepted: "mlp", the baseline without edges, for the task "nodes", and
 "embeddings", where the decoder reads a vector of each node without layers between, for the task "links"."""
-TASKS = ("nodes", "samples", "links")
+TASKS = ("nodes", "samples", "links", "tables")
+NUMBERS = ("standard", "piecewise", "periodic")
+CLASS_WEIGHTS = ("none", "balanced")
+SCHEDULES = ("constant", "cosine", "linear")
 DECODERS = ("distmult", "complex", "rotate", "dot")
 NEGATIVES = ("uniform", "degree", "in_batch", "all")
 LOSSES = ("softmax", "binary")
@@ -39,6 +42,12 @@ class Settings:
         epochs: passes over the training data. For the task "nodes" an epoch is one step.
         seeds: number of runs, with seeds 0 .. seeds - 1.
         lr: Adam's learning rate, also for embeddings.
+        schedule: how the parameters' rate goes over the run's steps, one of `SCHEDULES`: "cosine" and "linear" end at
+            0. Embeddings keep `lr`.
+        warmup: steps in which the parameters' rate rises from 0 to `lr`.
+        clip: gradients of parameters with a larger global norm are scaled down to this one; 0: never.
+        patience: a seed stops after so many evaluations without a better validation measure, and its results are those
+            of its best evaluation. 0: all epochs, and the results of the last one.
         precision: precision of products of float32 matrices: one of `PRECISIONS`; None as in `dejax.rgnn.Options`.
         eval_every: epochs between two points of the curves.
         pipeline: steps of one program, whose reads and samples overlap with layers: task "samples" and "links". None:
@@ -73,6 +82,12 @@ class Settings:
         n3: links: weight of the sum of cubes of the vectors of an edge, the nuclear 3-norm of arXiv 1806.07297.
         margin: links: what rotate's distance is subtracted from.
         eval_edges: links: validation edges of an evaluation; 0: all.
+        target: tables: the name of the task; None for the only one.
+        recent: tables: whether fan-outs take the latest edges before the cutoff; otherwise uniform draws of them.
+        numbers: tables: encoding of numbers, one of `NUMBERS` (`dejax.training.encoders`).
+        bins: tables: quantiles of the encoding "piecewise".
+        class_weights: tables: "none", or "balanced": a class counts in inverse proportion to its training examples.
+        eval_rows: tables: validation examples of an evaluation; 0: all.
 
     Raises:
         ValueError: a value out of range.
@@ -94,6 +109,10 @@ class Settings:
     epochs: int = 50
     seeds: int = 10
     lr: float = 0.01
+    schedule: str = "constant"
+    warmup: int = 0
+    clip: float = 0.0
+    patience: int = 0
     precision: str | None = None
     eval_every: int = 5
     pipeline: int | None = None
@@ -122,6 +141,12 @@ class Settings:
     n3: float = 0.0
     margin: float = 6.0
     eval_edges: int = 1000
+    target: str | None = None
+    recent: bool = True
+    numbers: str = "standard"
+    bins: int = 16
+    class_weights: str = "none"
+    eval_rows: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fan_outs", tuple(self.fan_outs))
@@ -135,20 +160,19 @@ class Settings:
             raise ValueError(f"hidden must be even for {self.decoder}, got {self.hidden}")
 
     def _check_choices(self) -> None:
-        models = {
-            "nodes": ("rgcn", "rgat", "hgt", "mlp"),
-            "samples": MODELS,
-            "links": ("rgcn", "rgat", "sage", "embeddings"),
-        }
+        models = {"nodes": ("rgcn", "rgat", "hgt", "mlp"), "links": ("rgcn", "rgat", "sage", "embeddings")}
         choices: dict[str, tuple[Any, ...]] = {
             "task": TASKS,
-            "model": models.get(self.task, ()),
+            "model": models.get(self.task, MODELS),
             "precision": (None, *PRECISIONS),
             "place": PLACES,
             "feature_dtype": (None, *FEATURE_DTYPES),
             "decoder": DECODERS,
             "negative_kind": NEGATIVES,
             "loss": LOSSES,
+            "schedule": SCHEDULES,
+            "numbers": NUMBERS,
+            "class_weights": CLASS_WEIGHTS,
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -190,8 +214,14 @@ class Settings:
 
 
 _LEAST: dict[int, tuple[str, ...]] = {
-    1: ("hidden", "layers", "heads", "bases", "seeds", "eval_every", "pipeline", "batch_size", "parts", "negatives"),
-    0: ("epochs", "fold", "l2", "weight_decay", "device_bytes", "sigmas", "eval_edges", "n3"),
+    1: (
+        *("hidden", "layers", "heads", "bases", "seeds", "eval_every", "pipeline", "batch_size", "parts", "negatives"),
+        *("bins",),
+    ),
+    0: (
+        *("epochs", "fold", "l2", "weight_decay", "device_bytes", "sigmas", "eval_edges", "warmup", "clip", "patience"),
+        *("eval_rows", "n3"),
+    ),
 }
 _OF_TASK = {
     "nodes": ("l2", "featureless", "holdout", "fold", "layers"),
@@ -202,6 +232,10 @@ _OF_TASK = {
     "links": (
         *("fan_outs", "batch_size", "full_batch", "pipeline", "decoder", "negatives", "negative_kind", "loss"),
         *("reciprocal", "n3", "margin", "eval_edges"),
+    ),
+    "tables": (
+        *("fan_outs", "batch_size", "pipeline", "parts", "weight_decay", "place", "offload", "sigmas"),
+        *("target", "recent", "numbers", "bins", "class_weights", "eval_rows"),
     ),
 }
 
@@ -232,6 +266,19 @@ _SAMPLES: dict[str, Any] = {"fan_outs": (10, 10), "hidden": 64, "heads": 4, "epo
 _OF_SAMPLES: dict[str, dict[str, Any]] = {
     "stdlib": {"batch_size": 1024, "bases": 8, "dropout": 0.4, "epochs": 40},
     "aifb": {"batch_size": 64, "hidden": 16, "epochs": 20, "seeds": 10},
+}
+# Chosen on the validation months of the flights of docs/tables.md.
+_TABLES: dict[str, Any] = {
+    **_SAMPLES,
+    "fan_outs": (1, 16),
+    "batch_size": 512,
+    "lr": 0.003,
+    "clip": 1.0,
+    "schedule": "cosine",
+    "warmup": 50,
+    "epochs": 2,
+    "patience": 3,
+    "numbers": "piecewise",
 }
 _LINKS = {**_SAMPLES, "fan_outs": (20, 10), "bases": 8, "dropout": 0.2, "lr": 0.005, "eval_every": 2}
 # Lacroix et al. (arXiv 1806.07297): every entity as a negative, reciprocal relations, the nuclear 3-norm. Width, rate
@@ -267,7 +314,8 @@ def resolve(dataset: str, model: str = "rgcn", *, task: str = "nodes", **given: 
     >>> resolve("stdlib", task="samples", fan_outs=(5, -1)).fan_outs
     (5, -1)
     """
-    preset = {"nodes": _nodes, "samples": _samples, "links": _links}.get(task, _nodes)(dataset, model, given)
+    of_task = {"samples": _samples, "links": _links, "tables": lambda *_: dict(_TABLES)}
+    preset = of_task.get(task, _nodes)(dataset, model, given)
     preset.update({name: value for name, value in given.items() if value is not None})
     if preset.get("bases") == 0:
         preset["bases"] = None

@@ -46,12 +46,15 @@ class StepView:
         ids: int32[nodes] by node type, the nodes whose rows the model reads; -1 for padding.
         positions: int32[seeds] by node type, where the model's result has the seeds.
         lost: int32 scalar, sampled nodes and edges that did not fit.
+        trees: int32[nodes] by node type, the seed that each node was sampled for, -1 for padding; None where seeds
+            share nodes.
     """
 
     graphs: Any
     ids: dict[str, Array]
     positions: dict[str, Array]
     lost: Array
+    trees: dict[str, Array] | None = None
 
 
 class Runner(Protocol):
@@ -78,7 +81,9 @@ class TrainingTask:
         sampled: whether a step samples; otherwise it sees the whole graph.
         steps_per_epoch: steps of a pass over the training data.
         seeds_per_epoch: training nodes, or training edges.
-        classes: whether its measures are accuracies; otherwise the filtered ranks of links.
+        classes: whether its measures are accuracies; otherwise `final` has several measures of test examples.
+        measure: the name of the measure of the curves.
+        lower_is_better: whether a lower validation measure is better; in no task but one that overrides it.
     """
 
     settings: Settings
@@ -89,6 +94,11 @@ class TrainingTask:
     steps_per_epoch: int
     seeds_per_epoch: int
     classes = True
+    measure = "accuracy"
+
+    @property
+    def lower_is_better(self) -> bool:
+        return False
 
     def model(self, key: Array) -> Any:
         """A new model, an nnx.Module."""

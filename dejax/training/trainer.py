@@ -26,6 +26,7 @@ from dejax.training.nodes import WholeGraphTask
 from dejax.training.samples import SampledTask
 from dejax.training.settings import Settings
 from dejax.training.state import Epochs, TrainState
+from dejax.training.tables import TableTask
 from dejax.training.task import TrainingTask, World
 
 with optional("optax", of="dejax.training"):
@@ -77,14 +78,14 @@ class Trainer:
         if isinstance(data, EntityDataset):
             self.task = WholeGraphTask(settings, data, options)
         else:
-            make = LinkTask if settings.task == "links" else SampledTask
+            make = {"links": LinkTask, "tables": TableTask}.get(settings.task, SampledTask)
             self.task = make(settings, data, options, print_table)
         self.world = self.task.world if self.mesh is None else share(self.task.world, self.mesh)
         abstract = nnx.eval_shape(lambda: self.task.model(jax.random.key(0)))
         self._graphdef, params, self._rest = nnx.split(abstract, nnx.Param, ...)
         self.num_params = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
         self.num_embedding_values = settings.hidden * sum(self.task.embedded.values())
-        self._optimizer = optax.adamw(settings.lr, weight_decay=settings.weight_decay)
+        self._optimizer = _optimizer(settings, settings.epochs * self.task.steps_per_epoch)
         self._of_rows = adam(settings.lr)
         self.compile_seconds = 0.0
         self._programs: dict[int, Any] = {}
@@ -93,7 +94,7 @@ class Trainer:
         settings = self.settings
         if devices is None and settings.parts == 1:
             return None
-        if settings.task != "samples" or settings.full_batch:
+        if settings.task not in ("samples", "tables") or settings.full_batch:
             raise ValueError(
                 "--mesh must stand with --sampled and without --full-batch, whose steps see the whole graph"
             )
@@ -368,6 +369,22 @@ class Trainer:
                 edges have times or weights.
         """
         return self.task.final(self, self.on_one_device(state), inference=inference)
+
+
+def _optimizer(settings: Settings, steps: int) -> Any:
+    """Adam with decoupled weight decay, its rate by the settings' schedule over so many steps, after clipping."""
+    rate: Any = settings.lr
+    rest = max(1, steps - settings.warmup)
+    if settings.schedule == "cosine":
+        rate = optax.cosine_decay_schedule(settings.lr, rest)
+    elif settings.schedule == "linear":
+        rate = optax.linear_schedule(settings.lr, 0.0, rest)
+    if settings.warmup:
+        after = rate if callable(rate) else optax.constant_schedule(rate)
+        rising = optax.linear_schedule(0.0, settings.lr, settings.warmup)
+        rate = optax.join_schedules([rising, after], [settings.warmup])
+    adamw = optax.adamw(rate, weight_decay=settings.weight_decay)
+    return optax.chain(optax.clip_by_global_norm(settings.clip), adamw) if settings.clip else adamw
 
 
 _PLAIN = ("params", "opt_state", "step", "seed", "key", "sums", "lost", "skipped")

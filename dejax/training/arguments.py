@@ -1,0 +1,267 @@
+"""The arguments of `dejax-train`, and the settings that they name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from dejax.training.settings import (
+    CLASS_WEIGHTS,
+    DECODERS,
+    FEATURE_DTYPES,
+    LOSSES,
+    MODELS,
+    NEGATIVES,
+    NUMBERS,
+    PLACES,
+    PRECISIONS,
+    SCHEDULES,
+    Settings,
+    resolve,
+    tasks_of,
+)
+
+DEFAULT_DATASET = "stdlib"
+_FLAGS = {
+    "nodes": "without --sampled, --links and tables",
+    "samples": "with --sampled",
+    "links": "with --links",
+    "tables": "with tables",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    p = argparse.ArgumentParser(
+        prog="dejax-train",
+        description="Trains a relational graph neural network to classify the nodes of a graph, to predict its edges, "
+        "or to predict labels of rows of a database; several seeds are trained. Defaults: published for R-GCN on aifb, "
+        "mutag, bgs and am; chosen on validation nodes for R-GCN on stdlib, and for RGAT and HGT on aifb; starting "
+        "points for all other cases.",
+    )
+    p.add_argument(
+        "--sampled",
+        action="store_true",
+        help="mini-batches: a step samples neighbours of some nodes, and edges and features may lie in host memory. "
+        "Types without features get trainable embeddings there",
+    )
+    p.add_argument(
+        "--links", action="store_true", help="predict edges on mini-batches, without the edges of a batch in its sample"
+    )
+    p.add_argument(
+        "--tables",
+        metavar="CONFIG",
+        help="predict labels of rows of a database on mini-batches: a TOML file names tables, keys, times and the task "
+        "(docs/tables.md), or a folder of HeteroDataset.save has them. `dejax-train tables CONFIG` is the same",
+    )
+    _add_data_and_model(p)
+    _add_training(p)
+    _add_samples_and_links(p)
+    _add_tables(p)
+    _add_run(p)
+    return p
+
+
+def _add_data_and_model(p: argparse.ArgumentParser) -> None:
+    data = p.add_argument_group("data")
+    data.add_argument(
+        "--dataset",
+        metavar="NAME",
+        help="a name of dejax.datasets.NAMES; --sampled: stdlib, aifb, mutag, bgs, am, ogbn-mag, igb-tiny .. igb-full, "
+        "synthetic-igb; --links: stdlib, wn18rr, fb15k-237, wn18, fb15k, yago3-10, synthetic-triples, "
+        f"synthetic-triples-0.1, ..; default: {DEFAULT_DATASET}, no download",
+    )
+    data.add_argument(
+        "--data",
+        metavar="FOLDER",
+        help="folder of the data set's files; default: $DEJAX_DATA, or a download. --sampled and --links without "
+        "--dataset: a folder of HeteroDataset.save, or of train.txt, valid.txt and test.txt",
+    )
+    data.add_argument("--featureless", action="store_true", default=None, help="ignore the data set's node features")
+    data.add_argument(
+        "--holdout", type=float, metavar="SHARE", help="share of the training nodes to validate on, to choose settings"
+    )
+    data.add_argument(
+        "--fold", type=int, metavar="K", help="number of the share to hold out, 0, 1, .., for cross-validation"
+    )
+    data.add_argument("--no-reverse", dest="reverse", action="store_false", default=None, help="no reverse relations")
+    data.add_argument("--typed-nodes", action="store_true", default=None, help="stdlib, RDF: keep the types of nodes")
+    model = p.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        "--layer",
+        choices=(*MODELS, "mlp", "embeddings"),
+        help="default: rgcn; --links: embeddings, which the decoder reads without layers",
+    )
+    model.add_argument("--hidden", type=int, metavar="N", help="width of the hidden layers, all heads together")
+    model.add_argument("--layers", type=int, metavar="N", help="relational layers")
+    model.add_argument("--heads", type=int, metavar="N", help="attention heads (rgat, hgt)")
+    model.add_argument("--bases", type=int, metavar="N", help="basis matrices (rgcn); 0: one matrix per relation")
+    model.add_argument(
+        "--dropout", type=float, metavar="SHARE", help="dropout, at the place that the model's paper gives"
+    )
+    model.add_argument("--decoder", choices=DECODERS, help="of links; default: distmult")
+    model.add_argument("--margin", type=float, help="rotate's margin")
+
+
+def _add_training(p: argparse.ArgumentParser) -> None:
+    run = p.add_argument_group("training")
+    run.add_argument("--epochs", type=int, metavar="N", help="passes over the training data")
+    run.add_argument("--seeds", type=int, metavar="N", help="runs, with seeds 0 .. N-1")
+    run.add_argument("--lr", type=float, help="Adam's learning rate")
+    run.add_argument("--schedule", choices=SCHEDULES, help="of the parameters' rate over the run's steps")
+    run.add_argument("--warmup", type=int, metavar="N", help="steps in which that rate rises from 0")
+    run.add_argument("--clip", type=float, metavar="NORM", help="largest global norm of gradients; 0: none")
+    run.add_argument(
+        "--patience",
+        type=int,
+        metavar="N",
+        help="stop after N evaluations without a better validation measure, and report the best state; 0: never",
+    )
+    run.add_argument("--l2", type=float, help="weight of the L2 penalty on the first layer's matrices")
+    run.add_argument("--weight-decay", type=float, help="Adam's decoupled weight decay")
+    run.add_argument("--precision", choices=PRECISIONS, help="of products of float32 matrices")
+    run.add_argument("--backend", choices=("auto", "pallas", "xla"), default="auto", help="of the compiler")
+    run.add_argument("--eval-every", type=int, metavar="N", help="epochs between two points of the curves")
+    run.add_argument("--no-baseline", action="store_true", help="skip the baseline, a model without edges")
+
+
+def _add_samples_and_links(p: argparse.ArgumentParser) -> None:
+    some = p.add_argument_group("mini-batches: --sampled and --links")
+    some.add_argument("--batch-size", type=int, metavar="N", help="seeds, or training edges, of a step")
+    some.add_argument(
+        "--fan-outs",
+        metavar="K,K",
+        help="neighbours that are drawn for each layer, the seeds' first; -1: all. From each relation (10,10), or over "
+        "all relations together (--links 20,10; --joint 20,20)",
+    )
+    some.add_argument(
+        "--full-batch", action="store_true", default=None, help="no sampling: a step sees the whole graph"
+    )
+    some.add_argument(
+        "--pipeline",
+        type=int,
+        metavar="N",
+        help="steps of one program: it reads features of the next batch and samples the one after it while layers run; "
+        "default: 16 on a GPU, 1 elsewhere",
+    )
+    some.add_argument(
+        "--joint",
+        action="store_true",
+        default=None,
+        help="fan-outs over all relations together: graphs with one node type; default for stdlib and RDF",
+    )
+    some.add_argument("--place", choices=PLACES, help="of edges and features; split: the most used rows on the device")
+    some.add_argument("--device-bytes", type=float, metavar="B", help="with --place split: bytes on the device")
+    some.add_argument("--feature-dtype", choices=FEATURE_DTYPES, help="format of the feature tables")
+    some.add_argument("--offload", action="store_true", default=None, help="layers' inputs lie in host memory")
+    some.add_argument("--sigmas", type=float, help="room of a sample: mean + this many standard deviations; default 5")
+    some.add_argument("--mesh", type=int, metavar="N", help="devices over which the seeds of a step are divided")
+    some.add_argument("--parts", type=int, metavar="N", help="parts in which a step samples its seeds; default: --mesh")
+    some.add_argument(
+        "--inference",
+        choices=("layers", "sampled"),
+        help="accuracies at the end: layer by layer from all neighbours, or on samples (default where edges have times "
+        "or weights)",
+    )
+    some.add_argument("--negatives", type=int, metavar="N", help="wrong ends of each edge; default: 128")
+    some.add_argument("--negative-kind", choices=NEGATIVES, help="default: uniform")
+    some.add_argument("--loss", choices=LOSSES, help="of links; default: softmax")
+    some.add_argument(
+        "--reciprocal", action=argparse.BooleanOptionalAction, help="a second vector of each relation, for heads"
+    )
+    some.add_argument("--n3", type=float, help="weight of the nuclear 3-norm of an edge's vectors")
+    some.add_argument("--eval-edges", type=int, metavar="N", help="validation edges of an evaluation; 0: all")
+
+
+def _add_tables(p: argparse.ArgumentParser) -> None:
+    some = p.add_argument_group("tables")
+    some.add_argument("--target", metavar="TASK", help="which of the configuration's tasks; default: the only one")
+    some.add_argument(
+        "--uniform",
+        dest="recent",
+        action="store_false",
+        default=None,
+        help="fan-outs draw among all edges before the cutoff, not the latest ones",
+    )
+    some.add_argument("--numbers", choices=NUMBERS, help="encoding of numbers; default: piecewise")
+    some.add_argument("--bins", type=int, metavar="N", help="quantiles of the encoding piecewise; default: 16")
+    some.add_argument("--class-weights", choices=CLASS_WEIGHTS, help="default: none")
+    some.add_argument("--eval-rows", type=int, metavar="N", help="validation examples of an evaluation; 0: all")
+    some.add_argument(
+        "--importance",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="validation examples by which the report tells what columns and relations contribute; 0: none; "
+        "default: 2000",
+    )
+    some.add_argument(
+        "--predictions", choices=("csv", "parquet"), default="csv", help="format of predictions; default: csv"
+    )
+    some.add_argument(
+        "--at",
+        metavar="TIME",
+        help="with --evaluate: write predictions for all rows of the entity table that are known at this time",
+    )
+
+
+def _add_run(p: argparse.ArgumentParser) -> None:
+    out = p.add_argument_group("results")
+    out.add_argument(
+        "--out", metavar="DIR", help="folder for results, plot and checkpoints; default: out/<dataset>-<model>[-<task>]"
+    )
+    out.add_argument("--resume", action="store_true", help="continue the run in --out, to the same numbers")
+    out.add_argument(
+        "--evaluate",
+        metavar="CHECKPOINT",
+        help="train nothing; print the results of a run's folder, or of a seed in it",
+    )
+    out.add_argument(
+        "--checkpoint-every",
+        type=int,
+        metavar="N",
+        help="steps between two checkpoints; default: half a minute; always at the end of a seed",
+    )
+    out.add_argument("--no-checkpoints", action="store_true", help="write no checkpoints")
+
+
+def settings_of(args: argparse.Namespace, configured: Mapping[str, Any] | None = None) -> Settings:
+    """The settings that the arguments name; those of a configuration where they say nothing.
+
+    Args:
+        args: of `parser`.
+        configured: fields of `Settings`, "dataset" among them.
+
+    Raises:
+        ValueError: a value out of range, an option of another task, or a configured name that is no setting.
+    """
+    flags = [flag for flag in ("sampled", "links", "tables") if getattr(args, flag)]
+    if len(flags) > 1:
+        raise ValueError(
+            f"--{flags[0]} must not stand with --{flags[1]}, which trains on mini-batches, too; leave one out"
+        )
+    task = {"sampled": "samples"}.get(flags[0], flags[0]) if flags else "nodes"
+    given = {name: getattr(args, name) for name in Settings.__dataclass_fields__ if hasattr(args, name)}
+    given["parts"] = args.parts or args.mesh
+    given["device_bytes"] = None if args.device_bytes is None else int(args.device_bytes)
+    if args.fan_outs is not None:
+        try:
+            given["fan_outs"] = tuple(int(k) for k in args.fan_outs.split(","))
+        except ValueError:
+            raise ValueError(f"--fan-outs must be integers with commas, as 10,5, got {args.fan_outs!r}") from None
+    named = {**given, "inference": args.inference, "at": args.at}
+    for option, value in named.items():
+        tasks = {"inference": ("samples",), "at": ("tables",)}.get(option) or tasks_of(option)
+        if value is not None and task not in tasks:
+            flag = {"reverse": "--no-reverse", "recent": "--uniform"}.get(option, f"--{option.replace('_', '-')}")
+            raise ValueError(f"{flag} must stand {' or '.join(_FLAGS[t] for t in tasks)}; leave it out")
+    for option in configured or ():
+        if option not in Settings.__dataclass_fields__ or task not in tasks_of(option):
+            raise ValueError(f"settings of a configuration must be those of {task}, got {option!r}; leave it out")
+    given = {**(configured or {}), **{option: value for option, value in given.items() if value is not None}}
+    name, model = given.pop("dataset", None), given.pop("model", "rgcn")
+    # A folder of somebody's own has the defaults of no data set.
+    name = name or ("folder" if args.data and task != "nodes" else DEFAULT_DATASET)
+    return resolve(name.lower(), model, task=task, **given)

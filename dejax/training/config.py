@@ -1,0 +1,95 @@
+"""The configuration of `dejax-train tables CONFIG`: tables, keys, times and tasks in one TOML file.
+
+[database]
+path = "shop"                            # a folder of CSV or Parquet files, or a SQLite file; beside this file
+primary_keys = {customers = "id"}
+foreign_keys = [["orders", "customer", "customers"]]
+time_columns = {orders = "placed"}
+known_at = {orders = {rating = "rated"}} # columns that are known later than their rows
+
+[tasks.return]
+...                                      # the arguments of a task's maker
+
+[settings]                               # fields of dejax.training.Settings; arguments go before them
+epochs = 5
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dejax.datasets import HeteroDataset, Task, from_tables, task_of_events, task_of_rows
+
+_SECTIONS = ("database", "tasks", "settings")
+
+
+@dataclass(frozen=True, slots=True)
+class TablesConfig:
+    """A configuration as it was read, or a folder of `HeteroDataset.save` in its place.
+
+    Attributes:
+        path: of its file, or of the folder.
+        database: the arguments of `dejax.datasets.from_tables`, and its "path".
+        tasks: by name, the arguments of their makers.
+        settings: fields of `Settings`.
+    """
+
+    path: Path
+    database: Mapping[str, Any]
+    tasks: Mapping[str, Mapping[str, Any]]
+    settings: Mapping[str, Any]
+
+    def dataset(self) -> HeteroDataset:
+        """The tables as a graph, with the tasks.
+
+        Raises:
+            ValueError, FileNotFoundError: as `from_tables` and the makers of tasks.
+        """
+        if not self.database:
+            return HeteroDataset.open(self.path)
+        given = dict(self.database)
+        place = self.path.parent / given.pop("path")
+        references = [tuple(reference) for reference in given.pop("foreign_keys", ())] or None
+        data = from_tables(place, foreign_keys=references, name=given.pop("name", place.stem), **given)
+        for name, task in self.tasks.items():
+            data = data.with_task(_task(data, name, task))
+        return data
+
+
+def _task(data: HeteroDataset, name: str, given: Mapping[str, Any]) -> Task:
+    make: Callable[..., Task] = task_of_events if "events" in given else task_of_rows
+    try:
+        return make(data, name, **{key: tuple(value) if key == "events" else value for key, value in given.items()})
+    except TypeError as error:  # a missing or unknown argument
+        raise ValueError(f"[tasks.{name}] must have the arguments of {make.__name__}: {error}") from None
+
+
+def read_config(path: str | Path) -> TablesConfig:
+    """Reads a configuration; a folder of a saved data set, with tasks, needs none.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no TOML, has other sections, or lacks the database or a task.
+    """
+    path = Path(path)
+    if (path / "dataset.json").is_file():
+        return TablesConfig(path, {}, {}, {})
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"tables must be followed by a TOML file, or a folder of HeteroDataset.save; {path} is neither"
+        )
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} must be TOML: {error}") from None
+    for name in found:
+        if name not in _SECTIONS:
+            raise ValueError(f"{path} must have the sections {', '.join(_SECTIONS)}, got {name!r}")
+    for name in _SECTIONS[:2]:
+        if not found.get(name):
+            raise ValueError(f"{path} must have a section [{name}]; docs/tables.md has an example")
+    return TablesConfig(path, found["database"], found["tasks"], found.get("settings", {}))

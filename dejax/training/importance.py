@@ -1,0 +1,91 @@
+"""What columns and relations contribute to a trained model of tables: how much worse it is without each of them.
+
+A column's values are permuted among the rows of its table (Breiman, 2001). A relation's edges are taken out. The model
+is not trained again, so of two columns that say the same neither may seem to matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dejax.host_gather import HostTable
+from dejax.minibatch import FeatureStore, HeteroTopology
+from dejax.training.metrics import LOWER_IS_BETTER, measure
+from dejax.training.state import TrainState
+from dejax.training.tables import TableTask
+
+
+def importance(
+    trainer: Any, state: TrainState, split: str = "valid", *, examples: int = 2000, seed: int = 0
+) -> dict[str, dict[str, float]]:
+    """By how much the first measure of a split becomes worse without each column and each relation.
+
+    Args:
+        trainer: of a `TableTask`.
+        state: its parameters.
+        split: which examples.
+        examples: at most so many of them.
+        seed: of their choice and of the permutations.
+
+    Returns:
+        "columns": by "table.column", and "relations": by "source, name, destination"; the largest first. A measure of
+        which less is better (an error) becomes larger, others smaller; both are positive where something contributes.
+    """
+    task: TableTask = trainer.task
+    rng = np.random.default_rng(seed)
+    places = task.splits[split]
+    places = np.sort(rng.choice(places, examples, replace=False)) if examples < len(places) else places
+    labels = task.examples.labels[places]
+
+    def value(world: Any) -> float:
+        found = measure(task.examples.kind, labels, task.predict(trainer, state, places, world=world))
+        name, first = next(iter(found.items()))
+        return -first if name in LOWER_IS_BETTER else first
+
+    world, topology = task.world, task.world.topology
+    assert topology is not None
+    whole = value(world)
+    columns = {}
+    for table, plan in task.plans.items():
+        if table not in world.features.types:
+            continue
+        rows = np.asarray(task.packed[table])
+        for place in plan.columns:
+            changed = rows.copy()
+            some = slice(place.first, place.first + place.width)
+            changed[:, some] = rows[rng.permutation(len(rows)), some]
+            features = world.features | FeatureStore.from_arrays(
+                {table: changed}, on_device=task.settings.place == "device"
+            )
+            columns[f"{table}.{place.name}"] = whole - value(dataclasses.replace(world, features=features))
+    relations = {
+        ", ".join(edge_type): whole - value(dataclasses.replace(world, topology=without(topology, number)))
+        for number, edge_type in enumerate(topology.edge_types)
+    }
+    return {"columns": _sorted(columns), "relations": _sorted(relations)}
+
+
+def without(topology: HeteroTopology, number: int) -> HeteroTopology:
+    """The topology of a `TableTask` whose relation of this number is not known at any cutoff.
+
+    All edges have times there. Sizes stay, so nothing is compiled again.
+    """
+    relation = topology.relations[number]
+    lists = list(topology.lists)
+    own = lists[relation.lists]
+    assert own.times is not None
+    on_device = isinstance(own.times, jax.Array)
+    times = np.array(own.times if isinstance(own.times, jax.Array) else own.times.numpy())
+    times[relation.first_edge : relation.first_edge + relation.num_edges] = np.iinfo(times.dtype).max
+    placed = jnp.asarray(times) if on_device else HostTable.from_numpy(times)
+    lists[relation.lists] = dataclasses.replace(own, times=placed)
+    return dataclasses.replace(topology, lists=tuple(lists))
+
+
+def _sorted(found: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -1,0 +1,134 @@
+"""Predictions of a task of tables as a file: a row for each example, with its key and its cutoff time."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dejax._optional import optional
+from dejax.datasets import HeteroDataset, Task
+
+FORMATS = ("csv", "parquet")
+
+
+def as_columns(data: HeteroDataset, task: Task, predicted: np.ndarray, places: np.ndarray | None) -> dict[str, Any]:
+    """The columns of a file of predictions.
+
+    Args:
+        data: with the keys of the entity table; without keys the rows' numbers.
+        task: its examples.
+        predicted: probabilities of class 1, of each class [n, classes], or amounts.
+        places: int[n], the examples; None: the task has no labels, and all are meant.
+
+    Returns:
+        The key under its table's name, "time", then "split" and "label" where there are labels, and "prediction", or
+        for several classes "prediction" and the probability of each.
+    """
+    chosen = np.arange(len(task)) if places is None else places
+    rows = task.rows[chosen]
+    keys = data.keys.get(task.entity)
+    times = task.times[chosen]
+    found: dict[str, Any] = {
+        task.entity: rows if keys is None else np.asarray(keys)[rows],
+        "time": times.astype("datetime64[s]") if data.time_unit == "s" else times,
+    }
+    if places is not None:
+        split = np.full(len(task), "", dtype="<U5")
+        for name, own in task.splits.items():
+            split[own] = name
+        labels = task.labels[chosen]
+        found["split"] = split[chosen]
+        found["label"] = _named(task, labels) if task.kind == "classes" else labels
+    if task.kind == "classes":
+        found["prediction"] = _named(task, predicted.argmax(-1))
+        names = task.classes or tuple(map(str, range(predicted.shape[1])))
+        found |= {f"probability of {name}": predicted[:, n] for n, name in enumerate(names)}
+    else:
+        found["prediction"] = predicted
+    return found
+
+
+def _named(task: Task, labels: np.ndarray) -> np.ndarray:
+    return np.asarray(task.classes)[labels] if task.classes else labels
+
+
+def write(path: Path, columns: Mapping[str, Any]) -> None:
+    """Writes columns of one length as CSV or Parquet, by the file's ending.
+
+    Raises:
+        ValueError: another ending.
+        ImportError: Parquet, and neither pyarrow nor polars is installed.
+    """
+    ending = path.suffix.removeprefix(".")
+    if ending not in FORMATS:
+        raise ValueError(f"predictions must be written to a file that ends with .csv or .parquet, got {path.name!r}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if ending == "parquet":
+        _write_parquet(path, columns)
+        return
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(zip(*map(_as_text, columns.values()), strict=True))
+
+
+def _as_text(values: Any) -> list[Any]:
+    values = np.asarray(values)
+    if values.dtype.kind == "f":
+        return [f"{value:.9g}" for value in values.tolist()]
+    if values.dtype.kind == "M":
+        return [f"{value}Z" for value in values.astype(str)]
+    return values.tolist()
+
+
+def _write_parquet(path: Path, columns: Mapping[str, Any]) -> None:
+    with optional("pyarrow", of="predictions as Parquet"):
+        import pyarrow
+        import pyarrow.parquet
+    table = {
+        name: pyarrow.array(values.tolist() if values.dtype.kind in "OU" else values)
+        for name, values in ((name, np.asarray(some)) for name, some in columns.items())
+    }
+    pyarrow.parquet.write_table(pyarrow.table(table), path)
+
+
+def known_rows(data: HeteroDataset, task: Task, cutoff: int) -> Task:
+    """The task of predicting, for all rows of the entity table that are known at a time, what comes after it.
+
+    Raises:
+        ValueError: no row is known then.
+    """
+    known = data.known_from.get(task.entity)
+    rows = np.arange(data.num_nodes[task.entity]) if known is None else np.flatnonzero(known <= cutoff)
+    if not len(rows):
+        first = "" if known is None or not len(known) else f"; the first is known at {known.min()}"
+        raise ValueError(f"at {cutoff} no row of {task.entity!r} is known{first}; choose a later time")
+    return Task(
+        name=task.name,
+        kind=task.kind,
+        entity=task.entity,
+        rows=rows.astype(np.int32),
+        times=np.full(len(rows), cutoff, np.int64),
+        labels=np.zeros(len(rows), task.labels.dtype),
+        splits={},
+        classes=task.classes,
+        unit=task.unit,
+        hidden=task.hidden,
+    )
+
+
+def time_of(text: str, unit: str) -> int:
+    """A time of the command line in the unit of a data set: ISO 8601 in UTC for seconds, otherwise a whole number.
+
+    Raises:
+        ValueError: neither.
+    """
+    try:
+        return int(np.datetime64(text.removesuffix("Z"), "s").astype(np.int64)) if unit == "s" else int(text)
+    except ValueError:
+        example = "2013-11-01T12:00:00Z" if unit == "s" else "17"
+        raise ValueError(f"--at must be a time such as {example}, got {text!r}") from None

@@ -1,0 +1,191 @@
+"""Rows of tables as float32 rows of a feature store: one row has all columns, and the times from which they are known.
+
+Numbers stand as they are, NaN where missing; codes of categories as whole numbers, -1 where missing; a time as two
+numbers, whole days and seconds of the day, which float32 has exactly. So a row is read by one gather, wherever it lies,
+and nothing in it depends on the cutoff: `dejax.training.encoders` hides what is not known yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from dejax.datasets import Column
+
+DAY = 86_400
+_MOST_CODES = 1 << 24  # float32 has all integers up to here
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnPlace:
+    """Where a column stands in the rows of its table, and what its encoder was fitted to.
+
+    Attributes:
+        name: of the column.
+        kind: as `Column.kind`; text is "vector" here.
+        first: the first of its numbers in a row.
+        width: how many there are.
+        known: where the time stands from which its value is known; None: as its row.
+        codes: number of categories that rows before `until` have; others are unknown.
+        mean, deviation: of numbers and vectors.
+        edges: quantiles of numbers, ascending, each once.
+        seasons: whether rows before `until` span more than a year, so that the day of the year means something.
+    """
+
+    name: str
+    kind: str
+    first: int
+    width: int
+    known: int | None
+    codes: int = 0
+    mean: tuple[float, ...] = (0.0,)
+    deviation: tuple[float, ...] = (1.0,)
+    edges: tuple[float, ...] = ()
+    seasons: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlan:
+    """The columns of a table in its packed rows.
+
+    Attributes:
+        columns: the columns.
+        width: numbers of a row.
+        left_out: what did not fit in a row -> how many.
+    """
+
+    columns: tuple[ColumnPlace, ...]
+    width: int
+    left_out: tuple[tuple[str, int], ...] = ()
+
+
+def pack(
+    columns: Mapping[str, Column],
+    known_from: np.ndarray | None,
+    until: int | float | None,
+    *,
+    hidden: Collection[str] = (),
+    bins: int = 16,
+    text_width: int = 32,
+    most_of_a_list: int = 16,
+) -> tuple[np.ndarray, TablePlan]:
+    """The rows of a table as float32[rows, width], and where its columns stand in them.
+
+    Args:
+        columns: by name; all of one length.
+        known_from: int64[rows], from when on rows are known; None: always.
+        until: means, deviations, quantiles and categories are those of values that are known before this time; None:
+            of all.
+        hidden: columns that are left out.
+        bins: quantiles of a number.
+        text_width: of text: the signed hashes of its words fall into so many sums, with norm 1 (arXiv 0902.2206).
+        most_of_a_list: values of a row of several categories; further ones are left out and counted.
+
+    >>> import numpy as np
+    >>> from dejax.datasets import Column
+    >>> age = Column("number", np.array([30.0, 50.0]), np.array([False, True]))
+    >>> rows, plan = pack({"age": age}, None, None)
+    >>> rows, plan.columns[0].mean
+    (array([[30.],
+           [nan]], dtype=float32), (30.0,))
+    """
+    parts: list[np.ndarray] = []
+    places: list[ColumnPlace] = []
+    left_out: list[tuple[str, int]] = []
+    known_places: list[tuple[np.ndarray, int]] = []
+    width = 0
+    for name, column in columns.items():
+        if name in hidden:
+            continue
+        known = None
+        if column.known_at is not None:
+            known = next((at for times, at in known_places if np.array_equal(times, column.known_at)), None)
+            if known is None:
+                known, width = width, width + 2
+                parts.append(as_days(column.known_at))
+                known_places.append((column.known_at, known))
+        when = column.known_at if column.known_at is not None else known_from
+        fitted = ~column.missing if until is None or when is None else ~column.missing & (when < until)
+        values = _values(column, text_width, most_of_a_list)
+        if (
+            column.offsets is not None
+            and column.kind == "categories"
+            and (lost := int(np.maximum(np.diff(column.offsets) - values.shape[1], 0).sum()))
+        ):
+            left_out.append((f"{name}: values of lists beyond {values.shape[1]}", lost))
+        places.append(_place(name, column, values, fitted, width, known, bins))
+        parts.append(values)
+        width += values.shape[1]
+    rows = np.concatenate(parts, axis=1) if parts else np.zeros((len(next(iter(columns.values()), ())), 0), np.float32)
+    return rows, TablePlan(tuple(places), width, tuple(left_out))
+
+
+def as_days(times: np.ndarray) -> np.ndarray:
+    """Times in seconds as float32[n, 2], whole days and seconds of the day."""
+    days, seconds = np.divmod(np.asarray(times, np.int64), DAY)
+    return np.stack([days, seconds], axis=1).astype(np.float32)
+
+
+def _values(column: Column, text_width: int, most_of_a_list: int) -> np.ndarray:
+    """The values of a column as float32[rows, width]."""
+    if column.kind == "number":
+        with np.errstate(over="ignore"):
+            found = column.values.astype(np.float32)[:, None]
+        return np.where(column.missing[:, None], np.float32(np.nan), found)
+    if column.kind == "category":
+        return np.where(column.missing, -1, column.values).astype(np.float32)[:, None]
+    if column.kind == "time":
+        return np.where(
+            column.missing[:, None], np.float32(np.nan), as_days(np.where(column.missing, 0, column.values))
+        )
+    if column.kind == "vector":
+        return np.where(column.missing[:, None], np.float32(np.nan), column.values.astype(np.float32))
+    assert column.offsets is not None
+    counts = np.diff(column.offsets)
+    row = np.repeat(np.arange(len(column)), counts)
+    if column.kind == "text":
+        found = _hashed(row, column.values, len(column), text_width)
+        return np.where(column.missing[:, None], np.float32(np.nan), found)
+    place = np.arange(len(row)) - column.offsets[row]
+    found = np.full((len(column), max(1, min(most_of_a_list, int(counts.max(initial=1))))), -1, np.float32)
+    kept = place < found.shape[1]
+    found[row[kept], place[kept]] = column.values[kept]
+    return found
+
+
+def _hashed(row: np.ndarray, words: np.ndarray, rows: int, width: int) -> np.ndarray:
+    """Sums of signed words by row, with norm 1."""
+    words = words.astype(np.uint64)
+    signs = 1.0 - 2.0 * ((words >> np.uint64(31)) & np.uint64(1)).astype(np.float64)
+    flat = row * width + (words % np.uint64(width)).astype(np.int64)
+    sums = np.bincount(flat, weights=signs, minlength=rows * width).reshape(rows, width)
+    return (sums / np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-12)).astype(np.float32)
+
+
+def _place(
+    name: str, column: Column, values: np.ndarray, fitted: np.ndarray, first: int, known: int | None, bins: int
+) -> ColumnPlace:
+    kind = "vector" if column.kind == "text" else column.kind
+    width = values.shape[1]
+    if kind in ("category", "categories"):
+        some = values[fitted] if len(fitted) else values
+        codes = int(some.max(initial=-1)) + 1
+        if codes > _MOST_CODES:
+            raise ValueError(f"column {name!r} must have at most {_MOST_CODES:,} categories, got {codes:,}; hash them")
+        return ColumnPlace(name, kind, first, width, known, codes=codes)
+    some = values[fitted].astype(np.float64)
+    if kind == "time":
+        days = some[:, 0]
+        return ColumnPlace(name, kind, first, width, known, seasons=bool(len(days)) and np.ptp(days) > 366)
+    some = some[np.isfinite(some).all(1)]
+    mean = some.mean(0) if len(some) else np.zeros(width)
+    deviation = some.std(0) if len(some) else np.ones(width)
+    deviation = np.where(deviation > 1e-12 * np.maximum(1.0, np.abs(mean)), deviation, 1.0)
+    edges: tuple[float, ...] = ()
+    if kind == "number" and len(some):
+        edges = tuple(np.unique(np.quantile(some[:, 0], np.linspace(0, 1, bins + 1))).tolist())
+    return ColumnPlace(
+        name, kind, first, width, known, mean=tuple(mean.tolist()), deviation=tuple(deviation.tolist()), edges=edges
+    )

@@ -1,0 +1,385 @@
+"""The task "tables": a `Task` of a data set with columns, on mini-batches in which no row is later than its cutoff."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax._int32 import entering_jit
+from dejax._optional import optional
+from dejax.datasets import HeteroDataset, Task
+from dejax.datasets._hetero import ALWAYS
+from dejax.minibatch import (
+    FeatureStore,
+    HeteroTopology,
+    SampledBlocks,
+    SampleOptions,
+    find_capacities,
+    make_blocks,
+    sample_blocks,
+)
+from dejax.rgnn import Options
+from dejax.training.encoders import TablesEncoder
+from dejax.training.metrics import measure
+from dejax.training.models import SampledClassifier
+from dejax.training.rows import TablePlan, pack
+from dejax.training.settings import Settings
+from dejax.training.state import TrainState
+from dejax.training.task import CAPACITY_BATCHES, Runner, StepView, TrainingTask, World, spread_over_steps
+
+with optional("flax", of="dejax.training"):
+    from flax import nnx
+
+
+class TableModel(nnx.Module):
+    """Encoders of rows, relational layers, and a linear map of the seeds' vectors to outputs.
+
+    Args:
+        settings: layer, widths, encoding of numbers.
+        plans: the packed columns of each table.
+        edge_types: those of the topology.
+        outputs: width of the result.
+        options: options of the compiler.
+        rngs: streams `params` and, with dropout, `dropout`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        plans: Mapping[str, TablePlan],
+        edge_types: tuple[tuple[str, str, str], ...],
+        outputs: int,
+        *,
+        options: Options,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.encoder = TablesEncoder(plans, settings.hidden, numbers=settings.numbers, rngs=rngs)
+        self.layers = SampledClassifier(settings, {}, edge_types, tuple(plans), outputs, options=options, rngs=rngs)
+
+    def __call__(
+        self,
+        graphs: Any,
+        rows: Mapping[str, Array],
+        cutoffs: Mapping[str, Array],
+        *,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
+    ) -> dict[str, Array]:
+        """The outputs of the seeds by table, [seeds, outputs].
+
+        Args:
+            graphs: the blocks of a sample.
+            rows: float32[rows, width] by table, packed.
+            cutoffs: int[rows] by table, the cutoff of the seed that each row was sampled for.
+            deterministic, rngs: as `SampledClassifier`.
+        """
+        return self.layers(graphs, self.encoder(rows, cutoffs), deterministic=deterministic, rngs=rngs)
+
+
+class TableTask(TrainingTask):
+    """Predictions about rows of a table, as of cutoff times.
+
+    Args:
+        settings: model and hyperparameters; `settings.target` names one of the data set's tasks.
+        data: tables as a graph, with `columns` and `tasks`.
+        options: options of the compiler.
+        print_table: takes the table of capacities as text; None for no table.
+
+    Raises:
+        ValueError: no such task, no training examples, or labels that are all equal in training.
+    """
+
+    classes = False
+    sampled = True
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Errors of amounts."""
+        return self.examples.kind == "regression"
+
+    def __init__(
+        self,
+        settings: Settings,
+        data: HeteroDataset,
+        options: Options,
+        print_table: Callable[[str], None] | None = None,
+    ) -> None:
+        self.settings, self.options, self.data = settings, options, data
+        self.examples = examples = _task_of(data, settings.target)
+        self.splits = {name: np.asarray(places) for name, places in examples.splits.items()}
+        self._check_labels()
+        self.measure = {"binary": "auroc", "classes": "accuracy", "regression": "mae"}[examples.kind]
+        self.embedded: dict[str, int] = {}
+        until = examples.times[self.splits["train"]].max() + 1
+        both = {
+            table: pack(
+                data.columns.get(table, {}),
+                data.known_from.get(table),
+                until,
+                hidden=[column for other, column in examples.hidden if other == table],
+                bins=settings.bins,
+            )
+            for table in data.num_nodes
+        }
+        self.plans = {table: plan for table, (_, plan) in both.items()}
+        self.packed = {table: rows for table, (rows, plan) in both.items() if plan.width and len(rows)}
+        topology = _topology(data, on_host=settings.place != "device")
+        features = FeatureStore.from_arrays(self.packed, on_device=settings.place == "device")
+        self.world = World(topology, features, {"labels": jnp.asarray(self._labels())})
+        self.seeds_per_epoch = train = len(self.splits["train"])
+        self.steps_per_epoch = -(-train // settings.batch_size)
+        self._part = -(-train // (self.steps_per_epoch * settings.parts))
+        self._batch = self._part * settings.parts
+        self.sample_options = SampleOptions(recent=settings.recent, max_degree=512)
+        batches = self._capacity_batches()
+        times = {id(seeds): cutoffs for seeds, cutoffs in batches}
+        self.capacities = find_capacities(
+            jax.random.key(0),
+            topology,
+            [seeds for seeds, _ in batches],
+            list(settings.fan_outs),
+            sigmas=settings.sigmas,
+            print_table=print_table,
+            seed_times=lambda seeds: times[id(seeds)],
+            options=self.sample_options,
+        )
+        self._outputs = jax.jit(self._outputs_of, static_argnums=0)
+
+    def _labels(self) -> np.ndarray:
+        """The labels as the loss reads them; sets what it scales them by."""
+        examples, train = self.examples, self.splits["train"]
+        self.center, self.scale = 0.0, 1.0
+        self._class_weights = np.ones(self.outputs if self._is_classes else 2, np.float32)
+        if examples.kind == "regression":
+            labels = examples.labels.astype(np.float32)
+            self.center, self.scale = float(labels[train].mean()), float(labels[train].std()) or 1.0
+            return labels
+        labels = examples.labels.astype(np.int32)
+        if self.settings.class_weights == "balanced":
+            counts = np.bincount(labels[train], minlength=len(self._class_weights))
+            self._class_weights = (len(train) / (len(counts) * np.maximum(counts, 1))).astype(np.float32)
+        return labels
+
+    def _check_labels(self) -> None:
+        train = self.splits.get("train", np.zeros(0, np.int64))
+        if self.examples.kind == "link":
+            raise ValueError(
+                f"task {self.examples.name!r} must be binary, classes or regression, got link; predict edges with "
+                "--links"
+            )
+        if not len(train):
+            raise ValueError(f"task {self.examples.name!r} must have training examples, got none; move its boundaries")
+        labels = self.examples.labels[train]
+        if (labels == labels[0]).all():
+            raise ValueError(
+                f"task {self.examples.name!r} must have different labels in training, got {labels[0].item()!r} in all "
+                f"{len(train):,} examples; move its boundaries, or choose another label"
+            )
+
+    def _capacity_batches(self) -> list[tuple[dict[str, np.ndarray], dict[str, Array]]]:
+        """Examples of each split in turn: later ones see more."""
+        rng = np.random.default_rng(0)
+        splits = [places for places in self.splits.values() if len(places)]
+        found = []
+        for number in range(CAPACITY_BATCHES):
+            some = rng.choice(splits[number % len(splits)], self._part)
+            seeds = self._seeds_of(self.examples, some)
+            found.append((seeds["ids"], seeds["times"]))
+        return found
+
+    @property
+    def outputs(self) -> int:
+        """Width of the model's result."""
+        return len(self.examples.classes) or int(self.examples.labels.max()) + 1 if self._is_classes else 1
+
+    @property
+    def _is_classes(self) -> bool:
+        return self.examples.kind == "classes"
+
+    def model(self, key: Array) -> TableModel:
+        """Encoders, relational layers, and a linear map to the outputs."""
+        edge_types = self._edge_types
+        return TableModel(self.settings, self.plans, edge_types, self.outputs, options=self.options, rngs=nnx.Rngs(key))
+
+    # -------------------------------------------------------------------------------------------- a step
+
+    def order(self, seed: int, epoch: int) -> Any:
+        """The training examples of an epoch in random order: rows, cutoffs, and places of labels."""
+        rng = np.random.default_rng([seed, epoch])
+        places = rng.permutation(self.splits["train"])
+        return self._seeds_of(self.examples, spread_over_steps(places, self.steps_per_epoch, self._batch))
+
+    def _seeds_of(self, examples: Task, places: np.ndarray) -> dict[str, Any]:
+        """The seeds of a task's examples, by their places; -1 for padding."""
+        there, entity = places >= 0, examples.entity
+        ids = np.where(there, examples.rows[places], -1).astype(np.int32)
+        times = {entity: np.where(there, examples.times[places], examples.times[0])}
+        return {
+            "ids": {entity: ids},
+            "times": entering_jit("times of the task", times, ids_or_times=True),
+            "places": {entity: places.astype(np.int32)},
+        }
+
+    def sample(self, key: Array, topology: HeteroTopology, seeds: Any) -> SampledBlocks:
+        """The neighbourhood of each seed, none of it later than its cutoff."""
+        return sample_blocks(
+            key,
+            topology,
+            seeds["ids"],
+            list(self.settings.fan_outs),
+            capacities=self.capacities,
+            seed_times=seeds["times"],
+            options=self.sample_options,
+        )
+
+    def view(self, topology: HeteroTopology | None, data: Any, seeds: Any, sample: SampledBlocks | None) -> StepView:
+        """The blocks of the sample, and the seed of each node."""
+        assert sample is not None
+        lost = sample.lost.sum(dtype=jnp.int32) + sample.lost_edges.astype(jnp.int32)
+        return StepView(make_blocks(sample), sample.node_ids, sample.seed_positions, lost, sample.trees)
+
+    def _raw(self, model: TableModel, view: StepView, x: Any, seeds: Any, key: Array | None) -> Array:
+        """The model's outputs for the seeds, [seeds, outputs]."""
+        entity = self.examples.entity
+        of_seeds, trees = seeds["times"][entity], view.trees
+        assert trees is not None
+        cutoffs = {table: of_seeds[jnp.maximum(tree, 0)] for table, tree in trees.items()}
+        deterministic = key is None or not self.settings.dropout
+        rngs = None if key is None else nnx.Rngs(dropout=key)
+        found = model(view.graphs, x, cutoffs, deterministic=deterministic, rngs=rngs)
+        return found[entity][view.positions[entity]]
+
+    def loss(
+        self, model: Any, view: StepView, x: dict[str, Array], seeds: Any, data: Any, key: Array
+    ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
+        """Mean loss of the seeds: cross-entropy, or of amounts Huber's loss in deviations of the training labels."""
+        raw, places = self._raw(model, view, x, seeds, key), seeds["places"][self.examples.entity]
+        there, wanted = places >= 0, data["labels"][jnp.maximum(places, 0)]
+        weight = there.astype(jnp.float32)
+        if self.examples.kind == "regression":
+            error = jnp.abs(raw[:, 0] - (wanted - self.center) / self.scale)
+            each = jnp.where(error < 1.0, error**2 / 2, error - 0.5)
+        else:
+            weight = weight * jnp.asarray(self._class_weights)[jnp.maximum(wanted, 0)]
+            logits = raw if self._is_classes else jnp.concatenate([jnp.zeros_like(raw), raw], axis=1)
+            picked = jnp.take_along_axis(logits, jnp.maximum(wanted, 0)[:, None], axis=1)[:, 0]
+            each = jax.nn.logsumexp(logits, axis=-1) - picked
+        total = weight.sum()
+        return jnp.where(there, each * weight, 0.0).sum() / jnp.maximum(total, 1e-9), (total, {})
+
+    # -------------------------------------------------------------------------------------------- predictions
+
+    def _outputs_of(self, trainer: Runner, key: Array, params: Any, world: World, seeds: Any) -> Array:
+        sample, x, _ = trainer.drawn(world, seeds, key)
+        view = self.view(world.topology, world.data, seeds, sample)
+        return self._raw(trainer.merged(params), view, x, seeds, None)
+
+    def predict(
+        self,
+        trainer: Runner,
+        state: TrainState,
+        places: np.ndarray | None = None,
+        *,
+        examples: Task | None = None,
+        world: World | None = None,
+    ) -> np.ndarray:
+        """Predictions of examples: probabilities of class 1, of each class [rows, classes], or amounts.
+
+        Args:
+            trainer: of the task.
+            state: its parameters.
+            places: int[n], which examples; None: all.
+            examples: rows and cutoffs instead of the task's own, of the same entity table.
+            world: what is read instead of the task's own.
+        """
+        examples = examples or self.examples
+        places = np.arange(len(examples)) if places is None else places
+        order = np.random.default_rng(0).permutation(len(places))  # so that samples are of about one size
+        found = []
+        for at in range(0, len(places), self._part):
+            some = places[order[at : at + self._part]]
+            seeds = self._seeds_of(examples, np.pad(some, (0, self._part - len(some)), constant_values=-1))
+            key = jax.random.fold_in(jax.random.key(0), at)
+            found.append(self._outputs(trainer, key, state.params, world or self.world, seeds)[: len(some)])
+        raw = np.concatenate([np.zeros((0, self.outputs), np.float32), *map(np.asarray, found)])
+        back = np.empty_like(raw)
+        back[order] = raw
+        return self.in_units(back)
+
+    def in_units(self, raw: np.ndarray) -> np.ndarray:
+        """A model's outputs as probabilities, or as amounts in the labels' unit."""
+        raw = raw.astype(np.float64)
+        if self.examples.kind == "regression":
+            return raw[:, 0] * self.scale + self.center
+        if self._is_classes:
+            odds = np.exp(raw - raw.max(-1, keepdims=True))
+            return odds / odds.sum(-1, keepdims=True)
+        return 1.0 / (1.0 + np.exp(-np.clip(raw[:, 0], -700, 700)))
+
+    def predicted(self, trainer: Runner, state: TrainState) -> dict[str, np.ndarray]:
+        """The predictions of the validation and the test examples."""
+        none = np.zeros(0, np.int64)
+        return {split: self.predict(trainer, state, self.splits.get(split, none)) for split in ("valid", "test")}
+
+    def measures_of(self, split: str, predicted: np.ndarray, places: np.ndarray | None = None) -> dict[str, float]:
+        """The measures of a split's predictions, or of those of some of its examples; {} without any."""
+        places = self.splits.get(split, np.zeros(0, np.int64)) if places is None else places
+        return measure(self.examples.kind, self.examples.labels[places], predicted) if len(places) else {}
+
+    def measures(self, trainer: Runner, state: TrainState, *, last: bool) -> dict[str, float]:
+        """The first measure of the validation examples, or of `Settings.eval_rows` of them, the same each time."""
+        places, most = self.splits.get("valid", np.zeros(0, np.int64)), self.settings.eval_rows
+        if not len(places):
+            return {}
+        if most and most < len(places):
+            places = np.sort(np.random.default_rng(1).choice(places, most, replace=False))
+        predicted = self.predict(trainer, trainer.on_one_device(state), places)
+        return {"valid": next(iter(self.measures_of("valid", predicted, places).values()))}
+
+    def final(self, trainer: Runner, state: TrainState, *, inference: str | None = None) -> dict[str, float]:
+        """All measures of the test examples."""
+        return self.measures_of("test", self.predict(trainer, state, self.splits["test"]))
+
+    def counts(self) -> dict[str, Any]:
+        """The sizes of the tables, for the report."""
+        topology = self.world.topology
+        assert topology is not None
+        return {
+            "nodes": sum(topology.num_nodes.values()),
+            "edges": sum(topology.num_edges.values()),
+            "edge_types": len(self._edge_types),
+            "node_types": len(topology.node_types),
+            "features": {table: len(plan.columns) for table, plan in self.plans.items()},
+            "split_sizes": {name: len(places) for name, places in self.splits.items()},
+        }
+
+    @property
+    def _edge_types(self) -> tuple[tuple[str, str, str], ...]:
+        assert self.world.topology is not None
+        return self.world.topology.edge_types
+
+
+def _task_of(data: HeteroDataset, name: str | None) -> Task:
+    tasks = data.tasks
+    if not tasks:
+        raise ValueError(f"dataset {data.name!r} must have a task, got none; make one with dejax.datasets")
+    if (name is None and len(tasks) > 1) or (name is not None and name not in tasks):
+        raise ValueError(f"target must be one of the tasks {', '.join(tasks)}, got {name!r}")
+    return next(iter(tasks.values())) if name is None else tasks[name]
+
+
+def _topology(data: HeteroDataset, *, on_host: bool) -> HeteroTopology:
+    """The edges, all with times: those of relations without have that of what was always known.
+
+    So each seed has a neighbourhood of its own, with its cutoff, and all relations share one list.
+    """
+    known = {
+        relation: data.edge_times.get(relation, np.full(len(ends[0]), ALWAYS, np.int64))
+        for relation, ends in data.edges.items()
+    }
+    return HeteroTopology.from_edges(data.edges, data.num_nodes, times=known, on_host=on_host, keep_edge_ids=False)

@@ -1,0 +1,311 @@
+"""Tables: rows are packed exactly, encoders hide what is not known yet, and a task learns from the past alone."""
+
+import csv
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dejax.datasets import Column, HeteroDataset, Task
+from dejax.datasets.columns import NEVER
+from dejax.training import Trainer, cli, predictions, resolve
+from dejax.training.encoders import TableEncoder
+from dejax.training.fitting import best_report, fit, stops
+from dejax.training.importance import importance
+from dejax.training.page import calibration, write_page
+from dejax.training.report import summarise, table
+from dejax.training.rows import as_days, pack
+from dejax.training.state import History
+
+DAY = 86_400
+NOW = 15_706 * DAY + 4_321  # a second of 2013
+
+
+def shop(seed=0, customers=40, visits=40):
+    """Customers of two habits: some return their orders, some keep them. It is known of each order a day later.
+
+    So whether an order will be returned only the late column of the customer's earlier orders tells.
+    """
+    rng = np.random.default_rng(seed)
+    count = customers * visits
+    customer = np.tile(np.arange(customers, dtype=np.int32), visits)
+    times = NOW + np.repeat(np.arange(visits), customers) * 3 * DAY + rng.integers(0, DAY, count)
+    habit = rng.integers(0, 2, customers)
+    returned = (habit[customer] ^ (rng.random(count) < 0.05)).astype(np.int32)
+    known_at = times + DAY
+    none = np.zeros(count, bool)
+    orders = {
+        "price": Column("number", rng.lognormal(size=count), rng.random(count) < 0.1),
+        "placed": Column("time", times, none),
+        "returned": Column("number", returned.astype(float), none, known_at=known_at),
+        "kind": Column("category", rng.integers(0, 3, count).astype(np.int32), none, categories=("a", "b", "c")),
+    }
+    edges = {
+        ("orders", "customer", "customers"): (np.arange(count, dtype=np.int32), customer),
+        ("customers", "rev_customer", "orders"): (customer, np.arange(count, dtype=np.int32)),
+        ("orders", "customer@known", "customers"): (np.arange(count, dtype=np.int32), customer),
+    }
+    parts = np.searchsorted(times[::customers], NOW + np.array([60, 90]) * DAY) * customers
+    splits = dict(zip(("train", "valid", "test"), np.split(np.arange(count), parts), strict=True))
+    task = Task("returns", "binary", "orders", np.arange(count, dtype=np.int32), times, returned, splits)
+    return HeteroDataset(
+        "shop",
+        {"orders": count, "customers": customers},
+        edges,
+        edge_times=dict(zip(edges, (times, times, known_at), strict=True)),
+        node_times={"orders": times},
+        known_from={"orders": times},
+        keys={"orders": np.arange(count) + 1000},
+        columns={"orders": orders},
+        tasks={"returns": task},
+        time_unit="s",
+    )
+
+
+def settings(**given):
+    return resolve(
+        "shop",
+        task="tables",
+        **{
+            "fan_outs": (1, 4),
+            "hidden": 16,
+            "batch_size": 128,
+            "epochs": 6,
+            "lr": 0.01,
+            "bins": 4,
+            "warmup": 5,
+            **given,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A run with early stopping: data, trainer, and what `fit` gives."""
+    data = shop()
+    trainer = Trainer(settings(), data)
+    return data, trainer, fit(trainer, 0)
+
+
+def test_rows_hold_values_exactly_and_statistics_are_of_what_was_known():
+    times = np.array([NOW, -5, 2**40, 7])
+    late = np.array([NOW, NOW + 9, NEVER, NOW])
+    columns = {
+        "number": Column("number", np.array([1.0, 3.0, 100.0, 0.0]), np.array([False, False, False, True])),
+        "late": Column("number", np.array([5.0, 6.0, 7.0, 8.0]), np.zeros(4, bool), known_at=late),
+        "time": Column("time", times, np.array([False, False, False, True])),
+        "code": Column("category", np.array([0, 1, 5, -1], np.int32), np.array([False, False, False, True])),
+        "words": Column("text", np.array([3, 3, 8], np.uint32), np.zeros(4, bool), np.array([0, 2, 3, 3, 3])),
+        "tags": Column("categories", np.array([1, 0, 2], np.int32), np.zeros(4, bool), np.array([0, 3, 3, 3, 3])),
+        "vector": Column("vector", np.arange(8.0).reshape(4, 2), np.array([True, False, False, False])),
+    }
+    rows, plan = pack(columns, np.array([0, 1, 50, 2]), 10, most_of_a_list=2, text_width=8)
+    place = {found.name: found for found in plan.columns}
+
+    def of(name):
+        return rows[:, place[name].first : place[name].first + place[name].width]
+
+    assert rows.dtype == np.float32 and rows.shape == (4, plan.width)
+    np.testing.assert_array_equal(of("number")[:, 0], [1, 3, 100, np.nan])
+    days = of("time")[:3].astype(np.int64)
+    np.testing.assert_array_equal(days[:, 0] * DAY + days[:, 1], times[:3])
+    np.testing.assert_array_equal(rows[:, place["late"].known : place["late"].known + 2], as_days(late))
+    assert place["number"].mean == (2.0,) and place["number"].deviation == (1.0,)  # the third row came too late
+    assert place["late"].edges == ()  # none of its values was known before 10
+    assert place["code"].codes == 2 and place["vector"].mean == (4.0, 5.0)
+    np.testing.assert_array_equal(of("tags")[0], [1, 0])
+    assert plan.left_out == (("tags: values of lists beyond 2", 1),)
+    np.testing.assert_allclose(np.linalg.norm(of("words"), axis=1), [1, 1, 0, 0])
+    hidden, _ = pack(columns, None, None, hidden=["late", "vector"], text_width=8)
+    assert hidden.shape[1] < rows.shape[1]
+
+
+@pytest.mark.parametrize("numbers", ["standard", "piecewise", "periodic"])
+def test_an_encoder_reads_no_value_that_is_known_after_the_cutoff(numbers):
+    rng = np.random.default_rng(0)
+    known_at = np.array([NOW - 1, NOW, NOW + 1, NEVER])
+
+    def encoded(later):
+        values = np.array([1.0, 2.0, 3.0, 4.0]) + later * (known_at > NOW)
+        codes = np.array([0, 1, 2, 0], np.int32) + (later * (known_at > NOW)).astype(np.int32)
+        times = np.array([NOW - 5, NOW, NOW, NOW]) + (later * (known_at > NOW)).astype(np.int64)
+        none = np.zeros(4, bool)
+        columns = {
+            "number": Column("number", values, none, known_at=known_at),
+            "code": Column("category", codes, none, known_at=known_at),
+            "time": Column("time", times, none, known_at=known_at),
+            "vector": Column("vector", np.stack([values, values], 1), none, known_at=known_at),
+            "tags": Column("categories", codes, none, np.arange(5), known_at=known_at),
+            "known": Column("number", rng.normal(size=4) * 0 + 1, none),
+        }
+        rows, plan = pack(columns, None, NOW + 1)
+        encoder = TableEncoder(plan, 8, numbers=numbers, rngs=nnx.Rngs(0))
+        return np.asarray(encoder(jnp.asarray(rows), jnp.full(4, NOW, jnp.int32)))
+
+    before, after = encoded(0.0), encoded(1.0)
+    np.testing.assert_array_equal(before, after)
+    assert np.isfinite(before).all() and len(np.unique(before.round(5), axis=0)) == 3  # the last two show as missing
+
+
+def test_times_enter_relative_to_the_cutoff():
+    columns = {"time": Column("time", np.array([NOW, NOW + 7 * DAY]), np.zeros(2, bool))}
+    rows, plan = pack(columns, None, None)
+    encoder = TableEncoder(plan, 8, rngs=nnx.Rngs(0))
+    week_apart = encoder(jnp.asarray(rows), jnp.asarray([NOW + DAY, NOW + 8 * DAY], jnp.int32))
+    np.testing.assert_allclose(week_apart[0], week_apart[1], atol=1e-5)  # of the same hour and weekday
+    later = encoder(jnp.asarray(rows), jnp.asarray([NOW + DAY, NOW + 9 * DAY], jnp.int32))
+    assert not np.allclose(later[0], later[1], atol=1e-3)
+
+
+def test_a_task_is_learnt_from_rows_of_the_past(trained):
+    _, trainer, fitted = trained
+    final = trainer.final(fitted.state)
+    assert final["auroc"] > 0.9 and set(final) == {"auroc", "average_precision", "accuracy", "f1"}
+    valid = fitted.history.measures["valid"]
+    assert fitted.best_epoch == fitted.history.epochs[int(np.argmax(valid))]
+    assert int(fitted.state.lost) == 0
+
+
+def test_nothing_that_lies_after_a_cutoff_changes_a_prediction(trained):
+    data, trainer, fitted = trained
+    task = trainer.task
+    places = task.splits["valid"][:64]
+    cutoff = int(task.examples.times[places].max())
+    before = task.predict(trainer, fitted.state, places)
+    rows = data.columns["orders"]
+    later = data.known_from["orders"] > cutoff
+    late = rows["returned"].known_at > cutoff
+    changed = {
+        **rows,
+        "price": dataclasses.replace(rows["price"], values=np.where(later, 1e6, rows["price"].values)),
+        "returned": dataclasses.replace(rows["returned"], values=np.where(late, 7.0, rows["returned"].values)),
+    }
+    packed, plan = pack(changed, data.known_from["orders"], task.examples.times[task.splits["train"]].max() + 1, bins=4)
+    assert plan == task.plans["orders"]  # nothing in it was fitted to what came later
+    store = type(task.world.features).from_arrays({"orders": packed})
+    world = dataclasses.replace(task.world, features=store)
+    assert (np.nan_to_num(packed) != np.nan_to_num(task.packed["orders"])).any()
+    np.testing.assert_array_equal(before, task.predict(trainer, fitted.state, places, world=world))
+
+
+def test_what_contributes_is_the_late_column_and_its_relation(trained):
+    _, trainer, fitted = trained
+    found = importance(trainer, fitted.state, examples=200)
+    assert next(iter(found["columns"])) == "orders.returned" and found["columns"]["orders.returned"] > 0.2
+    assert found["columns"]["orders.kind"] < 0.1
+    assert found["relations"]["customers, rev_customer, orders"] > 0.2  # without it a seed sees nothing
+
+
+def test_predictions_have_keys_and_times_and_new_cutoffs_need_no_labels(trained, tmp_path):
+    data, trainer, fitted = trained
+    task = trainer.task
+    places = task.splits["test"][:5]
+    values = task.predict(trainer, fitted.state, places)
+    predictions.write(tmp_path / "p.csv", predictions.as_columns(data, task.examples, values, places))
+    with (tmp_path / "p.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["orders"] for row in rows] == [str(1000 + place) for place in places]
+    assert rows[0]["time"] == f"{task.examples.times[places[0]].astype('datetime64[s]')}Z"
+    assert rows[0]["split"] == "test" and float(rows[0]["prediction"]) == pytest.approx(values[0], rel=1e-6)
+    cutoff = predictions.time_of("2013-01-10T00:00:00Z", "s")
+    new = predictions.known_rows(data, task.examples, cutoff)
+    assert len(new) == (data.known_from["orders"] <= cutoff).sum() > 0
+    assert np.isfinite(task.predict(trainer, fitted.state, examples=new)).all()
+    with pytest.raises(ValueError, match="no row of 'orders' is known; the first is known at"):
+        predictions.known_rows(data, task.examples, 5)
+    with pytest.raises(ValueError, match="--at must be a time such as"):
+        predictions.time_of("soon", "s")
+    with pytest.raises(ValueError, match=r"must be written to a file that ends with .csv or .parquet"):
+        predictions.write(tmp_path / "p.txt", {})
+
+
+def test_the_report_shows_measures_curves_calibration_and_what_contributes(trained, tmp_path):
+    from dejax.training.plot import draw_curves
+
+    _, trainer, fitted = trained
+    task = trainer.task
+    predicted = task.predicted(trainer, fitted.state)
+    final = task.measures_of("test", predicted["test"])
+    results = summarise(
+        trainer, [fitted.history], [final], lost=[0], skipped=[0], total_seconds=1.0, argv=["tables", "shop.toml"]
+    )
+    draw_curves(tmp_path / "curves.png", results, [fitted.history])
+    contributes = {"columns": {"orders.returned": 0.3}, "relations": {"a, b, c": 0.1}}
+    write_page(tmp_path / "report.html", results, task.examples, predicted, contributes)
+    page = (tmp_path / "report.html").read_text()
+    assert f"{final['auroc']:.4f}" in page and "orders.returned" in page and "calibration" in page
+    assert page.count("data:image/png;base64,") == 2 and "auroc, test" in page
+    assert "average_precision" in table(results, {})
+    assert sum(
+        count for _, _, count in calibration(task.examples.labels[task.splits["test"]], predicted["test"])
+    ) == len(predicted["test"])
+
+
+@pytest.mark.parametrize("kind", ["regression", pytest.param("classes", marks=pytest.mark.slow)])
+def test_amounts_and_classes(kind):
+    data = shop(customers=20)
+    task = data.tasks["returns"]
+    labels = (task.labels * 40.0 - 7.0).astype(np.float32) if kind == "regression" else task.labels
+    own = dataclasses.replace(
+        task, kind=kind, labels=labels, unit="euros", classes=() if kind == "regression" else ("no", "yes")
+    )
+    trainer = Trainer(
+        settings(epochs=3, class_weights="balanced" if kind == "classes" else "none"),
+        dataclasses.replace(data, tasks={"returns": own}, check=False),
+    )
+    fitted = fit(trainer, 0)
+    final, predicted = trainer.final(fitted.state), trainer.task.predicted(trainer, fitted.state)["test"]
+    if kind == "regression":
+        spread = float(labels[task.splits["test"]].std())
+        assert list(final) == ["mae", "rmse", "r2"] and final["mae"] < spread and trainer.task.lower_is_better
+    else:
+        assert predicted.shape[1] == 2 and predicted.sum(1) == pytest.approx(1.0) and final["accuracy"] > 0.6
+        columns = predictions.as_columns(data, own, predicted, task.splits["test"])
+        assert set(columns["prediction"]) <= {"no", "yes"} and "probability of yes" in columns
+
+
+def test_early_stopping_waits_for_a_better_measure():
+    history = History(epochs=[1, 2, 3, 4], measures={"valid": [0.5, float("nan"), 0.7, 0.6]})
+    assert best_report(history, lower=False) == 2 and best_report(history, lower=True) == 0
+    assert stops(history, 1, lower=False) and not stops(history, 2, lower=False) and stops(history, 2, lower=True)
+    assert best_report(History(), lower=False) is None and not stops(History(), 1, lower=False)
+
+
+def test_mistakes_are_named():
+    data = shop(customers=5, visits=5)
+    task = data.tasks["returns"]
+    for change, message in (
+        ({"labels": np.ones_like(task.labels)}, "must have different labels in training, got 1 in all"),
+        ({"splits": {"train": np.zeros(0, np.int64)}}, "must have training examples, got none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Trainer(
+                settings(),
+                dataclasses.replace(data, tasks={"returns": dataclasses.replace(task, **change)}, check=False),
+            )
+    with pytest.raises(ValueError, match="target must be one of the tasks returns, got 'churn'"):
+        Trainer(settings(target="churn"), data)
+    with pytest.raises(ValueError, match="must have a task, got none"):
+        Trainer(settings(), dataclasses.replace(data, tasks={}, check=False))
+    with pytest.raises(ValueError, match="numbers must be one of standard, piecewise, periodic, got 'bins'"):
+        settings(numbers="bins")
+
+
+def test_the_command_trains_evaluates_and_predicts_for_a_new_time(tmp_path, capsys):
+    shop(customers=10, visits=34).save(tmp_path / "shop")
+    out = tmp_path / "run"
+    words = ["--out", str(out), "--epochs", "1", "--hidden", "8", "--fan-outs", "1,2", "--batch-size", "64"]
+    assert cli.main(["tables", str(tmp_path / "shop"), *words, "--importance", "0"]) == 0
+    assert "auroc" in capsys.readouterr().out
+    found = json.loads((out / "results.json").read_text())
+    assert found["task"] == "tables" and 0 <= found["test"]["auroc"]["mean"] <= 1 and found["measure"] == "auroc"
+    assert (out / "predictions-seed0.csv").stat().st_size and (out / "report.html").stat().st_size
+    assert cli.main(["tables", str(tmp_path / "shop"), "--evaluate", str(out), "--at", "2013-02-01"]) == 0
+    assert "predictions in" in capsys.readouterr().out and (out / "predictions-at-2013-02-01-seed0.csv").exists()
+    assert cli.main(["tables", str(tmp_path / "none.toml")]) == 2
+    assert "must be followed by a TOML file" in capsys.readouterr().err
+    assert cli.main(["--evaluate", str(out)]) == 2
+    assert "must stand with tables CONFIG" in capsys.readouterr().err
