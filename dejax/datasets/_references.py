@@ -47,6 +47,8 @@ class _Keys:
                 "integers or as text"
             )
         values = column.tolist()
+        if kind in "biuf":
+            return cls(name, rows, values, "numbers")
         kinds = sorted({_kind_of(value) for value in values})
         return cls(name, rows, values, " and ".join(kinds))
 
