@@ -110,32 +110,6 @@ def test_the_first_moments_come_during_the_forward_pass(gradients):
     assert len(begins) == 1 and behind.intersection(forward.outvars)
 
 
-def test_as_plain_autodiff(on_the_device):
-    outer, layers = model()
-    tx = optax.adamw(1e-2)
-    params = {"outer": outer, "layers": layers}
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state, batch):
-        def loss(params):
-            x, _ = jax.lax.scan(lambda x, p: (body(p, x), None), embed(params["outer"], batch), params["layers"])
-            return head(params["outer"], x, batch)
-
-        value, gradient = jax.value_and_grad(loss)(params)
-        updates, state_ = tx.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state_, value
-
-    losses = []
-    for i in range(3):
-        params, state, value = step(params, state, batch(i))
-        losses.append(float(value))
-    np.testing.assert_allclose(losses, on_the_device[0], rtol=1e-6)
-    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(on_the_device[1][:2][::-1]), strict=False):
-        if a.shape == b.shape:
-            np.testing.assert_allclose(a, b, atol=2e-4)
-
-
 @pytest.mark.slow
 def test_microbatches_equal_one_batch(on_the_device):
     losses, state = train(make(params="host", moments="host", microbatches=4))
@@ -159,25 +133,6 @@ def test_state_lies_where_it_was_put():
     assert state.layer_moments[0].mu["w"].sharding.memory_kind == "pinned_host"
     found = step.bytes_by_tier(*jax.eval_shape(model))
     assert found["host"] == 3 * LAYERS * WIDTH * WIDTH * 4
-
-
-@pytest.mark.slow
-@pytest.mark.devices(4)
-def test_sharded_state_by_the_copies_of_xla(on_the_device):
-    mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,))
-    split, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*s)) for s in ((None, "d"), ()))
-    outer, layers = model()
-    layers = {"w": jax.device_put(layers["w"], split), "b": jax.device_put(layers["b"], whole)}
-    step = make(params="host", moments="host", streams=False)
-    state = step.init(jax.device_put(outer, whole), layers)
-    moment = state.layer_moments[0].mu["w"]
-    assert moment.sharding.memory_kind == "pinned_host" and moment.addressable_shards[0].data.size == moment.size // 4
-    run, losses = step.jit(state), []
-    for i in range(3):
-        state, loss = run(state, batch(i))
-        losses.append(float(loss))
-    np.testing.assert_allclose(losses, on_the_device[0], rtol=1e-5)
-    assert state.layers["w"].sharding.memory_kind == "pinned_host"
 
 
 @pytest.mark.slow

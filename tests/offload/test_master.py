@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from dejax.offload import master_weights, optimizer, stack_step
+from dejax.offload import master_weights, stack_step
 
 from .states import is_on_disk, is_on_host
 from .test_layerwise import batch, body, embed, head, model
@@ -64,24 +64,6 @@ def test_in_a_step_layer_by_layer(place, tmp_path):
     master = state.layer_moments.master["w"]
     assert is_on_disk(master) if place == "disk" else is_on_host(master)
     np.testing.assert_array_equal(state.layers["w"], np.asarray(master).astype(jnp.bfloat16))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("streams", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_with_the_copies_in_host_memory(streams):
-    inner = master_weights(optax.adam(1e-2))
-    tx = optimizer(inner, min_bytes=1, streams=streams, piece_bytes=64)
-
-    def steps(tx):
-        params, state = PARAMS, tx.init(PARAMS)
-        step = jax.jit(lambda g, s, p: tx.update(g, s, p))
-        for i in range(3):
-            updates, state = step(gradients(i), state, params)
-            params = optax.apply_updates(params, updates)
-        return params, jax.tree.map(np.asarray, state)
-
-    for a, b in zip(jax.tree.leaves(steps(tx)), jax.tree.leaves(steps(inner)), strict=True):
-        np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), rtol=1e-6)
 
 
 def test_bad_input():

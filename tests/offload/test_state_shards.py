@@ -25,6 +25,7 @@ from tests.offload.states import (
     not_elementwise,
     save,
 )
+from tests.offload.test_optimizer import TRANSFORMATIONS as OF_ONE_DEVICE
 from tests.offload.test_shards import collectives, mesh_of
 
 pytestmark = pytest.mark.devices(4)
@@ -40,15 +41,7 @@ MESHES = {  # shape, names, and how w [64, 48], t [48, 32], odd [33, 32], b [512
     ),
     "replicated": ((4,), ("data",), {}),
 }
-TRANSFORMATIONS = {
-    "adamw": optax.adamw(optax.cosine_decay_schedule(1e-2, 10), weight_decay=0.1),
-    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
-    "momentum": optax.sgd(1e-2, momentum=0.9, nesterov=True),
-    "lion": optax.lion(1e-3),
-    "adafactor": optax.adafactor(1e-2),
-    "accumulated": optax.MultiSteps(optax.adam(1e-2), 2),
-    "master weights": master_weights(optax.adam(1e-2)),
-}
+TRANSFORMATIONS = OF_ONE_DEVICE | {"master weights": master_weights(optax.adam(1e-2))}
 ADAM = optax.adam(1e-2)
 
 

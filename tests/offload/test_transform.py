@@ -83,13 +83,6 @@ def test_a_value_alone_stores_nothing(store):
     assert store.stats().stored_count == 0
 
 
-def test_around_and_inside_checkpoint(store):
-    ws, x = operands()
-    want = step("checkpoint")(ws, x)
-    assert_same_bits(jax.jit(jax.grad(loss_of(jax.checkpoint(offloaded)), argnums=(0, 1)))(ws, x), want)
-    assert store.stats().live_count == 0
-
-
 @pytest.mark.slow
 def test_accumulation_and_loops(store):
     ws, x = operands()
@@ -151,22 +144,6 @@ def test_loop_invariant_tensors_survive_a_first_run_short_of_memory(tmp_path):
                 np.testing.assert_allclose(got(ws, x, table), want, rtol=1e-4, atol=1e-3)
             stats = store.stats()
         assert stats.fetched_count > stats.stored_count and (stats.read_bytes > 0 or device_bytes is None)
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        pytest.param(lambda body: jax.vmap(jax.grad(loss_of(body)), (None, 0)), marks=pytest.mark.slow),
-        lambda body: jax.grad(lambda ws, xs: jax.vmap(loss_of(body), (None, 0))(ws, xs).sum()),
-    ],
-    ids=["vmap of grad", "grad of vmap"],
-)
-def test_vmap(store, transform):
-    ws, x = operands()
-    xs = jnp.stack([x, 2 * x])
-    want, got = jax.jit(transform(layer))(ws, xs), jax.jit(transform(offloaded))(ws, xs)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
-    assert store.stats().stored_count == store.stats().fetched_count > 0
 
 
 @pytest.mark.slow
