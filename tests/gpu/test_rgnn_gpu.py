@@ -124,11 +124,6 @@ def test_the_same_bits_again() -> None:
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, step(x, arrays)), first)
 
 
-def test_sums_by_atomic_addition() -> None:
-    options = Options(backend="pallas", precision="f32", deterministic=False, disable=("aggregate", "compact"))
-    check("rgcn_sum_bare", "large", Size(32, 32), options, tolerance=2e-5)
-
-
 def test_auto_is_the_kernels_here() -> None:
     """`backend="auto"` gives bit for bit what the kernels give, and XLA does not."""
     want = expected("rgat", "long_segments", Size(17, 17, 2), "float32")

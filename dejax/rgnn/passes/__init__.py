@@ -180,7 +180,7 @@ def lower_to_kernels(
     """Level 1 to level 2: GEMM instances and products of all rows, then traversals, then the fallback.
 
     A plan that has an error is taken apart, with a warning: first XLA computes what traversals would, then everything.
-    With `row_scaled`, kernels store wide rows for each other as row-scaled float16. So they do with the outputs whose
+    With `row_scaled`, kernels store wide rows for each other as row-scaled float16, and also the outputs whose
     positions are in `row_scaled_outputs`.
     With `inference`, the program is an optimised one of which there are no gradients, and its last passes run first.
     """

@@ -128,7 +128,7 @@ def _related(program: Program, value: int, a: int, b: int) -> bool:
 
 
 def _safe(op: Op, found: list[_Carries], carried: dict[int, _Carries]) -> bool:
-    """Whether an operator is linear in those of its arguments that are stored rows, and takes no difference of them."""
+    """Whether an operator is linear in its arguments that are stored rows, and subtracts none of them from another."""
     rows, linear = [c for c in found if not c.summed], OPERATORS[op.name].linear
     if not rows or linear in (Linear.MOVES, Linear.SAME_FACTOR) or op.name == "add":
         return True
@@ -185,7 +185,8 @@ def shared_encodings(
 def _rounded_reads(kernels: Kernels, num_rows: Callable[[Space], int]) -> dict[int, float]:
     """For each value in wide float32 rows, how many rows are read by instances that may read them rounded.
 
-    Reads that save less count as less than one.
+    A read counts as one where 16 bits save it half of its time: in a weight gradient of rows from memory they save less
+    and it counts as less, in products of very wide rows they save more and it counts as several.
     """
     ops = kernels.program.ops
     reads: dict[int, float] = {}
@@ -214,9 +215,9 @@ def _rounded_reads(kernels: Kernels, num_rows: Callable[[Space], int]) -> dict[i
 def may_round(kernels: Kernels, t: Traversal) -> bool:
     """Whether a traversal may read rows rounded.
 
-    The gradient of a softmax compares inner products of rows with each other, so all of them must be of unrounded rows.
-    An inner product with the vector of a type is compared with none: over rows alone it may be of rounded ones, as the
-    products of rows and matrices are.
+    The gradient of a softmax compares inner products of rows with each other, so all of these products must be of
+    unrounded rows. An inner product with the vector of a type is compared with no other product, so a map over rows may
+    take it of rounded rows, as products of rows and matrices are.
     """
     unrounded = ("dot", "sum_features") if t.via is None else ("dot", "sum_features", "linear")
     return not any(kernels.program.ops[i].name in unrounded for i in t.body)
