@@ -102,7 +102,7 @@ def test_other_shapes_dtypes_and_settings_are_traced_anew():
 SCALE = 2.0
 
 
-@pytest.mark.parametrize("wrap", [offload, region])
+@pytest.mark.parametrize("wrap", [offload, pytest.param(region, marks=pytest.mark.slow)])
 def test_what_a_function_reads_is_read_in_each_call(tmp_path, wrap):
     """Each call traces its function again. Values in closures, objects, files and settings may have changed."""
     x, text = jnp.linspace(0, 1, 8), tmp_path / "scale.txt"

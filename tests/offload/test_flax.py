@@ -86,6 +86,7 @@ class LinenBlock(nn.Module):
         return x + nn.Dense(32)(jax.nn.gelu(nn.Dense(64)(nn.LayerNorm()(x))))
 
 
+@pytest.mark.slow  # test_region.py has a layer of linen that is not
 def test_linen():
     class Model(nn.Module):
         block: type[nn.Module]

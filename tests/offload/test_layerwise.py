@@ -77,7 +77,7 @@ def on_the_device():
     return train(make(params="device", moments="device"))
 
 
-QUICK = ("two ahead", "activations", "all on disk")
+QUICK = ("activations", "all on disk")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in PLACES if n not in QUICK)])
@@ -407,7 +407,7 @@ def test_integers_that_are_trained_are_an_error():
 @pytest.mark.parametrize(
     "how",
     [
-        {"params": "host"},
+        pytest.param({"params": "host"}, marks=pytest.mark.slow),  # test_contract.py has one that is not
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"params": "host", "streams": False, "microbatches": 2}, marks=pytest.mark.slow),
         pytest.param({"params": "disk", "path": True}, marks=pytest.mark.slow),

@@ -44,7 +44,7 @@ def after_steps(tx):
 CASES = [(name, {"streams": True}, 3000) for name in TRANSFORMATIONS]
 CASES += [(name, "on disk", size) for name, size in (("adam", 3000), ("clipped", 1 << 20), ("momentum", 200))]
 CASES += [("adafactor", "on disk", 3000), ("accumulated", "on disk", 8000)]
-QUICK = [("clipped", {"streams": True}, 3000), ("accumulated", "on disk", 8000)]
+QUICK = [("accumulated", "on disk", 8000)]
 QUICK += [("adamw", {"streams": False}, 1)]  # the others are compared on meshes, in test_state_shards.py
 
 

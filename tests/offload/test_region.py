@@ -207,7 +207,7 @@ def program(kind, remat, scan, how, wrap):
     return jax.jit(jax.grad(loss))
 
 
-QUICK = [("plain", "inside", True, "vmap"), ("linen", "outside", True, "jit"), ("nnx", None, False, "grad of jit")]
+QUICK = [("linen", "outside", True, "jit"), ("nnx", None, False, "grad of jit")]
 PRODUCT = itertools.product(LAYER_OF, (None, "inside", "outside"), (True, False), ("jit", "grad of jit", "vmap"))
 
 

@@ -35,6 +35,7 @@ def on_the_device():
     return losses, in_memory(state)
 
 
+@pytest.mark.slow  # test_contract.py has one that is not
 def test_checkpoints_of_a_store_that_is_gone(on_the_device, tmp_path):
     """A new process has a new store: the state goes on with the same bits."""
     step = make(params="disk", path=tmp_path)
