@@ -71,13 +71,6 @@ class Columns:
     def arrays(self) -> tuple[int, ...]:
         return tuple(f for f, _ in self.factors if isinstance(f, int))
 
-    def renumbered(self, numbers: dict[int, int]) -> Columns:
-        factors = [
-            (numbers[source] if isinstance(source, int) else source.renumbered(numbers), subscripts)
-            for source, subscripts in self.factors
-        ]
-        return Columns(tuple(factors), self.out, self.sizes)
-
 
 @dataclass(frozen=True, slots=True)
 class Placed:
@@ -112,9 +105,6 @@ class Placed:
     def length(self, part: Source) -> int:
         """Of a part along the axis."""
         return part.size // (self.size // self.shape[self.axis])
-
-    def renumbered(self, numbers: dict[int, int]) -> Placed:
-        return Placed(tuple((part.renumbered(numbers), start) for part, start in self.parts), self.axis, self.shape)
 
 
 Source = Columns | Placed
@@ -192,13 +182,11 @@ def plain(arrays: Arrays, source: Source) -> jax.Array:
 
 def _in_kernel(arrays: Arrays, sources: Sequence[Source], interpret: bool | None) -> list[tuple[jax.Array, jax.Array]]:
     used = list(dict.fromkeys(a for source in sources for s in tree(source) for a in s.arrays))
-    numbers = {a: i for i, a in enumerate(used)}
-    sources = [s.renumbered(numbers) for s in sources]
     jobs = [job for i, source in enumerate(sources) for job in _jobs(source, i)]
     inner = [s.size for job in jobs for s in job.scratch]
     n = len(sources)
     results = _triton.pallas_call(
-        functools.partial(_kernel, jobs=tuple(jobs), num_arrays=len(used), num_sources=n),
+        functools.partial(_kernel, jobs=tuple(jobs), used=used, num_sources=n),
         name="column_powers",
         num_programs=len(jobs),
         out_shape=[
@@ -258,9 +246,9 @@ def _jobs(source: Source, result: int) -> list[_Job]:
     return [_Job(source, result, source)]
 
 
-def _kernel(*refs: Any, jobs: tuple[_Job, ...], num_arrays: int, num_sources: int) -> None:
+def _kernel(*refs: Any, jobs: tuple[_Job, ...], used: Sequence[int], num_sources: int) -> None:
     (program,) = _triton.program_ids()
-    arrays, results = refs[:num_arrays], refs[num_arrays:]
+    arrays, results = dict(zip(used, refs, strict=False)), refs[len(used) :]
     inner = iter(results[2 * num_sources :])
     for i, job in enumerate(jobs):
         scratch = {s: next(inner) for s in job.scratch}
@@ -272,7 +260,7 @@ def _kernel(*refs: Any, jobs: tuple[_Job, ...], num_arrays: int, num_sources: in
             _triton.when(program == i, one)
 
 
-def _estimate(job: _Job, arrays: Sequence[Any], results: tuple[Any, Any], scratch: dict[Source, Any]) -> None:
+def _estimate(job: _Job, arrays: Mapping[int, Any], results: tuple[Any, Any], scratch: dict[Source, Any]) -> None:
     """Stores the powers of the job's source, by way of those of all that it is made of."""
     steps = tree(job.source)
     # What takes time is the way to memory: the elements of the next arrays come while these are looked at.
@@ -321,7 +309,7 @@ class _Elements:
     Elements of arrays are loaded at once where one tile holds all of them, else a tile at a time.
     """
 
-    def __init__(self, s: Columns, arrays: Sequence[Any], scratch: dict[Source, Any]) -> None:
+    def __init__(self, s: Columns, arrays: Mapping[int, Any], scratch: dict[Source, Any]) -> None:
         self.columns, self.arrays, self.scratch = s, arrays, scratch
         self.sample = _Sample.of(s)
         self.loaded = self._load(np.int32(0)) if self.sample.steps == 1 else None
