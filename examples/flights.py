@@ -58,7 +58,7 @@ def seconds(values: list[str]) -> np.ndarray:
 def moments(values: np.ndarray) -> np.ndarray:
     """Seconds since 1970 as times; nan is missing."""
     there = np.isfinite(values)
-    return np.where(there, np.where(there, values, 0).astype("datetime64[s]"), np.datetime64("NaT"))
+    return np.where(there, np.where(there, values, 0).astype("datetime64[s]"), np.datetime64("NaT", "s"))
 
 
 def scheduled_arrivals(flights: dict[str, list[str]], departures: np.ndarray, zones: dict[str, str]) -> np.ndarray:
