@@ -63,6 +63,13 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def _decoders(text: str) -> str:
+    wrong = [name for name in text.split(",") if name not in DECODERS]
+    if wrong:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(DECODERS)}")
+    return text
+
+
 def _add_data_and_model(p: argparse.ArgumentParser) -> None:
     data = p.add_argument_group("data")
     data.add_argument(
@@ -101,7 +108,13 @@ def _add_data_and_model(p: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--dropout", type=float, metavar="SHARE", help="dropout, at the place that the model's paper gives"
     )
-    model.add_argument("--decoder", choices=DECODERS, help="of links; default: distmult")
+    model.add_argument(
+        "--decoder",
+        type=_decoders,
+        metavar="NAME",
+        help=f"of links: {', '.join(DECODERS)}; default: distmult. Several with commas are trained one after the other "
+        "and compared",
+    )
     model.add_argument("--margin", type=float, help="rotate's margin")
 
 
@@ -223,6 +236,11 @@ def _add_run(p: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="steps between two checkpoints; default: half a minute; always at the end of a seed",
+    )
+    out.add_argument(
+        "--export",
+        action="store_true",
+        help="--links: write the vectors of entities and relations, with their names, to embeddings-seed*.npz",
     )
     out.add_argument("--no-checkpoints", action="store_true", help="write no checkpoints")
 

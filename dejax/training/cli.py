@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.evaluate:
             _evaluate(args)
+        elif args.decoder and "," in args.decoder:
+            _compare(args, argv)
         else:
             _train(args, argv)
     except (ValueError, FileNotFoundError, DataUnavailableError) as error:
@@ -52,10 +54,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _train(args: argparse.Namespace, argv: Sequence[str]) -> None:
+def _compare(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Trains with each decoder, in a folder of its own, and prints their results side by side."""
+    from dejax.training.report import aligned
+
+    found = {}
+    for decoder in dict.fromkeys(args.decoder.split(",")):
+        own = argparse.Namespace(**{**vars(args), "decoder": decoder, "out": args.out and f"{args.out}/{decoder}"})
+        found[decoder] = _train(own, argv)["test"]
+    measures = list(next(iter(found.values())))
+    rows = [(decoder, *(f"{test[name]['mean']:.4f}" for name in measures)) for decoder, test in found.items()]
+    print("\nTest triples, means over seeds\n")
+    print("\n".join(aligned(("decoder", *measures), rows)), flush=True)
+
+
+def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     start = time.perf_counter()
     configured = read_config(args.tables) if args.tables else None
     settings = settings_of(args, None if configured is None else configured.settings)
+    if args.export and settings.task != "links":
+        raise ValueError("--export must stand with --links, whose entities and relations have vectors; leave it out")
     if args.resume and args.no_checkpoints:
         raise ValueError("--resume must not stand with --no-checkpoints: it needs checkpoints; leave one of them out")
     from dejax.training import plot, report
@@ -95,9 +113,12 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
         artifacts |= {"predictions": str(out / "predictions*"), "report": str(out / "report.html")}
         write_page(out / "report.html", results, trainer.task.examples, runs[0].predicted, runs[0].importance)
+    if args.export:
+        artifacts["embeddings"] = str(out / "embeddings-seed*.npz")
     if checkpoints is not None:
         artifacts["checkpoints"] = str(out / "checkpoints")
     print(f"\n{report.table(results, artifacts)}", flush=True)
+    return results
 
 
 def _data(args: argparse.Namespace, settings: Settings, configured: TablesConfig | None) -> tuple[Any, Settings]:
@@ -160,6 +181,8 @@ def _one_seed(trainer: Any, checkpoints: Any, args: argparse.Namespace, seed: in
             contributes = importance(trainer, trainer.on_one_device(state), examples=args.importance)
     else:
         final = trainer.final(state, inference=args.inference)
+    if args.export:
+        np.savez(out / f"embeddings-seed{seed}.npz", **trainer.task.vectors(trainer, state))
     if checkpoints is not None and not sys.stderr.isatty():
         best = f", best epoch {fitted.best_epoch}" if trainer.settings.patience else ""
         steps = f"{sum(history.steps)} steps in {sum(history.seconds):.1f} s{best}"

@@ -341,6 +341,26 @@ class LinkTask(TrainingTask):
             return LinkRanks(np.zeros(0), np.zeros(0))
         return LinkRanks(*(np.concatenate([getattr(r, side) for r in found]) for side in ("tail", "head")))
 
+    def vectors(self, trainer: Runner, state: TrainState) -> dict[str, np.ndarray]:
+        """What the decoder reads, for use elsewhere.
+
+        Returns:
+            "entities": float32[nodes, hidden], the encoded nodes, type after type; "entity_names": str[nodes], their
+            names, or type and number; "relations": float32[relations, width] and "relation_names", unless the decoder
+            has no relations.
+        """
+        data = self.graph.data
+        names = [
+            name
+            for kind, count in data.num_nodes.items()
+            for name in data.node_names.get(kind, ()) or [f"{kind} {number}" for number in range(count)]
+        ]
+        found = {"entities": np.asarray(self.encode(trainer, state)), "entity_names": np.array(names)}
+        if self.decoder.relation_width(self.settings.hidden):
+            found["relations"] = np.asarray(state.params["relations"][...])
+            found["relation_names"] = np.array([name for _, name, _ in data.edges])
+        return found
+
     def counts(self) -> dict[str, Any]:
         """The sizes of the graph, for the report."""
         graph = self.graph

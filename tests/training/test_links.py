@@ -7,6 +7,7 @@ import pytest
 
 from dejax.minibatch import DECODERS
 from dejax.training import Trainer, resolve
+from dejax.training.cli import main
 from dejax.training.link_graph import LinkGraph
 from dejax.training.links import Negatives
 from tests.training.graphs import links
@@ -142,3 +143,19 @@ def test_settings_of_vectors_alone():
 def test_a_graph_without_edges_to_predict():
     with pytest.raises(ValueError, match="has no edges to predict"):
         LinkGraph.of(links(target_relations=(), valid_edges={}, test_edges={}))
+
+
+def test_decoders_are_compared_and_vectors_exported(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    rows = [f"e{a}\tr{r}\te{b}\n" for a, r, b in rng.integers(0, [20, 3, 20], (200, 3))]
+    (tmp_path / "triples.txt").write_text("".join(rows))
+    options = "--links --model embeddings --decoder complex,dot --hidden 8 --epochs 1 --export --no-checkpoints"
+    assert main([*options.split(), "--data", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    table = capsys.readouterr().out.split("Test triples")[1].split()
+    assert {"complex", "dot", "mrr", "hits@10"} <= set(table)
+    with np.load(tmp_path / "out" / "complex" / "embeddings-seed0.npz") as found:
+        assert found["entities"].shape == (20, 8) and found["relations"].shape == (3, 16)
+        assert set(found["entity_names"]) == {f"e{n}" for n in range(20)}
+        assert list(found["relation_names"]) == ["r0", "r1", "r2"]
+    with np.load(tmp_path / "out" / "dot" / "embeddings-seed0.npz") as found:
+        assert "relations" not in found
