@@ -120,6 +120,7 @@ LAYERS = (
     (
         "dejax._byte_order",
         "dejax._ffi",
+        "dejax._html",
         "dejax._int32",
         "dejax._pytrees",
         "dejax._jaxprs",

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from dejax._html import page
 from dejax._optional import optional
 from dejax.datasets import Task
-from dejax.reporting._html import page
 from dejax.training.metrics import interval, measure
 
 _BLUE, _GREY = "#0072B2", "#555555"
