@@ -149,7 +149,7 @@ def test_random_programs(recipe: Recipe, edges: EdgeList, disable: tuple[str, ..
 def test_transformations(transform: str) -> None:
     from tests.rgnn.compiler import test_transforms
 
-    arrays: Any = {"vmap": ((0, 0),), "scan": (), "checkpoint": (), "stacked": ()}[transform]
+    arrays: Any = {"vmap": ((0, 0),), "scan": (), "checkpoint": (), "stacked": ("vmap",)}[transform]
     options = test_transforms.BACKENDS | {"pallas": F32}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(test_transforms, "BACKENDS", options)
