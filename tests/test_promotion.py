@@ -119,7 +119,7 @@ def test_blocks_of_typed_edges() -> None:
     assert gradient.shape == (9, 4, 2)
 
 
-OPERATORS = sorted(set(segment.__all__) - {"Plan", "EdgePlan", "plan", "edge_plan"})
+OPERATORS = sorted(set(segment.__all__) - {"SegmentPlan", "EdgePlan", "plan", "edge_plan"})
 
 
 @pytest.mark.parametrize(
