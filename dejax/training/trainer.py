@@ -330,8 +330,7 @@ class Trainer:
             state, found = self._steps(state, keys, seeds)
             losses.append(found)
             done += count
-            if done == end:
-                jax.block_until_ready(state.step)
+            jax.block_until_ready(state.step)  # or the caller, who reads the step, would wait outside of the clock
             seconds += time.perf_counter() - begin - (self.compile_seconds - compiled)
             if done < end:
                 yield state, None
