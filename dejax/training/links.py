@@ -300,7 +300,7 @@ class LinkTask(TrainingTask):
     def encode(self, trainer: Runner, state: TrainState) -> Array:
         """[nodes, hidden], from the whole graph of training edges, on the device."""
         own = self.graph
-        if self._whole is None:
+        if self._whole is None and self.settings.layers:
             edges, relations = (own.senders, own.receivers, own.edge_type), 2 * own.num_relations
             self._whole = RelGraph.from_edges(*edges, num_nodes=own.num_nodes, num_edge_types=relations)
         x = state.embeddings[NODE].table.numpy() if own.features is None else own.features

@@ -23,7 +23,6 @@ from dejax.minibatch import (
     infer_layers,
     make_blocks,
     make_typed_blocks,
-    sample_blocks,
 )
 from dejax.rgnn import Options, RelGraph
 from dejax.training.models import SampledClassifier
@@ -142,18 +141,6 @@ class SampledTask(TrainingTask):
             return {"ids": ids}
         of_seeds = {kind: times[kind][some * (some >= 0)] for kind, some in ids.items()}
         return {"ids": ids, "times": entering_jit("node_times", of_seeds, ids_or_times=True)}
-
-    def sample(self, key: Array, topology: HeteroTopology, seeds: Any) -> SampledBlocks:
-        """The neighbourhood of a step's seeds, none of it later than they are."""
-        return sample_blocks(
-            key,
-            topology,
-            seeds["ids"],
-            list(self.settings.fan_outs),
-            capacities=self.capacities,
-            seed_times=seeds.get("times"),
-            options=SAMPLE_OPTIONS,
-        )
 
     def view(self, topology: HeteroTopology | None, data: Any, seeds: Any, sample: SampledBlocks | None) -> StepView:
         """The blocks of the sample, or the whole graph."""

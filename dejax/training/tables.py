@@ -21,7 +21,6 @@ from dejax.minibatch import (
     SampleOptions,
     find_capacities,
     make_blocks,
-    sample_blocks,
 )
 from dejax.rgnn import Options
 from dejax.training.encoders import TablesEncoder
@@ -30,7 +29,7 @@ from dejax.training.models import SampledClassifier
 from dejax.training.rows import TablePlan, pack
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
-from dejax.training.task import CAPACITY_BATCHES, Runner, StepView, TrainingTask, World, spread_over_steps
+from dejax.training.task import CAPACITY_BATCHES, Runner, StepView, TrainingTask, World, log_losses, spread_over_steps
 
 with optional("flax", of="dejax.training"):
     from flax import nnx
@@ -225,18 +224,6 @@ class TableTask(TrainingTask):
             "places": {entity: places.astype(np.int32)},
         }
 
-    def sample(self, key: Array, topology: HeteroTopology, seeds: Any) -> SampledBlocks:
-        """The neighbourhood of each seed, none of it later than its cutoff."""
-        return sample_blocks(
-            key,
-            topology,
-            seeds["ids"],
-            list(self.settings.fan_outs),
-            capacities=self.capacities,
-            seed_times=seeds["times"],
-            options=self.sample_options,
-        )
-
     def view(self, topology: HeteroTopology | None, data: Any, seeds: Any, sample: SampledBlocks | None) -> StepView:
         """The blocks of the sample, and the seed of each node."""
         assert sample is not None
@@ -267,8 +254,7 @@ class TableTask(TrainingTask):
         else:
             weight = weight * jnp.asarray(self._class_weights)[jnp.maximum(wanted, 0)]
             logits = raw if self._is_classes else jnp.concatenate([jnp.zeros_like(raw), raw], axis=1)
-            picked = jnp.take_along_axis(logits, jnp.maximum(wanted, 0)[:, None], axis=1)[:, 0]
-            each = jax.nn.logsumexp(logits, axis=-1) - picked
+            each = log_losses(logits, jnp.maximum(wanted, 0))
         total = weight.sum()
         return jnp.where(there, each * weight, 0.0).sum() / jnp.maximum(total, 1e-9), (total, {})
 

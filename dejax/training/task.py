@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from dejax._pytrees import pytree
-from dejax.minibatch import FeatureStore, HeteroTopology, SampledBlocks, SampleOptions
+from dejax.minibatch import Capacities, FeatureStore, HeteroTopology, SampledBlocks, SampleOptions, sample_blocks
 from dejax.rgnn import Options
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
@@ -78,6 +78,8 @@ class TrainingTask:
         options: options of the compiler.
         world: what steps read.
         embedded: the number of nodes of each type that has trainable embeddings, of width `settings.hidden`.
+        sample_options: of its samples.
+        capacities: sizes of the arrays of a sample; None where nothing is sampled.
         sampled: whether a step samples; otherwise it sees the whole graph.
         steps_per_epoch: steps of a pass over the training data.
         seeds_per_epoch: training nodes, or training edges.
@@ -95,6 +97,8 @@ class TrainingTask:
     seeds_per_epoch: int
     classes = True
     measure = "accuracy"
+    sample_options = SAMPLE_OPTIONS
+    capacities: Capacities | None = None
 
     @property
     def lower_is_better(self) -> bool:
@@ -109,8 +113,16 @@ class TrainingTask:
         raise NotImplementedError
 
     def sample(self, key: Array, topology: HeteroTopology, seeds: Any) -> SampledBlocks:
-        """The sampled neighbourhood of a step's seeds."""
-        raise NotImplementedError
+        """The sampled neighbourhood of a step's seeds, none of it later than they are."""
+        return sample_blocks(
+            key,
+            topology,
+            seeds["ids"],
+            list(self.settings.fan_outs),
+            capacities=self.capacities,
+            seed_times=seeds.get("times"),
+            options=self.sample_options,
+        )
 
     def view(self, topology: HeteroTopology | None, data: Any, seeds: Any, sample: SampledBlocks | None) -> StepView:
         """What the model runs on; without a sample, the whole graph."""
@@ -162,6 +174,11 @@ def most_frequent(train: np.ndarray, test: np.ndarray, classes: int) -> float:
     return float(np.mean(test == np.bincount(train, minlength=classes).argmax()))
 
 
+def log_losses(logits: Array, classes: Array) -> Array:
+    """-log of the probability of each row's class, float[n], from logits [n, classes] and int32[n]."""
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, classes[:, None], axis=-1)[:, 0]
+
+
 def cross_entropy(logits: Array, classes: Array, there: Array) -> tuple[Array, tuple[Array, dict[str, Array]]]:
     """Mean cross-entropy of some seeds, as `TrainingTask.loss` returns it, with the number of right ones as "correct".
 
@@ -170,8 +187,7 @@ def cross_entropy(logits: Array, classes: Array, there: Array) -> tuple[Array, t
         classes: int32[seeds].
         there: bool[seeds]; False for padding.
     """
-    picked = jnp.take_along_axis(logits, jnp.where(there, classes, 0)[:, None], axis=-1)[:, 0]
-    each = jax.nn.logsumexp(logits, axis=-1) - picked
+    each = log_losses(logits, jnp.where(there, classes, 0))
     count = there.sum(dtype=jnp.int32)
     correct = jnp.sum((logits.argmax(-1) == classes) & there, dtype=jnp.int32)
     return jnp.where(there, each, 0).sum() / jnp.maximum(count, 1), (count, {"correct": correct})
