@@ -114,27 +114,9 @@ def link_batch(
         ValueError: an unknown relation, a `reverse` that has other ends, "degree" for a relation without edges; `times`
             without a `NegativePool`, or a pool without `times`.
     """
-    number = topology.number_of(edge_type)
+    _check_choices(topology, edge_type, edges, num_negatives, negatives, reverse, times)
     source, _, target = edge_type
-    counts = topology.num_nodes
-    if reverse is not None:
-        topology.number_of(reverse)
-        if (reverse[0], reverse[2]) != (target, source):
-            raise ValueError(f"link_batch: `reverse` must lead from {target!r} to {source!r}, got {reverse}")
-    in_time = isinstance(negatives, NegativePool)
-    if in_time != (times is not None):
-        raise ValueError(
-            "link_batch: `negatives` must be a NegativePool where `times` are given, and nowhere else, so that each "
-            f"negative exists at the time of its edge; got {negatives if not in_time else 'a pool without times'!r}"
-        )
-    if not in_time and negatives not in ("uniform", "degree", "in_batch"):
-        raise ValueError(f"link_batch: `negatives` must be 'uniform', 'degree' or 'in_batch', got {negatives!r}")
-    if num_negatives < 0:
-        raise ValueError(f"link_batch: `num_negatives` must be at least 0, got {num_negatives}")
-    if len(edges) != 2:
-        raise ValueError(
-            f"link_batch: `edges` must be (senders, receivers), got {len(edges)} rows; transpose an array of [edges, 2]"
-        )
+    counts, in_time = topology.num_nodes, times is not None
     senders = checked_ids("link_batch", edges[0], counts[source], "senders")
     receivers = checked_ids("link_batch", edges[1], counts[target], "receivers")
     if senders.ndim != 1 or senders.shape != receivers.shape:
@@ -166,19 +148,52 @@ def link_batch(
         seeds, place_of_receiver = {source: senders, target: ends}, place
     seed_times = None
     if times is not None:
-        of_ends = jnp.concatenate([jnp.asarray(times), jnp.repeat(jnp.asarray(times), num_negatives)])
-        seed_times = {source: jnp.asarray(times), target: of_ends}
+        of_senders = jnp.asarray(times)
+        of_ends = jnp.concatenate([of_senders, jnp.repeat(of_senders, num_negatives)])
+        seed_times = {source: of_senders, target: of_ends}
         if source == target:
-            seed_times = {source: jnp.concatenate([jnp.asarray(times), of_ends])}
+            seed_times = {source: jnp.concatenate([of_senders, of_ends])}
     exclude: dict[EdgeType, tuple[Array, Array] | Array]
     if edge_ids is not None:
-        ids = checked_ids("link_batch", edge_ids, topology.relations[number].num_edges, "edge_ids", "int[edges]")
+        ids = checked_ids("link_batch", edge_ids, topology.num_edges[edge_type], "edge_ids", "int[edges]")
         if ids.shape != senders.shape:
             raise ValueError(f"link_batch: `edge_ids` must be int[edges], got {ids.shape} for {senders.shape}")
         exclude = dict.fromkeys([edge_type] if reverse is None else [edge_type, reverse], jnp.where(mask, ids, -1))
     else:
         exclude = _pairs_of(edge_type, reverse, senders, receivers)
     return LinkBatch(seeds, exclude, place, place_of_receiver, wrong_places, mask, there, edge_type, seed_times)
+
+
+def _check_choices(
+    topology: HeteroTopology,
+    edge_type: EdgeType,
+    edges: tuple[ArrayLike, ArrayLike],
+    num_negatives: int,
+    negatives: Negatives | NegativePool,
+    reverse: EdgeType | None,
+    times: ArrayLike | None,
+) -> None:
+    """Raises where the arguments of `link_batch` do not go together."""
+    topology.number_of(edge_type)
+    source, _, target = edge_type
+    if reverse is not None:
+        topology.number_of(reverse)
+        if (reverse[0], reverse[2]) != (target, source):
+            raise ValueError(f"link_batch: `reverse` must lead from {target!r} to {source!r}, got {reverse}")
+    in_time = isinstance(negatives, NegativePool)
+    if in_time != (times is not None):
+        raise ValueError(
+            "link_batch: `negatives` must be a NegativePool where `times` are given, and nowhere else, so that each "
+            f"negative exists at the time of its edge; got {negatives if not in_time else 'a pool without times'!r}"
+        )
+    if not in_time and negatives not in ("uniform", "degree", "in_batch"):
+        raise ValueError(f"link_batch: `negatives` must be 'uniform', 'degree' or 'in_batch', got {negatives!r}")
+    if num_negatives < 0:
+        raise ValueError(f"link_batch: `num_negatives` must be at least 0, got {num_negatives}")
+    if len(edges) != 2:
+        raise ValueError(
+            f"link_batch: `edges` must be (senders, receivers), got {len(edges)} rows; transpose an array of [edges, 2]"
+        )
 
 
 def _checked_times(times: ArrayLike, shape: tuple[int, ...]) -> Array:
