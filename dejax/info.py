@@ -160,8 +160,9 @@ def _tuned_tables(missing: Missing) -> list[dict[str, Any]]:
     tables = []
     for path in sorted(folder.glob("*.json")):
         try:
-            tables.append({"file": path.name, "entries": len(json.loads(path.read_text(encoding="utf-8")))})
-        except (OSError, ValueError, TypeError) as error:
+            kernels = json.loads(path.read_text(encoding="utf-8"))
+            tables.append({"file": path.name, "entries": sum(map(len, kernels.values()))})
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             missing(f"tuned table {path.name}", f"it cannot be read: {error}", "install dejax again")
     if not tables:
         missing(

@@ -74,13 +74,13 @@ def test_without_the_extension_it_says_so_and_dejax_imports() -> None:
 def test_tuned_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = tmp_path / "pallas" / "tuned"
     tuned.mkdir(parents=True)
-    (tuned / "gemm.json").write_text('{"a": {"block_n": 64}, "b": {}}')
-    (tuned / "outer.json").write_text("{")
+    (tuned / "nvidia_h200.json").write_text('{"gemm": {"a": {"block_n": 64}, "b": {}}, "outer": {"c": {}}}')
+    (tuned / "other.json").write_text("{")
     monkeypatch.setattr(info, "__file__", str(tmp_path / "info.py"))
     report = info.collect()
-    assert report["tuned_tables"] == [{"file": "gemm.json", "entries": 2}]
-    assert "cannot be read" in reasons(report)["tuned table outer.json"]
-    assert "gemm.json: 2 entries" in info.render(report)
+    assert report["tuned_tables"] == [{"file": "nvidia_h200.json", "entries": 3}]
+    assert "cannot be read" in reasons(report)["tuned table other.json"]
+    assert "nvidia_h200.json: 3 entries" in info.render(report)
 
 
 @pytest.mark.parametrize(("version", "extra"), [((13, 0), "cuda13"), ((12, 8), "cuda12")])

@@ -24,8 +24,6 @@ class Options:
         XLA what JAX asks for. Sums are accumulated in float32. Relative to float64, the
         error of each column is at most 1e-6, 2e-3 and 2e-2 where nothing cancels (docs/precision.md).
       disable: passes to leave out, from `dejax.rgnn.passes.PASSES`.
-      deterministic: whether results are bitwise equal in every run. They are with either value: False allows atomic
-        additions, which took 17 % longer than sums in order and are left out.
       interpret: whether kernels are interpreted; None: where the default backend is not a GPU.
 
     Raises:
@@ -35,7 +33,6 @@ class Options:
     backend: str = "auto"
     precision: str | None = None
     disable: tuple[str, ...] = ()
-    deterministic: bool = True
     interpret: bool | None = None
 
     def __post_init__(self) -> None:

@@ -68,7 +68,7 @@ def test_small_graphs_take_several_entries_a_step_in_few_programs(degree, entrie
 
 @pytest.mark.parametrize("positions, expected", [(10, 64), (8_192, 64), (30_000, 128), (10**5, 256), (3 * 10**6, 4096)])
 def test_positions_of_a_split(positions, expected):
-    assert schedule.rows_per_split(positions, 7) == expected
+    assert schedule.rows_per_split(positions) == expected
 
 
 @pytest.mark.parametrize("precision", ["f32", "tf32", "bf16"])

@@ -257,12 +257,11 @@ def _wide_weight_gradient_schedule(
     return WeightGradientSchedule(64, 64, 64, 4, 3 if in_16_bits[1] else 2 if in_16_bits[0] else 1)
 
 
-def rows_per_split(num_positions: int, num_types: int) -> int:
+def rows_per_split(num_positions: int) -> int:
     """Positions that one program of the first pass of a grouped weight gradient sums.
 
     About 1,000 programs in all and 256 positions each at least; of few positions about 256 programs, 64 each at least.
     """
-    del num_types
     few = min(256, max(64, next_power_of_two(cdiv(num_positions, 256))))
     return max(few, next_power_of_two(cdiv(num_positions, 1024)))
 

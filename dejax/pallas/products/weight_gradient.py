@@ -182,13 +182,12 @@ def _stored_width(a: jax.Array | RowScaled) -> int:
 
 
 def _summed(r: GroupedWeightGradient, schedule: WeightGradientSchedule | None, interpret: bool | None) -> jax.Array:
-    (_, heads, k), types = r.x.shape, r.offsets.shape[0] - 1
-    merged = 1
+    (_, heads, k), merged = r.x.shape, 1
     if schedule is None:
         merged = merged_heads(heads, k, r.y.shape[2], r.precision, r.x.dtype)
         schedule = _chosen_schedule(r, merged, interpret)
     r = _decoded(r, merged, schedule)
-    per_split = r.rows_per_split or rows_per_split(r.num_positions, types)
+    per_split = r.rows_per_split or rows_per_split(r.num_positions)
     splits = r.splits or (*split_table(jnp.asarray(r.offsets), per_split, r.num_positions), None)
     operands, num_splits = _operands(r, splits), splits[0].shape[0]
     plan = _plan(r, merged, schedule, (*operands, "partial"))

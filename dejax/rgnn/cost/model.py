@@ -117,7 +117,7 @@ class CostModel:
         traffic = self._work()
         self._rows_of(traffic, o.x, rows)
         self._rows_of(traffic, o.y, rows)
-        split = rows_per_split(rows, types)
+        split = rows_per_split(rows)
         splits = rows / split + types
         width = sum(ops[v].width for v in o.writes)
         traffic.memory += 2 * splits * width * 4 + types * sum(ops[v].row_bytes for v in o.writes)

@@ -112,7 +112,7 @@ def packed_tiles(groups: Mapping[tuple[int, str], Segments], graphs: int) -> lis
         graphs: how many graphs there are.
     """
     entries = [(group.offsets, group.num_entries) for group in groups.values()]
-    sizes = [rows_per_split(count, offsets.shape[0] - 1) for offsets, count in entries]
+    sizes = [rows_per_split(count) for _, count in entries]
     made = tile_arrays(entries, [(*TILE_BLOCKS, size) for size in sizes], _ALIGNED)
     parts = made.row_type, made.start, made.end, made.first
     numbers = jnp.concatenate([part.reshape(-1) for part in parts])

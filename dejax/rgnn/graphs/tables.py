@@ -241,7 +241,7 @@ def chunk_of(long_segment_chunk: int, num_entries: int, typed: bool) -> int:
 def split_table(offsets: np.ndarray, num_entries: int, limit: int | None = None) -> TypeSplits:
     """Splits of the size that `rows_per_split` gives, or of at most `limit` positions."""
     types = offsets.shape[0] - 1
-    size = rows_per_split(num_entries, types)
+    size = rows_per_split(num_entries)
     size = size if limit is None else min(size, limit)
     if size >= num_entries:  # one split per type
         return TypeSplits(offsets[:-1], offsets[1:], np.arange(types + 1, dtype=np.int32), size)

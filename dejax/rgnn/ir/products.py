@@ -45,11 +45,6 @@ class Product:
         return self.left[-1:] == "k" == self.right[-1:] and self.out == self.right[:-1]
 
     @property
-    def is_scaled_vector(self) -> bool:
-        """Whether it is a scalar, or one for each head, times a vector, or one for each head."""
-        return self.right == self.out and self.left == ("h" if "h" in self.right else "")
-
-    @property
     def keeps_heads(self) -> bool:
         """Whether the result has heads exactly where the rows have."""
         return ("h" in self.left) == ("h" in self.out)
@@ -92,12 +87,6 @@ class Product:
         x, w = self._followed_by(second)
         both = _axes(x + second.out, w + second.right)
         return Product(w, second.right, both)._canonical(), Product(x, both, second.out)._canonical()
-
-    def rows_first(self, second: Product) -> tuple[Product, Product]:
-        """`(x W) y` as `(x y) W`: the product of x and y, then of that and W."""
-        x, w = self._followed_by(second)
-        both = _axes(x + second.right, w + second.out)
-        return Product(x, second.right, both)._canonical(), Product(both, w, second.out)._canonical()
 
     def _followed_by(self, second: Product) -> tuple[str, str]:
         """The axes of both sides in the letters of `second`, whose left side is the result."""

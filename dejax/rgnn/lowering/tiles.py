@@ -138,7 +138,7 @@ class TileProgram:
             if term_shape:
                 factor = reshaped(factor, (*factor.shape[:2], *with_axes(factor.shape[2:], t.inserts)))
                 term_shape = with_axes(term_shape, t.inserts)
-            left, right = _align(result, rank, factor, len(term_shape), 2)
+            left, right = _align(result, rank, factor, len(term_shape))
             result = product(left, right) if t.power > 0 else quotient(left, right)
             rank = max(rank, len(term_shape))
         return self.shaped(result, shape, 2)
@@ -227,7 +227,7 @@ def _extremum(op: Op, x: Any, shape: tuple[int, ...], lead: int, *, keepdims: bo
     return x * sign
 
 
-def _align(x: Any, x_rank: int, y: Any, y_rank: int, lead: int) -> tuple[Any, Any]:
+def _align(x: Any, x_rank: int, y: Any, y_rank: int) -> tuple[Any, Any]:
     rank = max(x_rank, y_rank)
     expand = lambda a, r: reshaped(a, (*a.shape, *(1,) * (rank - r))) if r == 0 and rank else a  # noqa: E731
     return expand(x, x_rank), expand(y, y_rank)

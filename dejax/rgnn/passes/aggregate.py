@@ -108,7 +108,7 @@ def _sums_apart(program: Program, counts: Counts) -> Program:
     return dce(after, counts) if moved else program
 
 
-def _terms(program: Program, users: list[list[int]], value: int, outer: bool = True) -> list[_WeightedTerm]:
+def _terms(program: Program, users: list[list[int]], value: int) -> list[_WeightedTerm]:
     """A value as a sum of products, looking through sums that nothing else reads."""
     found = factors(program, value)
     shape = program.ops[value].shape
@@ -121,7 +121,7 @@ def _terms(program: Program, users: list[list[int]], value: int, outer: bool = T
         if len(users[f.value]) > 1 or f.value in program.outputs:
             continue
         rest = tuple(g for g in found if g is not f)
-        left, right = (_terms(program, users, a, outer=False) for a in added.args)
+        left, right = (_terms(program, users, a) for a in added.args)
         right = [replace(t, negative=t.negative ^ (added.name == "sub")) for t in right]
         return [replace(t, factors=(*t.factors, *rest)) for t in (*left, *right)]
     return [_WeightedTerm(tuple(found), negative=False)]

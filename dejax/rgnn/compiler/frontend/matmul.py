@@ -29,18 +29,18 @@ def matmul(x: Symbol, weight: Any) -> Symbol:
             f"x @ w takes rows of shape (width,) or (heads, width) and a weight of shape (width,), (width, out) or "
             f"(heads, width, out) for each type; got {x.shape} and {w.shape}"
         )
-    _check_width(x, w, w.shape[-2])
+    _check_width(x, w.shape[-2])
     return x.trace.emit("linear", x, w, spec=spec, via=via)
 
 
-def _check_width(x: Symbol, w: Symbol, width: int) -> None:
+def _check_width(x: Symbol, width: int) -> None:
     if x.shape[-1] != width:
         raise fail(f"rows of {SPACE_WORDS[x.space]} must be {width} wide, as the weight is, got {x.shape[-1]}")
 
 
 def _with_vector(x: Symbol, w: Symbol) -> Symbol:
     """Inner products of rows with a vector; their spaces are combined as in `x * w`."""
-    _check_width(x, w, w.shape[0])
+    _check_width(x, w.shape[0])
     if len(x.shape) == 1:
         return x.trace.emit("dot", *x.trace.align(x, w))
     wide = w.reshape(*(1,) * (len(x.shape) - 1), w.shape[0])

@@ -191,7 +191,7 @@ class _Combine(Rewrite):
             if len(group) == 1:
                 value, negative = self.new[first.value], first.negative
             else:
-                value, negative = self.product(builder, group, op), False
+                value, negative = self.product(builder, group), False
             if total is None:
                 total = builder.op("neg", value) if negative else value
             else:
@@ -199,7 +199,7 @@ class _Combine(Rewrite):
         assert total is not None
         return as_dtype(builder, total, op.dtype)
 
-    def product(self, builder: Builder, group: list[_ProductTerm], op: Op) -> int:
+    def product(self, builder: Builder, group: list[_ProductTerm]) -> int:
         """The one product of a group."""
         products = [t.product for t in group if t.product is not None]
         first = products[0]
