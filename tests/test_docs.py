@@ -166,9 +166,9 @@ def test_programs_lists_all_that_a_program_can_say():
     assert {name for name in said if name.startswith("x.")} <= values
 
 
-def site():
-    """The module that builds the documentation site."""
-    spec = importlib.util.spec_from_file_location("site_build", DOCS / "site" / "build.py")
+def site(name="build"):
+    """A module of the documentation site: the one that builds it by default."""
+    spec = importlib.util.spec_from_file_location(f"site_{name}", DOCS / "site" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -184,12 +184,42 @@ def test_the_reference_has_every_part():
     assert not missing
 
 
+def test_the_menu_has_every_page_of_the_reference():
+    menu = (DOCS / "site" / "mkdocs.yml").read_text(encoding="utf-8")
+    assert not [name for name in site().PUBLIC if f"reference/{name}.md" not in menu]
+
+
+def test_topics_are_files_in_the_order_of_the_docstring():
+    from dejax import host_gather
+
+    found = site().topics(host_gather)
+    assert sorted(itertools.chain(*found.values())) == sorted(host_gather.__all__)
+    assert (
+        found[next(topic for topic in found if topic.startswith("Writing rows of a table in place"))][0] == "Optimizer"
+    )
+    assert "HostTable" in next(iter(found.values()))
+
+
+def test_names_lead_to_the_reference():
+    places = site().places_of_names()
+    assert places["sample_blocks"] == places["dejax.minibatch.sample_blocks"]
+    assert places["FeatureStore.gather"].endswith("reference/dejax.minibatch.html#dejax.minibatch.FeatureStore.gather")
+    assert places["RGCNConv"] == places["dejax.rgnn.nnx.RGCNConv"] and "gather" not in places and "sum" not in places
+    html = (
+        "<p><code>Block</code> <code>sample_blocks(key, ...)</code> <code>sample_blocks = 1</code> docs/segment.md</p>"
+    )
+    names = {"Block": "b.html", "sample_blocks": "s.html", "docs/segment.md": "Segments"}
+    found = site("links").linked("<pre>class <b>Block</b>:</pre>" + html, "../", names)
+    link = '<a class="name" href="../s.html"><code>sample_blocks(key, ...)</code></a>'
+    page = '<a href="../docs/segment.html">Segments</a>'
+    want = f"<p><code>Block</code> {link} <code>sample_blocks = 1</code> {page}</p>"
+    assert found == "<pre>class <b>Block</b>:</pre>" + want
+
+
 def test_doctests_become_blocks_to_copy():
     """On the site: prompts would be nested quotations, and nobody could copy them."""
     pytest.importorskip("griffe")
-    spec = importlib.util.spec_from_file_location("site_docstrings", DOCS / "site" / "docstrings.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = site("docstrings")
     text = "Adds.\n\n>>> def f(x):  # doctest: +SKIP\n...     return x\n>>> f(1)\n1\n>>> f(2)\n2\n\nMore."
     want = "Adds.\n\n```python\ndef f(x):\n    return x\nf(1)\n```\n\n```text\n1\n```\n\n"
     assert module.with_blocks(text) == want + "```python\nf(2)\n```\n\n```text\n2\n```\n\nMore."

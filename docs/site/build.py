@@ -22,8 +22,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "build" / "site"
 PAGES = STAGE / "pages"
@@ -65,16 +63,70 @@ def public_names(module: Any) -> list[str]:
     ]
 
 
-def reference_page(name: str) -> str:
-    """The page of one module: its docstring, then each public name."""
-    module = importlib.import_module(name)
-    lines = [f"# `{name}`", "", (module.__doc__ or "").strip(), ""]
-    for member in public_names(module):
-        value = getattr(module, member)
+def topics(module: Any) -> dict[str, list[str]]:
+    """The public names of a module by topic, which is a file's: the first paragraph of its docstring, and its names.
+
+    Topics stand in the order in which the module's docstring mentions their names.
+    """
+    found: dict[str, list[str]] = {}
+    for name in public_names(module):
+        value = getattr(module, name)
         if isinstance(value, type(sys)):
             continue
-        lines += [f"::: {name}.{member}", ""]
+        home = sys.modules.get(getattr(value, "__module__", ""), module)
+        text = (home.__doc__ or "").strip() if home is not module else "Values."
+        found.setdefault(" ".join(text.split("\n\n")[0].split()), []).append(name)
+    mentioned = re.findall(r"`(\w+)", module.__doc__ or "")
+    place = {name: number for number, name in reversed(list(enumerate(mentioned)))}
+    return dict(sorted(found.items(), key=lambda item: min(place.get(name, len(mentioned)) for name in item[1])))
+
+
+def reference_page(name: str) -> str:
+    """The page of one module: its docstring, a table of its names by topic, then each name."""
+    module = importlib.import_module(name)
+    lines = [f"# `{name}`", "", (module.__doc__ or "").strip(), ""]
+    by_topic = topics(module)
+    if len(by_topic) > 1:
+        lines += ["| names | topic |", "| --- | --- |"]
+        for topic, members in by_topic.items():
+            links = ", ".join(f"[`{member}`](#{name}.{member})" for member in members)
+            lines.append(f"| {links} | {topic.replace('|', '/')} |")
+        lines.append("")
+    for members in by_topic.values():
+        for member in members:
+            lines += [f"::: {name}.{member}", ""]
     return "\n".join(lines) + "\n"
+
+
+def places_of_names() -> dict[str, str]:
+    """Where the reference has each public name and method, for `links.py`.
+
+    `dejax.minibatch.sample_blocks`, `minibatch.sample_blocks` and `sample_blocks` lead to one place. A short name that
+    two modules have leads nowhere, but a layer's to its class in nnx. A short name of one lower-case word leads nowhere
+    either, as `sum` is no function of ours in most places.
+    """
+    places: dict[str, str] = {}
+    ambiguous = set()
+    for name in PUBLIC:
+        module = importlib.import_module(name)
+        page = f"reference/{name}.html"
+        places[name] = page
+        for member in public_names(module):
+            value = getattr(module, member)
+            found = {member: f"{page}#{name}.{member}"}
+            if isinstance(value, type):
+                methods = [m for m, v in vars(value).items() if m[0] != "_" and callable(v)]
+                found |= {f"{member}.{m}": f"{page}#{name}.{member}.{m}" for m in methods}
+            for short, place in found.items():
+                places[f"{name}.{short}"] = places[f"{name.removeprefix('dejax.')}.{short}"] = place
+                if short in places and not name.endswith(".linen"):
+                    ambiguous.add(short)
+                places.setdefault(short, place)
+    return {
+        name: place
+        for name, place in places.items()
+        if name not in ambiguous and ("." in name or "_" in name or name != name.lower())
+    }
 
 
 def copy_pages() -> None:
@@ -88,11 +140,11 @@ def copy_pages() -> None:
             linked = (page.parent / target).resolve()
             if linked.is_file() and linked.suffix != ".md":
                 _copy(linked)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", readme):
-        if (ROOT / target).is_file() and not target.endswith(".md"):
-            _copy(ROOT / target)
-    (PAGES / "index.md").write_text(readme, encoding="utf-8")
+    for asset in sorted((ROOT / "docs" / "site" / "assets").iterdir()):
+        _copy(asset)
+    home = PAGES / "docs" / "site" / "home.md"
+    (PAGES / "index.md").write_text(home.read_text(encoding="utf-8").replace("](../", "](docs/"), encoding="utf-8")
+    home.unlink()
     for page in PAGES.rglob("*.md"):
         text = page.read_text(encoding="utf-8")
         start = "../" * (len(page.relative_to(PAGES).parts) - 1)
@@ -100,21 +152,18 @@ def copy_pages() -> None:
         page.write_text(text.replace(f"]({start}README.md)", f"]({start}index.md)"), encoding="utf-8")
 
 
-def copy_notebooks() -> list[dict[str, str]]:
-    """Makes a page of each notebook, with the notebook to download; returns their entries of the navigation."""
+def copy_notebooks() -> None:
+    """Makes a page of each notebook, with the notebook to download."""
     spec = importlib.util.spec_from_file_location("notebook_runner", ROOT / "docs" / "notebooks" / "run.py")
     assert spec is not None and spec.loader is not None
     runner = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(runner)
-    entries = []
     for path in runner.notebooks():
         _copy(path)
         page = PAGES / path.relative_to(ROOT).with_suffix(".md")
         text = runner.as_markdown(json.loads(path.read_text(encoding="utf-8")))
         text = re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", text)
         page.write_text(f"{text}\n[The notebook to download]({path.name})\n", encoding="utf-8")
-        entries.append({title(page): str(page.relative_to(PAGES))})
-    return entries
 
 
 def _copy(path: Path) -> None:
@@ -125,45 +174,22 @@ def _copy(path: Path) -> None:
 
 def title(page: Path) -> str:
     """The first heading of a page."""
-    return next(
-        line[2:].replace("`", "") for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("# ")
-    )
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return next(line[2:].replace("`", "") for line in lines if line.startswith("# "))
 
 
 def write_settings() -> Path:
-    """Writes mkdocs' settings, with the pages of the reference and of the figures; returns their path."""
-    settings = (ROOT / "docs" / "site" / "mkdocs.yml").read_text(encoding="utf-8").replace("../../build/site/", "")
+    """Writes the pages of the reference, and mkdocs' settings with absolute paths; returns their path."""
     reference = PAGES / "reference"
     reference.mkdir(parents=True)
-    index = ["# Reference", "", "| module | what it is for |", "| --- | --- |"]
-    for name, purpose in PUBLIC.items():
+    for name in PUBLIC:
         (reference / f"{name}.md").write_text(reference_page(name), encoding="utf-8")
-        index.append(f"| [`{name}`]({name}.md) | {purpose} |")
-    (reference / "index.md").write_text("\n".join(index) + "\n", encoding="utf-8")
-    loaded = yaml.safe_load(settings.replace("../..", str(ROOT)))
-    performance = sorted((PAGES / "docs" / "performance").glob("*.md"), key=lambda p: (p.name != "README.md", title(p)))
-    filled = {
-        "NOTEBOOKS": copy_notebooks(),
-        "REFERENCE": ["reference/index.md", *({name: f"reference/{name}.md"} for name in PUBLIC)],
-        "PERFORMANCE": [{title(p): f"docs/performance/{p.name}"} for p in performance],
-    }
-    for entry in loaded["nav"]:
-        for heading, place in entry.items():
-            if isinstance(place, str) and place in filled:
-                entry[heading] = filled[place]
-    _add_other_guides(loaded)
+    titles = {str(p.relative_to(ROOT)): title(p) for p in (ROOT / "docs").rglob("*.md")}
+    (STAGE / "names.json").write_text(json.dumps(places_of_names() | titles), encoding="utf-8")
+    settings = (ROOT / "docs" / "site" / "mkdocs.yml").read_text(encoding="utf-8").replace("../../build/site/", "")
     path = STAGE / "mkdocs.yml"
-    path.write_text(yaml.safe_dump(loaded, sort_keys=False), encoding="utf-8")
+    path.write_text(settings.replace("../..", str(ROOT)), encoding="utf-8")
     return path
-
-
-def _add_other_guides(settings: dict[str, Any]) -> None:
-    """Lists guides that the navigation does not name behind those that it does: no page is lost."""
-    text = str(settings["nav"])
-    guides = next(entry["Guides"] for entry in settings["nav"] if "Guides" in entry)
-    for page in sorted((PAGES / "docs").glob("*.md")):
-        if f"docs/{page.name}" not in text:
-            guides.append({title(page): f"docs/{page.name}"})
 
 
 def main() -> None:
@@ -172,6 +198,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000, help="the port to serve on; 8000 by default")
     args = parser.parse_args()
     copy_pages()
+    copy_notebooks()
     settings = write_settings()
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(settings)]
     built = subprocess.run(command, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
