@@ -178,7 +178,7 @@ def _add_samples_and_links(p: argparse.ArgumentParser) -> None:
         help="accuracies at the end: layer by layer from all neighbours, or on samples (default where edges have times "
         "or weights)",
     )
-    some.add_argument("--negatives", type=int, metavar="N", help="wrong ends of each edge; default: 128")
+    some.add_argument("--negatives", type=int, metavar="N", help="wrong ends of each edge; default: 128, tables: 4")
     some.add_argument("--negative-kind", choices=NEGATIVES, help="default: uniform")
     some.add_argument("--loss", choices=LOSSES, help="of links; default: softmax")
     some.add_argument(
@@ -202,6 +202,9 @@ def _add_tables(p: argparse.ArgumentParser) -> None:
     some.add_argument("--bins", type=int, metavar="N", help="quantiles of the encoding piecewise; default: 16")
     some.add_argument("--class-weights", choices=CLASS_WEIGHTS, help="default: none")
     some.add_argument("--eval-rows", type=int, metavar="N", help="validation examples of an evaluation; 0: all")
+    some.add_argument(
+        "--top", type=int, metavar="K", help="tasks of links: candidates that are listed for each example; default: 10"
+    )
     some.add_argument(
         "--importance",
         type=int,

@@ -193,12 +193,14 @@ def _one_seed(trainer: Any, checkpoints: Any, args: argparse.Namespace, seed: in
 def _write_predictions(trainer: Any, path: Path, predicted: dict[str, Any]) -> None:
     """The predictions of validation and test examples."""
     from dejax.training import predictions
+    from dejax.training.metrics import Ranking
 
     task = trainer.task
     there = [split for split in ("valid", "test") if len(predicted[split])]
     if there:
         places = np.concatenate([task.splits[split] for split in there])
-        values = np.concatenate([predicted[split] for split in there])
+        parts = [predicted[split] for split in there]
+        values = Ranking.joined(parts) if isinstance(parts[0], Ranking) else np.concatenate(parts)
         predictions.write(path, predictions.as_columns(task.data, task.examples, values, places))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from dejax.host_gather import HostTable
 from dejax.minibatch import FeatureStore, HeteroTopology
-from dejax.training.metrics import LOWER_IS_BETTER, measure
+from dejax.training.metrics import LOWER_IS_BETTER
 from dejax.training.state import TrainState
 from dejax.training.tables import TableTask
 
@@ -40,10 +40,9 @@ def importance(
     rng = np.random.default_rng(seed)
     places = task.splits[split]
     places = np.sort(rng.choice(places, examples, replace=False)) if examples < len(places) else places
-    labels = task.examples.labels[places]
 
     def value(world: Any) -> float:
-        found = measure(task.examples.kind, labels, task.predict(trainer, state, places, world=world))
+        found = task.measures_of(split, task.predict(trainer, state, places, world=world), places)
         name, first = next(iter(found.items()))
         return -first if name in LOWER_IS_BETTER else first
 

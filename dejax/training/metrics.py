@@ -7,11 +7,13 @@ replacement: how often a row was drawn is its weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 __all__ = [
+    "Ranking",
     "accuracy",
     "auroc",
     "average_precision",
@@ -22,6 +24,7 @@ __all__ = [
     "measure",
     "mrr",
     "r2",
+    "recall_at_k",
     "rmse",
 ]
 
@@ -182,28 +185,69 @@ def map_at_k(wanted: Sequence[ArrayLike], ranked: ArrayLike, k: int, weights: We
     >>> map_at_k([[3, 5], [1]], [[3, 4, 5], [2, 1, 0]], 3)
     0.6666666666666666
     """
+    hits, counts = _hits(wanted, ranked, k)
+    return _mean(_average_precisions(hits, counts, k), _weights(weights, len(hits)) * (counts > 0))
+
+
+def recall_at_k(wanted: Sequence[ArrayLike], ranked: ArrayLike, k: int, weights: Weights = None) -> float:
+    """The mean share of an entity's items that are among the first `k` of its ranked list; arguments as `map_at_k`.
+
+    >>> recall_at_k([[3, 5], [1]], [[3, 4, 0], [2, 1, 0]], 3)
+    0.75
+    """
+    hits, counts = _hits(wanted, ranked, k)
+    return _mean(hits.sum(1) / np.maximum(counts, 1), _weights(weights, len(hits)) * (counts > 0))
+
+
+def _hits(wanted: Sequence[ArrayLike], ranked: ArrayLike, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which of the first `k` items of each list are wanted, bool[entities, k]; and how many different ones are."""
     ranked = np.asarray(ranked)[:, :k]
-    found, there = np.zeros(len(ranked)), np.zeros(len(ranked), bool)
-    for row, (items, listed) in enumerate(zip(wanted, ranked, strict=True)):
-        items = np.unique(np.asarray(items))
-        there[row] = len(items) > 0
-        if len(items):
-            hits = np.isin(listed, items)
-            precision = np.cumsum(hits) / np.arange(1, len(hits) + 1)
-            found[row] = precision[hits].sum() / min(k, len(items))
-    return _mean(found, _weights(weights, len(found)) * there)
+    different = [np.unique(np.asarray(items)) for items in wanted]
+    found = [np.isin(listed, items) for items, listed in zip(different, ranked, strict=True)]
+    return np.array(found, bool).reshape(ranked.shape), np.array([len(items) for items in different], np.int64)
+
+
+def _average_precisions(hits: np.ndarray, counts: np.ndarray, k: int) -> np.ndarray:
+    precision = np.cumsum(hits, axis=1) / np.arange(1, hits.shape[1] + 1)
+    return (precision * hits).sum(1) / np.minimum(k, np.maximum(counts, 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranking:
+    """The first candidates of some examples of a link task, and where its links stand among all candidates.
+
+    Attributes:
+        rows: int32[examples, k], rows of the target table, best first; -1 where there are fewer candidates.
+        scores: float32[examples, k], of these rows.
+        hits: bool[examples, k], which of these rows are links of the example.
+        first: float64[examples], the rank of its best link among all candidates, from 1; candidates of equal score
+            share the mean of their ranks. Infinite where no link is a candidate.
+    """
+
+    rows: np.ndarray
+    scores: np.ndarray
+    hits: np.ndarray
+    first: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Ranking]) -> Ranking:
+        """The examples of several, one after the other."""
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__))
 
 
 def measure(
-    kind: str, labels: ArrayLike, predicted: ArrayLike, weights: Weights = None, *, threshold: float = 0.5
+    kind: str, labels: ArrayLike, predicted: ArrayLike | Ranking, weights: Weights = None, *, threshold: float = 0.5
 ) -> dict[str, float]:
     """The measures of a task; the first is the one that training stops by.
 
     Args:
         kind: "binary": predictions are probabilities of class 1. "classes": probabilities [rows, classes].
-            "regression": amounts.
-        labels: [rows].
-        predicted: [rows] or [rows, classes].
+            "regression": amounts. "link": a `Ranking`; examples without links are left out.
+        labels: [rows]; of links the number that each example has.
+        predicted: [rows] or [rows, classes], or a `Ranking`.
         weights: as `auroc`.
         threshold: "binary": from which probability on a row is predicted to be of class 1, for accuracy and F1.
 
@@ -213,6 +257,8 @@ def measure(
     >>> list(measure("binary", [0, 1], [0.2, 0.9]))
     ['auroc', 'average_precision', 'accuracy', 'f1']
     """
+    if isinstance(predicted, Ranking):
+        return _of_links(np.asarray(labels), predicted, weights)
     predicted = np.asarray(predicted)
     if kind == "binary":
         hard = (predicted >= threshold).astype(np.int64)
@@ -227,7 +273,17 @@ def measure(
         return {"accuracy": accuracy(labels, hard, weights), "f1": f1(labels, hard, weights, average="macro")}
     if kind == "regression":
         return {name: of(labels, predicted, weights) for name, of in (("mae", mae), ("rmse", rmse), ("r2", r2))}
-    raise ValueError(f"`kind` must be binary, classes or regression, got {kind!r}")
+    raise ValueError(f"`kind` must be binary, classes, regression or (with a Ranking) link, got {kind!r}")
+
+
+def _of_links(counts: np.ndarray, found: Ranking, weights: Weights) -> dict[str, float]:
+    k = found.rows.shape[1]
+    own = _weights(weights, len(found)) * (counts > 0)
+    return {
+        f"map@{k}": _mean(_average_precisions(found.hits, counts, k), own),
+        "mrr": mrr(found.first, own),
+        f"recall@{k}": _mean(found.hits.sum(1) / np.maximum(counts, 1), own),
+    }
 
 
 LOWER_IS_BETTER = ("mae", "rmse")

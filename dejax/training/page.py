@@ -14,7 +14,8 @@ import numpy as np
 from dejax._html import page
 from dejax._optional import optional
 from dejax.datasets import Task
-from dejax.training.metrics import interval, measure
+from dejax.training.metrics import Ranking, interval, measure
+from dejax.training.predictions import labels_of
 
 _BLUE, _GREY = "#0072B2", "#555555"
 _BINS = 10
@@ -25,7 +26,7 @@ def write_page(
     path: Path,
     results: Mapping[str, Any],
     task: Task,
-    predicted: Mapping[str, np.ndarray],
+    predicted: Mapping[str, Any],
     importance: Mapping[str, Mapping[str, float]] | None,
 ) -> None:
     """Writes the report.
@@ -48,7 +49,7 @@ def write_page(
     ]
     split = "test" if len(predicted.get("test", ())) else "valid"
     if len(predicted.get(split, ())):
-        labels = task.labels[task.splits[split]]
+        labels = labels_of(task, task.splits[split])
         parts += [f"<h2>{_HEADINGS[task.kind]}</h2>", _image(_figure(task, labels, predicted[split]))]
     if importance is not None:
         parts.append(
@@ -66,19 +67,24 @@ def write_page(
     )
 
 
-_HEADINGS = {"binary": "ROC curve and calibration", "classes": "Confusion", "regression": "Residuals"}
+_HEADINGS = {
+    "binary": "ROC curve and calibration",
+    "classes": "Confusion",
+    "regression": "Residuals",
+    "link": "Recall and ranks",
+}
 
 
 def measures(
-    results: Mapping[str, Any], task: Task, predicted: Mapping[str, np.ndarray]
+    results: Mapping[str, Any], task: Task, predicted: Mapping[str, Any]
 ) -> list[tuple[str, str, str, str, str]]:
     """For each split and measure its value with an interval; of the test also mean and deviation over seeds."""
     rows = []
     for split in ("valid", "test"):
-        values = predicted.get(split, np.zeros(0))
+        values = predicted.get(split, ())
         if not len(values):
             continue
-        labels = task.labels[task.splits[split]]
+        labels = labels_of(task, task.splits[split])
         found = measure(task.kind, labels, values)
         bounds = interval(lambda weights: measure(task.kind, labels, values, weights), len(labels))  # noqa: B023
         for name, value in found.items():
@@ -101,7 +107,7 @@ def _image(png: bytes) -> str:
     return f'<p><img style="max-width:100%" alt="" src="data:image/png;base64,{base64.b64encode(png).decode()}"></p>'
 
 
-def _figure(task: Task, labels: np.ndarray, predicted: np.ndarray) -> bytes:
+def _figure(task: Task, labels: np.ndarray, predicted: Any) -> bytes:
     with optional("matplotlib", of="the report of a training"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -115,6 +121,8 @@ def _figure(task: Task, labels: np.ndarray, predicted: np.ndarray) -> bytes:
     elif task.kind == "classes":
         _confusion(left, task, labels, predicted)
         right.set_visible(False)
+    elif task.kind == "link":
+        _ranks(left, right, labels, predicted)
     else:
         _residuals(left, right, task.unit, labels, predicted)
     for axes in (left, right):
@@ -158,6 +166,20 @@ def _confusion(axes: Any, task: Task, labels: np.ndarray, predicted: np.ndarray)
         names = task.classes or tuple(map(str, range(count)))
         axes.set_xticks(range(count), names, rotation=90)
         axes.set_yticks(range(count), names)
+
+
+def _ranks(left: Any, right: Any, counts: np.ndarray, found: Ranking) -> None:
+    asked = counts > 0
+    if not asked.any():
+        return
+    k = np.arange(1, found.rows.shape[1] + 1)
+    recall = (np.cumsum(found.hits, axis=1)[asked] / counts[asked, None]).mean(0)
+    left.plot(k, recall, "o-", color=_BLUE)
+    left.set(xlabel="length of the list", ylabel="share of an example's links in it", title="recall", ylim=(0, None))
+    first = np.sort(found.first[asked & np.isfinite(found.first)])
+    right.plot(first, np.arange(1, len(first) + 1) / asked.sum(), color=_BLUE)
+    right.set(xlabel="rank of the best link", ylabel="share of examples", title="ranks among all candidates")
+    right.set_xscale("log")
 
 
 def _residuals(left: Any, right: Any, unit: str, labels: np.ndarray, predicted: np.ndarray) -> None:

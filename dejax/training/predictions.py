@@ -11,37 +11,57 @@ import numpy as np
 
 from dejax._optional import optional
 from dejax.datasets import HeteroDataset, Task
+from dejax.training.metrics import Ranking
 
 FORMATS = ("csv", "parquet")
 
 
-def as_columns(data: HeteroDataset, task: Task, predicted: np.ndarray, places: np.ndarray | None) -> dict[str, Any]:
+def labels_of(task: Task, places: np.ndarray) -> np.ndarray:
+    """The labels of some examples, as `dejax.training.metrics.measure` takes them: of links their number."""
+    return task.labels[places] if task.offsets is None else np.diff(task.offsets)[places]
+
+
+def as_columns(
+    data: HeteroDataset, task: Task, predicted: np.ndarray | Ranking, places: np.ndarray | None
+) -> dict[str, Any]:
     """The columns of a file of predictions.
 
     Args:
         data: with the keys of the entity table; without keys the rows' numbers.
         task: its examples.
-        predicted: probabilities of class 1, of each class [n, classes], or amounts.
+        predicted: probabilities of class 1, of each class [n, classes], amounts, or ranked candidates.
         places: int[n], the examples; None: the task has no labels, and all are meant.
 
     Returns:
         The key under its table's name, "time", then "split" and "label" where there are labels, and "prediction", or
-        for several classes "prediction" and the probability of each.
+        for several classes "prediction" and the probability of each. Of links a row for each candidate of the lists:
+        its "rank", its key under the name of its table ("candidate" where that is the entity's), and its "score"; its
+        label is whether the entity met it.
     """
     chosen = np.arange(len(task)) if places is None else places
-    rows = task.rows[chosen]
-    keys = data.keys.get(task.entity)
+    lists = None
+    if isinstance(predicted, Ranking):
+        lists = np.nonzero(predicted.rows >= 0)
+        chosen = chosen[lists[0]]
     times = task.times[chosen]
     found: dict[str, Any] = {
-        task.entity: rows if keys is None else np.asarray(keys)[rows],
+        task.entity: _keys(data, task.entity, task.rows[chosen]),
         "time": times.astype("datetime64[s]") if data.time_unit == "s" else times,
     }
     if places is not None:
         split = np.full(len(task), "", dtype="<U5")
         for name, own in task.splits.items():
             split[own] = name
-        labels = task.labels[chosen]
         found["split"] = split[chosen]
+    if isinstance(predicted, Ranking):
+        assert lists is not None and task.target is not None
+        if places is not None:
+            found["label"] = predicted.hits[lists].astype(np.int32)
+        found["rank"] = lists[1] + 1
+        name = task.target if task.target != task.entity else "candidate"
+        return {**found, name: _keys(data, task.target, predicted.rows[lists]), "score": predicted.scores[lists]}
+    if places is not None:
+        labels = task.labels[chosen]
         found["label"] = _named(task, labels) if task.kind == "classes" else labels
     if task.kind == "classes":
         found["prediction"] = _named(task, predicted.argmax(-1))
@@ -50,6 +70,10 @@ def as_columns(data: HeteroDataset, task: Task, predicted: np.ndarray, places: n
     else:
         found["prediction"] = predicted
     return found
+
+
+def _keys(data: HeteroDataset, table: str, rows: np.ndarray) -> np.ndarray:
+    return np.asarray(data.keys[table])[rows] if table in data.keys else rows
 
 
 def _named(task: Task, labels: np.ndarray) -> np.ndarray:
@@ -113,8 +137,10 @@ def known_rows(data: HeteroDataset, task: Task, cutoff: int) -> Task:
         entity=task.entity,
         rows=rows.astype(np.int32),
         times=np.full(len(rows), cutoff, np.int64),
-        labels=np.zeros(len(rows), task.labels.dtype),
+        labels=np.zeros(0 if task.kind == "link" else len(rows), task.labels.dtype),
         splits={},
+        offsets=np.zeros(len(rows) + 1, np.int64) if task.kind == "link" else None,
+        target=task.target,
         classes=task.classes,
         unit=task.unit,
         hidden=task.hidden,

@@ -24,8 +24,9 @@ from dejax.minibatch import (
 )
 from dejax.rgnn import Options
 from dejax.training.encoders import TablesEncoder
-from dejax.training.metrics import measure
+from dejax.training.metrics import Ranking, measure
 from dejax.training.models import SampledClassifier
+from dejax.training.predictions import labels_of
 from dejax.training.rows import TablePlan, pack
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
@@ -35,6 +36,9 @@ with optional("flax", of="dejax.training"):
     from flax import nnx
 
 
+_MEASURES = {"binary": "auroc", "classes": "accuracy", "regression": "mae", "link": "map@{k}"}
+
+
 class TableModel(nnx.Module):
     """Encoders of rows, relational layers, and a linear map of the seeds' vectors to outputs.
 
@@ -42,7 +46,7 @@ class TableModel(nnx.Module):
         settings: layer, widths, encoding of numbers.
         plans: the packed columns of each table.
         edge_types: those of the topology.
-        outputs: width of the result.
+        outputs: width of the result; None for the last layer's result itself.
         options: options of the compiler.
         rngs: streams `params` and, with dropout, `dropout`.
     """
@@ -52,7 +56,7 @@ class TableModel(nnx.Module):
         settings: Settings,
         plans: Mapping[str, TablePlan],
         edge_types: tuple[tuple[str, str, str], ...],
-        outputs: int,
+        outputs: int | None,
         *,
         options: Options,
         rngs: nnx.Rngs,
@@ -66,6 +70,7 @@ class TableModel(nnx.Module):
         rows: Mapping[str, Array],
         cutoffs: Mapping[str, Array],
         *,
+        added: Mapping[str, Array] | None = None,
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> dict[str, Array]:
@@ -75,9 +80,12 @@ class TableModel(nnx.Module):
             graphs: the blocks of a sample.
             rows: float32[rows, width] by table, packed.
             cutoffs: int[rows] by table, the cutoff of the seed that each row was sampled for.
+            added: float32[rows, hidden] by table, what is added to the encodings of its rows.
             deterministic, rngs: as `SampledClassifier`.
         """
-        return self.layers(graphs, self.encoder(rows, cutoffs), deterministic=deterministic, rngs=rngs)
+        encoded = self.encoder(rows, cutoffs)
+        encoded |= {table: encoded[table] + vectors for table, vectors in (added or {}).items()}
+        return self.layers(graphs, encoded, deterministic=deterministic, rngs=rngs)
 
 
 class TableTask(TrainingTask):
@@ -109,12 +117,12 @@ class TableTask(TrainingTask):
         print_table: Callable[[str], None] | None = None,
     ) -> None:
         self.settings, self.options, self.data = settings, options, data
-        self.examples = examples = _task_of(data, settings.target)
+        self.examples = examples = task_of(data, settings.target)
         self.splits = {name: np.asarray(places) for name, places in examples.splits.items()}
         self._check_labels()
-        self.measure = {"binary": "auroc", "classes": "accuracy", "regression": "mae"}[examples.kind]
+        self.measure = _MEASURES[examples.kind].format(k=settings.top)
         self.embedded: dict[str, int] = {}
-        until = examples.times[self.splits["train"]].max() + 1
+        self.until = until = examples.times[self.splits["train"]].max() + 1
         both = {
             table: pack(
                 data.columns.get(table, {}),
@@ -129,8 +137,9 @@ class TableTask(TrainingTask):
         self.packed = {table: rows for table, (rows, plan) in both.items() if plan.width and len(rows)}
         topology = _topology(data, on_host=settings.place != "device")
         features = FeatureStore.from_arrays(self.packed, on_device=settings.place == "device")
-        self.world = World(topology, features, {"labels": jnp.asarray(self._labels())})
-        self.seeds_per_epoch = train = len(self.splits["train"])
+        self.world = World(topology, features, self._labels())
+        self._train = self._trained_on(print_table)
+        self.seeds_per_epoch = train = len(self._train)
         self.steps_per_epoch = -(-train // settings.batch_size)
         self._part = -(-train // (self.steps_per_epoch * settings.parts))
         self._batch = self._part * settings.parts
@@ -149,7 +158,11 @@ class TableTask(TrainingTask):
         )
         self._outputs = jax.jit(self._outputs_of, static_argnums=0)
 
-    def _labels(self) -> np.ndarray:
+    def _trained_on(self, show: Callable[[str], None] | None) -> np.ndarray:
+        """What an epoch goes through: the places of training examples."""
+        return self.splits["train"]
+
+    def _labels(self) -> dict[str, Array]:
         """The labels as the loss reads them; sets what it scales them by."""
         examples, train = self.examples, self.splits["train"]
         self.center, self.scale = 0.0, 1.0
@@ -157,20 +170,15 @@ class TableTask(TrainingTask):
         if examples.kind == "regression":
             labels = examples.labels.astype(np.float32)
             self.center, self.scale = float(labels[train].mean()), float(labels[train].std()) or 1.0
-            return labels
+            return {"labels": jnp.asarray(labels)}
         labels = examples.labels.astype(np.int32)
         if self.settings.class_weights == "balanced":
             counts = np.bincount(labels[train], minlength=len(self._class_weights))
             self._class_weights = (len(train) / (len(counts) * np.maximum(counts, 1))).astype(np.float32)
-        return labels
+        return {"labels": jnp.asarray(labels)}
 
     def _check_labels(self) -> None:
         train = self.splits.get("train", np.zeros(0, np.int64))
-        if self.examples.kind == "link":
-            raise ValueError(
-                f"task {self.examples.name!r} must be binary, classes or regression, got link; predict edges with "
-                "--links"
-            )
         if not len(train):
             raise ValueError(f"task {self.examples.name!r} must have training examples, got none; move its boundaries")
         labels = self.examples.labels[train]
@@ -180,7 +188,7 @@ class TableTask(TrainingTask):
                 f"{len(train):,} examples; move its boundaries, or choose another label"
             )
 
-    def _capacity_batches(self) -> list[tuple[dict[str, np.ndarray], dict[str, Array]]]:
+    def _capacity_batches(self) -> list[tuple[dict[str, np.ndarray], dict[str, Any]]]:
         """Examples of each split in turn: later ones see more."""
         rng = np.random.default_rng(0)
         splits = [places for places in self.splits.values() if len(places)]
@@ -210,7 +218,7 @@ class TableTask(TrainingTask):
     def order(self, seed: int, epoch: int) -> Any:
         """The training examples of an epoch in random order: rows, cutoffs, and places of labels."""
         rng = np.random.default_rng([seed, epoch])
-        places = rng.permutation(self.splits["train"])
+        places = rng.permutation(self._train)
         return self._seeds_of(self.examples, spread_over_steps(places, self.steps_per_epoch, self._batch))
 
     def _seeds_of(self, examples: Task, places: np.ndarray) -> dict[str, Any]:
@@ -273,7 +281,7 @@ class TableTask(TrainingTask):
         *,
         examples: Task | None = None,
         world: World | None = None,
-    ) -> np.ndarray:
+    ) -> np.ndarray | Ranking:
         """Predictions of examples: probabilities of class 1, of each class [rows, classes], or amounts.
 
         Args:
@@ -307,19 +315,23 @@ class TableTask(TrainingTask):
             return odds / odds.sum(-1, keepdims=True)
         return 1.0 / (1.0 + np.exp(-np.clip(raw[:, 0], -700, 700)))
 
-    def predicted(self, trainer: Runner, state: TrainState) -> dict[str, np.ndarray]:
+    def predicted(self, trainer: Runner, state: TrainState) -> dict[str, np.ndarray | Ranking]:
         """The predictions of the validation and the test examples."""
         none = np.zeros(0, np.int64)
         return {split: self.predict(trainer, state, self.splits.get(split, none)) for split in ("valid", "test")}
 
-    def measures_of(self, split: str, predicted: np.ndarray, places: np.ndarray | None = None) -> dict[str, float]:
+    def measures_of(
+        self, split: str, predicted: np.ndarray | Ranking, places: np.ndarray | None = None
+    ) -> dict[str, float]:
         """The measures of a split's predictions, or of those of some of its examples; {} without any."""
         places = self.splits.get(split, np.zeros(0, np.int64)) if places is None else places
-        return measure(self.examples.kind, self.examples.labels[places], predicted) if len(places) else {}
+        return measure(self.examples.kind, labels_of(self.examples, places), predicted) if len(places) else {}
 
     def measures(self, trainer: Runner, state: TrainState, *, last: bool) -> dict[str, float]:
         """The first measure of the validation examples, or of `Settings.eval_rows` of them, the same each time."""
         places, most = self.splits.get("valid", np.zeros(0, np.int64)), self.settings.eval_rows
+        if self.examples.kind == "link":  # those without links have no measure
+            places = places[labels_of(self.examples, places) > 0]
         if not len(places):
             return {}
         if most and most < len(places):
@@ -350,7 +362,12 @@ class TableTask(TrainingTask):
         return self.world.topology.edge_types
 
 
-def _task_of(data: HeteroDataset, name: str | None) -> Task:
+def task_of(data: HeteroDataset, name: str | None) -> Task:
+    """The task of a data set of this name, or its only one.
+
+    Raises:
+        ValueError: there is none, or several and no name.
+    """
     tasks = data.tasks
     if not tasks:
         raise ValueError(f"dataset {data.name!r} must have a task, got none; make one with dejax.datasets")

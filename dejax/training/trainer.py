@@ -26,7 +26,7 @@ from dejax.training.nodes import WholeGraphTask
 from dejax.training.samples import SampledTask
 from dejax.training.settings import Settings
 from dejax.training.state import Epochs, TrainState
-from dejax.training.tables import TableTask
+from dejax.training.table_links import table_task
 from dejax.training.task import TrainingTask, World
 
 with optional("optax", of="dejax.training"):
@@ -78,7 +78,8 @@ class Trainer:
         if isinstance(data, EntityDataset):
             self.task = WholeGraphTask(settings, data, options)
         else:
-            make = {"links": LinkTask, "tables": TableTask}.get(settings.task, SampledTask)
+            make: Callable[..., TrainingTask]
+            make = {"links": LinkTask, "tables": table_task}.get(settings.task, SampledTask)
             self.task = make(settings, data, options, print_table)
         self.world = self.task.world if self.mesh is None else share(self.task.world, self.mesh)
         abstract = nnx.eval_shape(lambda: self.task.model(jax.random.key(0)))

@@ -1,0 +1,378 @@
+"""Tasks of links on tables: which rows of a target table an entity will meet next, ranked among all that exist by then.
+
+The entity and each candidate have a vector of their own, from a sample as of the cutoff; a score is their product. A
+wrong candidate of a training link is a row that exists at the link's cutoff and that the entity does not meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dejax._int32 import entering_jit
+from dejax._optional import optional
+from dejax.datasets import HeteroDataset, Task
+from dejax.datasets._hetero import ALWAYS
+from dejax.minibatch import FeatureStore, HeteroTopology, NegativePool, SampledBlocks, softmax_cross_entropy
+from dejax.rgnn import Options
+from dejax.training.metrics import Ranking
+from dejax.training.rows import TablePlan
+from dejax.training.settings import Settings
+from dejax.training.state import TrainState
+from dejax.training.tables import TableModel, TableTask, task_of
+from dejax.training.task import CAPACITY_BATCHES, Runner, StepView, World, spread_over_steps
+
+with optional("flax", of="dejax.training"):
+    from flax import nnx
+
+_VECTORS = "vectors of {}"  # the learned vectors of a table's rows, beside its columns in the feature store
+_SCORES = 1 << 24  # of a call, at most
+
+
+def table_task(
+    settings: Settings,
+    data: HeteroDataset,
+    options: Options,
+    print_table: Callable[[str], None] | None = None,
+) -> TableTask:
+    """The `TableTask` of the settings' target: a `TableLinkTask` where it is a task of links. Arguments as there."""
+    make = TableLinkTask if task_of(data, settings.target).kind == "link" else TableTask
+    return make(settings, data, options, print_table)
+
+
+class LinkedTablesModel(nnx.Module):
+    """The vectors of entities and of candidates, whose product is a score.
+
+    Args:
+        settings, plans, edge_types, options, rngs: as `TableModel`.
+        entity, target: the tables.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        plans: Mapping[str, TablePlan],
+        edge_types: tuple[tuple[str, str, str], ...],
+        entity: str,
+        target: str,
+        *,
+        options: Options,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.entity, self.target = entity, target
+        self.tables = TableModel(settings, plans, edge_types, None, options=options, rngs=rngs)
+        self.of_entity = nnx.Linear(settings.hidden, settings.hidden, rngs=rngs)
+        self.of_target = nnx.Linear(settings.hidden, settings.hidden, rngs=rngs)
+
+    def __call__(self, *given: Any, **more: Any) -> tuple[Array, Array]:
+        """The seeds' vectors as entities and as candidates, [seeds, hidden]; arguments as `TableModel`."""
+        found = self.tables(*given, **more)
+        entities, targets = found[self.entity], found[self.target]
+        scale = entities.shape[1] ** -0.5
+        return scale * self.of_entity(nnx.relu(entities)), self.of_target(nnx.relu(targets))
+
+
+class TableLinkTask(TableTask):
+    """Predictions of the rows of a target table that rows of an entity table meet after a cutoff.
+
+    A seed of a step is a link of a training example. It gets `Settings.negatives` wrong candidates, drawn among the
+    rows that exist at its cutoff, and is compared with those of all links of the step with the same cutoff, so a grid
+    of cutoffs gives each link many more. Links to rows that do not exist at their cutoff are not trained on. Each row
+    of the target that exists before the last training cutoff has a learned vector beside its columns.
+
+    Args:
+        settings, data, options, print_table: as `TableTask`.
+
+    Raises:
+        ValueError: as `TableTask`; no training example has a link to a row that exists at its cutoff.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        data: HeteroDataset,
+        options: Options,
+        print_table: Callable[[str], None] | None = None,
+    ) -> None:
+        self._ranked = jax.jit(_ranked, static_argnums=4)
+        super().__init__(settings, data, options, print_table)
+        self._both_vectors = jax.jit(self._vectors_of, static_argnums=0)
+        self.embedded = {_VECTORS.format(self._target): data.num_nodes[self._target]}
+
+    @property
+    def _target(self) -> str:
+        assert self.examples.target is not None
+        return self.examples.target
+
+    def _check_labels(self) -> None:
+        train = self.splits.get("train", np.zeros(0, np.int64))
+        if not len(train):
+            raise ValueError(f"task {self.examples.name!r} must have training examples, got none; move its boundaries")
+
+    def _labels(self) -> dict[str, Array]:
+        examples = self.examples
+        assert examples.offsets is not None
+        known = self.data.known_from.get(self._target, np.full(self.data.num_nodes[self._target], ALWAYS))
+        self._known = np.asarray(known)
+        pools = {"known_from": self._known}
+        self._pool = NegativePool.from_times(entering_jit("known_from", pools, ids_or_times=True)["known_from"])
+        self._example = np.repeat(np.arange(len(examples)), np.diff(examples.offsets)).astype(np.int32)
+        return {
+            "links": jnp.asarray(np.append(examples.labels, -1), jnp.int32),
+            "offsets": jnp.asarray(examples.offsets, jnp.int32),
+            "new": jnp.asarray(self._known >= self.until),
+        }
+
+    def _trained_on(self, show: Callable[[str], None] | None) -> np.ndarray:
+        """The places in `labels` of training examples' links to rows that exist at their cutoffs."""
+        examples = self.examples
+        training = np.zeros(len(examples), bool)
+        training[self.splits["train"]] = True
+        links = np.flatnonzero(training[self._example])
+        there = self._known[examples.labels[links]] <= examples.times[self._example[links]]
+        if not there.any():
+            raise ValueError(
+                f"task {examples.name!r} must have training links to rows of {self._target!r} that are known by their "
+                f"cutoffs, got none of {len(links)}; check the times of {self._target!r}, and move its boundaries"
+            )
+        if show is not None and not there.all():
+            show(
+                f"{int((~there).sum()):,} of {len(there):,} training links lead to rows of {self._target} that are not "
+                "known by their cutoffs: left out"
+            )
+        return links[there].astype(np.int32)
+
+    def model(self, key: Array) -> LinkedTablesModel:
+        """The model of both ends."""
+        ends = (self.examples.entity, self._target)
+        return LinkedTablesModel(
+            self.settings, self.plans, self._edge_types, *ends, options=self.options, rngs=nnx.Rngs(key)
+        )
+
+    # -------------------------------------------------------------------------------------------- a step
+
+    def order(self, seed: int, epoch: int) -> Any:
+        """The training links of an epoch in random order, with wrong candidates."""
+        rng = np.random.default_rng([seed, epoch])
+        links = spread_over_steps(rng.permutation(self._train), self.steps_per_epoch, self._batch)
+        return self._seeds_of_links(links, rng)
+
+    def _seeds_of_links(self, links: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Seeds, of places in `labels`, -1 for padding: the candidates of a link are its own and wrong ones."""
+        there, example = links >= 0, self._example[links]
+        times = np.where(there, self.examples.times[example], self.examples.times[0])
+        times = np.asarray(entering_jit("times of the task", {"times": times}, ids_or_times=True)["times"])
+        key = jax.random.key(int(rng.integers(2**31)))
+        wrong = np.asarray(self._pool.draw(key, times.reshape(-1), self.settings.negatives))
+        targets = np.concatenate(
+            [self.examples.labels[links][..., None], wrong.reshape(*links.shape, self.settings.negatives)], axis=-1
+        )
+        return {
+            "entities": np.where(there, self.examples.rows[example], -1).astype(np.int32),
+            "targets": np.where(there[..., None], targets, -1).astype(np.int32),
+            "times": times,
+            "examples": np.where(there, example, -1).astype(np.int32),
+        }
+
+    def _by_table(self, seeds: Any, xp: Any = jnp) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The ids and times of a step's seeds by table: entities, and candidates one link after the other."""
+        ids = {self.examples.entity: seeds["entities"]}
+        times = {self.examples.entity: seeds["times"]}
+        of_targets = seeds["targets"].reshape(-1)
+        when = xp.repeat(seeds["times"], seeds["targets"].shape[-1])
+        if self._target in ids:
+            of_targets = xp.concatenate([seeds["entities"], of_targets])
+            when = xp.concatenate([seeds["times"], when])
+        return {**ids, self._target: of_targets}, {**times, self._target: when}
+
+    def _capacity_batches(self) -> list[tuple[dict[str, np.ndarray], dict[str, Any]]]:
+        """Links of each split in turn: later ones see more."""
+        rng = np.random.default_rng(0)
+        split = np.full(len(self.examples), -1)
+        for number, name in enumerate(self.splits):
+            split[self.splits[name]] = number
+        there = self._known[self.examples.labels] <= self.examples.times[self._example]
+        links = [np.flatnonzero(there & (split[self._example] == number)) for number in range(len(self.splits))]
+        links = [some for some in links if len(some)]
+        batches = (rng.choice(links[number % len(links)], self._part) for number in range(CAPACITY_BATCHES))
+        return [self._by_table(self._seeds_of_links(some, rng), np) for some in batches]
+
+    def sample(self, key: Array, topology: HeteroTopology, seeds: Any) -> SampledBlocks:
+        """The neighbourhoods of entities and candidates, each as of its cutoff."""
+        ids, times = self._by_table(seeds)
+        return super().sample(key, topology, {"ids": ids, "times": times})
+
+    def view(self, topology: HeteroTopology | None, data: Any, seeds: Any, sample: SampledBlocks | None) -> StepView:
+        """As `TableTask`, with the learned vectors of the target's rows; -1 for rows that training does not know."""
+        found = super().view(topology, data, seeds, sample)
+        own = found.ids[self._target]
+        own = jnp.where((own >= 0) & ~data["new"][jnp.maximum(own, 0)], own, -1)
+        return StepView(
+            found.graphs, {**found.ids, _VECTORS.format(self._target): own}, found.positions, found.lost, found.trees
+        )
+
+    def _vectors(self, model: Any, view: StepView, x: Any, seeds: Any, key: Array | None) -> tuple[Array, Array]:
+        """The vectors of entities [links, hidden], and of candidates [links x (1 + negatives), hidden]."""
+        assert view.trees is not None and self.world.topology is not None
+        _, by_table = self._by_table(seeds)
+        times = jnp.concatenate([by_table[name] for name in self.world.topology.node_types if name in by_table])
+        cutoffs = {table: times[jnp.maximum(tree, 0)] for table, tree in view.trees.items()}
+        deterministic = key is None or not self.settings.dropout
+        rngs = None if key is None else nnx.Rngs(dropout=key)
+        added = {self._target: x[_VECTORS.format(self._target)]}
+        entities, targets = model(view.graphs, x, cutoffs, added=added, deterministic=deterministic, rngs=rngs)
+        count = seeds["entities"].shape[0]
+        of_targets = view.positions[self._target]
+        if self._target == self.examples.entity:
+            of_targets = of_targets[count:]
+        return entities[view.positions[self.examples.entity][:count]], targets[of_targets]
+
+    def loss(
+        self, model: Any, view: StepView, x: dict[str, Array], seeds: Any, data: Any, key: Array
+    ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
+        """Mean cross-entropy of each link among the wrong candidates of its cutoff."""
+        entities, targets = self._vectors(model, view, x, seeds, key)
+        links, each = seeds["targets"].shape
+        scores = (entities @ targets.T).reshape(links, links, each)
+        own = jnp.arange(links)
+        wrong, there = seeds["targets"][:, 1:], seeds["examples"] >= 0
+        counts = (seeds["times"][:, None] == seeds["times"])[:, :, None] & (wrong >= 0)
+        counts &= ~_among_links(data, seeds["examples"], wrong)
+        loss = softmax_cross_entropy(
+            scores[own, own, 0],
+            scores[:, :, 1:].reshape(links, -1),
+            mask=there,
+            negative_mask=counts.reshape(links, -1),
+        )
+        return loss, (there.sum().astype(jnp.float32), {})
+
+    # -------------------------------------------------------------------------------------------- predictions
+
+    def _vectors_of(
+        self, trainer: Runner, key: Array, params: Any, embeddings: FeatureStore, world: World, seeds: Any
+    ) -> tuple[Array, Array]:
+        sample, x, _ = trainer.drawn(world, seeds, key)
+        view = self.view(world.topology, world.data, seeds, sample)
+        own = embeddings.gather({kind: view.ids[kind] for kind in embeddings.types}, dtype=jnp.float32)
+        return self._vectors(trainer.merged(params), view, {**x, **own}, seeds, None)
+
+    def predict(
+        self,
+        trainer: Runner,
+        state: TrainState,
+        places: np.ndarray | None = None,
+        *,
+        examples: Task | None = None,
+        world: World | None = None,
+    ) -> Ranking:
+        """The best candidates of examples, among all rows of the target that are known by their cutoffs.
+
+        All candidates get a vector for each different cutoff, so a grid of cutoffs is much faster than a cutoff of its
+        own for each example. Arguments as `TableTask.predict`.
+        """
+        examples = examples or self.examples
+        assert examples.offsets is not None
+        places = np.arange(len(examples)) if places is None else places
+        count, k = len(places), self.settings.top
+        rows, scores = np.full((count, k), -1, np.int32), np.zeros((count, k), np.float32)
+        first = np.full(count, np.inf)
+        cutoffs = examples.times[places]
+        for cutoff in np.unique(cutoffs):
+            asked = np.flatnonzero(cutoffs == cutoff)
+            candidates = np.flatnonzero(self._known <= cutoff)
+            if not len(candidates):
+                continue
+            vectors = self._both(trainer, state, world or self.world, examples.rows[places[asked]], candidates, cutoff)
+            links = self._places_of_links(examples, places[asked], candidates)
+            part = max(1, min(_SCORES // len(vectors[1]), 1 << (len(asked) - 1).bit_length()))
+            for at in range(0, len(asked), part):
+                some = slice(at, at + part)
+                found = self._ranked(*(_padded(of, part) for of in (vectors[0][some], links[some])), *vectors[1:], k)
+                best, values, ranks = (np.asarray(of)[: len(asked[some])] for of in found)
+                width = best.shape[1]
+                there = best < len(candidates)
+                rows[asked[some], :width] = np.where(there, candidates[np.minimum(best, len(candidates) - 1)], -1)
+                scores[asked[some], :width] = np.where(there, values, 0.0)
+                first[asked[some]] = ranks
+        return Ranking(rows, scores, self._hits(examples, places, rows), first)
+
+    def _both(
+        self, trainer: Runner, state: TrainState, world: World, entities: np.ndarray, targets: np.ndarray, cutoff: int
+    ) -> tuple[np.ndarray, Array, int]:
+        """The vectors of entities, of candidates (padded), and the number of candidates, at one cutoff."""
+        each = 1 + self.settings.negatives
+        width = self._part * each
+        calls = max(-(-len(entities) // self._part), -(-len(targets) // width))
+        own = np.full(calls * self._part, -1, np.int32)
+        own[: len(entities)] = entities
+        # Candidates in random order, and padding in all calls, so that samples are of about one size.
+        others = spread_over_steps(np.random.default_rng(0).permutation(targets), calls, width).reshape(-1)
+        times = entering_jit("times of the task", {"times": np.full(self._part, cutoff)}, ids_or_times=True)
+        found: list[tuple[Array, Array]] = []
+        for call in range(calls):
+            seeds = {
+                "entities": own[call * self._part : (call + 1) * self._part],
+                "targets": others[call * width : (call + 1) * width].reshape(self._part, each),
+                "examples": np.full(self._part, -1, np.int32),
+                **times,
+            }
+            key = jax.random.fold_in(jax.random.key(0), call)
+            found.append(self._both_vectors(trainer, key, state.params, state.embeddings, world, seeds))
+        there = np.flatnonzero(others >= 0)
+        place = there[np.argsort(others[there])]  # of each candidate among the vectors; candidates ascend
+        place = np.pad(place, (0, len(others) - len(place)))  # as many in the next call, so nothing is compiled again
+        vectors = jnp.concatenate([some for _, some in found])[jnp.asarray(place)]
+        return np.concatenate([np.asarray(some) for some, _ in found])[: len(entities)], vectors, len(targets)
+
+    def _places_of_links(self, examples: Task, places: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+        """int32[examples, most links], the places of each example's links among the candidates; -1 for none."""
+        assert examples.offsets is not None
+        place = np.full(self.data.num_nodes[self._target], -1, np.int32)
+        place[candidates] = np.arange(len(candidates))
+        counts = np.diff(examples.offsets)[places]
+        most = 1 << int(max(counts.max(initial=1) - 1, 0)).bit_length()
+        found = np.full((len(places), most), -1, np.int32)
+        at = np.arange(most) < counts[:, None]
+        found[at] = place[examples.labels[(examples.offsets[places][:, None] + np.arange(most))[at]]]
+        return found
+
+    def _hits(self, examples: Task, places: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Which of the listed rows are links of their examples."""
+        assert examples.offsets is not None
+        width, counts = self.data.num_nodes[self._target], np.diff(examples.offsets)
+        links = np.repeat(np.arange(len(examples), dtype=np.int64), counts) * width + examples.labels
+        return np.isin(np.where(rows >= 0, places[:, None] * np.int64(width) + rows, -1), links)
+
+
+def _among_links(data: Any, examples: Array, rows: Array) -> Array:
+    """bool[examples, ...], which rows are links of each example (-1 for none)."""
+    first = data["offsets"][jnp.maximum(examples, 0)]
+    count = jnp.where(examples >= 0, data["offsets"][jnp.maximum(examples, 0) + 1] - first, 0)
+    shape = (examples.shape[0],) + (1,) * rows.ndim
+
+    def compared(number: Array, found: Array) -> Array:
+        link = jnp.where(number < count, data["links"][first + jnp.minimum(number, count)], -2)
+        return found | (link.reshape(shape) == rows)
+
+    return jax.lax.fori_loop(0, count.max(initial=0), compared, jnp.zeros((examples.shape[0], *rows.shape), bool))
+
+
+def _ranked(entities: Array, links: Array, targets: Array, count: int, k: int) -> tuple[Array, Array, Array]:
+    """The `k` best of the first `count` candidates of each entity, their scores, and the rank of its best link."""
+    scores = jnp.matmul(entities, targets.T, precision="highest")
+    scores = jnp.where(jnp.arange(scores.shape[1]) < count, scores, -jnp.inf)
+    values, best = jax.lax.top_k(scores, min(k, scores.shape[1]))
+    of_links = jnp.take_along_axis(scores, jnp.maximum(links, 0), axis=1)
+    own = jnp.where(links >= 0, of_links, -jnp.inf).max(1, keepdims=True)
+    above, equal = (scores > own).sum(1), (scores == own).sum(1)
+    ranks = jnp.where((links >= 0).any(1), above + (equal + 1) / 2, jnp.inf)
+    return jnp.where(jnp.arange(best.shape[1]) < count, best, scores.shape[1]), values, ranks
+
+
+def _padded(values: np.ndarray, rows: int) -> np.ndarray:
+    return np.concatenate([values, np.zeros((rows - len(values), *values.shape[1:]), values.dtype)])
