@@ -31,6 +31,8 @@ GUIDES = (
     "concepts",
     "host_gather",
     pytest.param("minibatch", marks=pytest.mark.slow),
+    pytest.param("samples", marks=pytest.mark.slow),
+    pytest.param("minibatch_speed", marks=pytest.mark.slow),
     pytest.param("features", marks=pytest.mark.slow),
     pytest.param("tables", marks=pytest.mark.slow),
 )

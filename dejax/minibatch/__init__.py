@@ -11,7 +11,7 @@
 * `distmult`, `complex_bilinear` and other decoders score links; `link_ranks` gives filtered ranks, MRR and Hits@k.
 * `nnx` and `linen` have Flax modules that take and give dicts by node type.
 
-docs/minibatch.md and docs/features.md are the guides.
+docs/minibatch.md, docs/samples.md, docs/minibatch_speed.md and docs/features.md are the guides.
 """
 
 import importlib
