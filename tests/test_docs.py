@@ -34,6 +34,8 @@ GUIDES = (
     pytest.param("samples", marks=pytest.mark.slow),
     pytest.param("minibatch_speed", marks=pytest.mark.slow),
     pytest.param("features", marks=pytest.mark.slow),
+    pytest.param("own_loop", marks=pytest.mark.slow),
+    pytest.param("training", marks=pytest.mark.slow),
     pytest.param("tables", marks=pytest.mark.slow),
 )
 

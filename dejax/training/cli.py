@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["tables"]:  # as other commands have subcommands
-        argv[0] = "--tables"
+        argv = argv[1:] if {"-h", "--help"} & set(argv) else ["--tables", *argv[1:]]
     args = parser().parse_args(argv)
     from dejax.datasets import DataUnavailableError
 
