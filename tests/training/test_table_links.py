@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from dejax.datasets import Task, from_tables, task_of_events
-from dejax.training import Trainer, metrics, predictions, resolve
-from dejax.training.fitting import fit
+from dejax.training import Trainer, fit, metrics, predictions, resolve
 from dejax.training.importance import importance
 from dejax.training.page import write_page
 from dejax.training.report import summarise

@@ -11,9 +11,9 @@ from flax import nnx
 
 from dejax.datasets import Column, HeteroDataset, Task
 from dejax.datasets.columns import NEVER
-from dejax.training import Trainer, cli, predictions, resolve
+from dejax.training import Fitted, Trainer, cli, fit, predictions, resolve
 from dejax.training.encoders import TableEncoder
-from dejax.training.fitting import best_report, fit, stops
+from dejax.training.fitting import best_report, stops
 from dejax.training.importance import importance
 from dejax.training.page import calibration, write_page
 from dejax.training.report import summarise, table
@@ -256,7 +256,7 @@ def test_amounts_and_classes(kind):
         settings(epochs=3, class_weights="balanced" if kind == "classes" else "none"),
         dataclasses.replace(data, tasks={"returns": own}, check=False),
     )
-    fitted = fit(trainer, 0)
+    fitted: Fitted = fit(trainer, 0)
     final, predicted = trainer.final(fitted.state), trainer.task.predicted(trainer, fitted.state)["test"]
     if kind == "regression":
         spread = float(labels[task.splits["test"]].std())
