@@ -7,7 +7,7 @@ from dejax.pallas.formats.row_scaled import RowScaled, rounded
 from dejax.pallas.formats.table_slice import TableSlice
 from dejax.pallas.padding import clear_rows
 from dejax.pallas.products.grouped_gemm import grouped_gemm
-from dejax.pallas.products.product_schedule import GemmSchedule, WeightGradientSchedule, gemm_block
+from dejax.pallas.products.product_schedule import GemmSchedule, WeightGradientSchedule
 from dejax.pallas.products.requests import GemmEpilogue, GemmGroups, GemmOutput, GroupedGemm, GroupedWeightGradient
 from dejax.pallas.products.row_products import row_products
 from dejax.pallas.products.sums import sum_rows
@@ -46,7 +46,6 @@ __all__ = [
     "erf",
     "exp",
     "feature_mask",
-    "gemm_block",
     "grouped_gemm",
     "grouped_weight_gradient",
     "label",

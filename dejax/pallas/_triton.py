@@ -95,11 +95,11 @@ def _from_nowhere() -> Iterator[None]:
 _interpreted: contextvars.ContextVar[bool] = contextvars.ContextVar("dejax_kernel_interpreted", default=True)
 
 
-def _traced(kernel: Callable[..., Any], interpret: bool, starts: Mapping[int, int]) -> Callable[..., Any]:
+def _traced(kernel: Callable[..., Any], interpret: bool, slices: Mapping[int, TableSlice]) -> Callable[..., Any]:
     """The kernel as Pallas traces it.
 
     Functions of `jax.numpy` are run and not jitted, each for its own shapes (see `_tiles`). Functions of this module
-    know whether the kernel is interpreted. The references with the numbers in `starts` begin at these places.
+    know whether the kernel is interpreted. The references with the numbers in `slices` are of these parts of an array.
     """
 
     @functools.wraps(kernel)
@@ -107,7 +107,7 @@ def _traced(kernel: Callable[..., Any], interpret: bool, starts: Mapping[int, in
         token = _interpreted.set(interpret)
         try:
             with jax.disable_jit(), _from_nowhere():
-                return kernel(*(SliceRef(ref, starts[i]) if i in starts else ref for i, ref in enumerate(refs)))
+                return kernel(*(SliceRef(ref, slices[i]) if i in slices else ref for i, ref in enumerate(refs)))
         finally:
             _interpreted.reset(token)
 
@@ -150,9 +150,9 @@ def pallas_call(
     """
 
     def run(*operands: Any) -> Sequence[jax.Array]:
-        starts = {i: o.start for i, o in enumerate(operands) if isinstance(o, TableSlice)}
+        slices = {i: o for i, o in enumerate(operands) if isinstance(o, TableSlice)}
         kernel_call = pl.pallas_call(
-            _traced(kernel, interpret, starts),
+            _traced(kernel, interpret, slices),
             out_shape=list(out_shape),
             grid=(num_programs,),
             compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),

@@ -164,7 +164,8 @@ def test_rows_past_2_to_the_32_bytes():
     expected = np.array([1, 1, 0, 0], np.float32)[:, None] * np.ones((4, width))
     from dejax import pallas as kernels
 
-    groups = kernels.GemmGroups(jnp.array([0, 4], jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32), 16, 4)
+    tiles = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
+    groups = kernels.GemmGroups(jnp.array([0, 4], jnp.int32), 4, lambda _: tiles, 16)
     y = kernels.grouped_gemm(kernels.GroupedGemm(table, jnp.eye(width)[None], groups, x_index=index))
     assert np.array_equal(y, expected)
     (total,), _ = kernels.traverse(

@@ -92,7 +92,8 @@ class Gemm:
         return a
 
     def request(self, a: dict[str, Any]) -> kernels.GroupedGemm:
-        groups = kernels.GemmGroups(a["offsets"], a["tile_type"], a["tile_start"], self.block, self.positions)
+        tiles = a["tile_type"], a["tile_start"]
+        groups = kernels.GemmGroups(a["offsets"], self.positions, lambda _: tiles, self.block)
         epilogue = kernels.GemmEpilogue(a.get("bias"), self.activation, a.get("dot_vector"), self.dot_parts)
         output = kernels.GemmOutput(a.get("out_index"), self.out_rows, self.covers_all, self.out_dtype, self.scaled_out)
         return kernels.GroupedGemm(

@@ -12,7 +12,7 @@ import pytest
 from dejax import pallas as kernels
 from dejax.pallas.formats.row_scaled import encode
 from dejax.pallas.products import grouped_gemm, reference
-from dejax.pallas.products.product_schedule import WeightGradientSchedule
+from dejax.pallas.products.product_schedule import WeightGradientSchedule, gemm_block
 from tests.cases import slow_but
 from tests.pallas.reference import (
     Gemm,
@@ -194,5 +194,5 @@ def test_gradient_through_a_template_is_an_error():
 
 @pytest.mark.parametrize("positions, types, expected", [(10, 3, 32), (300, 3, 64), (10_000, 3, 64), (100_000, 3, 128)])
 def test_gemm_block(positions, types, expected):
-    assert kernels.gemm_block(64, 64, positions, types) == expected
-    assert kernels.gemm_block(64, 64, positions, types, "f32") == min(expected, 64)
+    assert gemm_block(64, 64, positions, types) == expected
+    assert gemm_block(64, 64, positions, types, "f32") == min(expected, 64)

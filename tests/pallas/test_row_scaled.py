@@ -75,8 +75,8 @@ def operands(k: int, n: int, scales: float) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def multiply(x: np.ndarray, w: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    tile_type, tile_start = tile_table(offsets, 16, x.shape[0])
-    groups = kernels.GemmGroups(*map(jnp.asarray, (offsets, tile_type, tile_start)), 16, x.shape[0])
+    tile_type, tile_start = map(jnp.asarray, tile_table(offsets, 16, x.shape[0]))
+    groups = kernels.GemmGroups(jnp.asarray(offsets), x.shape[0], lambda _: (tile_type, tile_start), 16)
     return np.asarray(
         kernels.grouped_gemm(kernels.GroupedGemm(jnp.asarray(x), jnp.asarray(w), groups, precision="f32"))
     )

@@ -58,10 +58,10 @@ class TableSlice:
 class SliceRef:
     """A kernel's reference to the table of a `TableSlice`, whose indices count from the slice's first number."""
 
-    __slots__ = ("ref", "start")
+    __slots__ = ("ref", "shape", "start")
 
-    def __init__(self, ref: Any, start: int) -> None:
-        self.ref, self.start = ref, np.int32(start)
+    def __init__(self, ref: Any, of: TableSlice) -> None:
+        self.ref, self.start, self.shape = ref, np.int32(of.start), of.shape
 
     def __getitem__(self, index: Any) -> Any:
         return self.ref[index + self.start]

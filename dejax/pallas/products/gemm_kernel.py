@@ -39,36 +39,25 @@ _LONG_LOOP = 4
 
 @dataclass(frozen=True, slots=True)
 class GemmPlan(MergedHeads):
-    """Static facts of one call; `names` are the kernel's references in order.
+    """What is known of a call besides its arrays; `names` are the kernel's references in order.
 
     A program multiplies `merged` heads at once, by a block-diagonal matrix of `k` by `n`, whose blocks are `head_k` by
     `head_n`. A row has `head_blocks` such sets of heads.
     """
 
-    names: tuple[str, ...]
     schedule: GemmSchedule
     block: int
-    tiles: int
     positions: int
-    x_rows: int
-    out_rows: int
     head_blocks: int
     merged: int
     head_k: int
     head_n: int
     transpose_w: bool
     activation: str | None
-    dot_parts: int  # inner products with `dot_vector` that each row has
     precision: str
     arithmetic: str  # see `requests.arithmetic`
-    dtype: jnp.dtype  # that operands are cast to where the arithmetic is direct
-    whole_w: bool  # matrices are padded to whole tiles
-    power_by_type: bool  # matrices have one power of two for each type
-    x_behind: int  # zeros behind the features of a row of x, which then has one head
-    out_behind: int  # and behind those of each head of the result
-    x_part: int  # columns that share an exponent where x comes as `RowScaled`
-    divided: bool  # the kernel divides rows of x by the powers of two of their columns
-    divided_w: bool  # and matrices by those of the result's columns, instead of the result
+    divided_w: bool = False  # matrices are divided by the powers of two of the result's columns, instead of the result
+    names: tuple[str, ...] = ()
 
     @property
     def blocks_n(self) -> int:
@@ -81,10 +70,6 @@ class GemmPlan(MergedHeads):
     @property
     def even_n(self) -> bool:
         return self.n % self.schedule.block_n == 0
-
-    @property
-    def num_programs(self) -> int:
-        return cdiv(self.tiles, self.schedule.tiles_per_program) * self.head_blocks * self.blocks_n
 
 
 def gemm_kernel(*refs: Any, c: GemmPlan) -> None:
@@ -121,6 +106,21 @@ class _Tile:
     out_row: jax.Array | None  # [block]; None: the position
     n: jax.Array  # [1, block_n], columns of the result
 
+    @property
+    def x_behind(self) -> int:
+        """Zeros behind the features of a row of x, which then has one head."""
+        return int(self.ref["x"].shape[1]) - self.c.head_blocks * self.c.k
+
+    @property
+    def out_behind(self) -> int:
+        """Zeros behind those of each head of the result."""
+        return int(self.ref["y"].shape[1]) // self.c.head_blocks - self.c.n
+
+    @property
+    def x_part(self) -> int:
+        """Columns of x that share an exponent."""
+        return self.c.head_blocks * self.c.k // int(self.ref["x_exponent"].shape[1])
+
     def in_n(self) -> jax.Array | None:
         """Which columns are in the result; None where all are."""
         return None if self.c.even_n else self.n < self.c.n
@@ -128,7 +128,7 @@ class _Tile:
     def x_power(self, step: Any) -> jax.Array:
         """The powers of two of the rows, [block, 1], of the columns of a step over k."""
         c = self.c
-        part = lax.div(self.heads * c.k + step * c.schedule.block_k, jnp.int32(c.x_part)) + jnp.zeros_like(self.row)
+        part = lax.div(self.heads * c.k + step * c.schedule.block_k, jnp.int32(self.x_part)) + jnp.zeros_like(self.row)
         return power(_triton.load(self.ref["x_exponent"], (self.row, part), self.row_valid).astype(jnp.int32))
 
     def out_columns(self) -> jax.Array:
@@ -146,10 +146,10 @@ def _multiply_tile(ref: dict[str, Any], c: GemmPlan, number: Any, heads: Any, co
     if tile.out_row is None:
         out_row, valid = tile.position, tile.valid
     else:
-        out_row, valid = tile.out_row, within(tile.out_row, c.out_rows, tile.valid)
-    out_row = where(valid, out_row, c.out_rows)
-    mask = valid[:, None] if c.even_n else valid[:, None] & (tile.n < c.n + c.out_behind)
-    if c.out_behind:
+        out_row, valid = tile.out_row, within(tile.out_row, ref["y"].shape[0], tile.valid)
+    out_row = where(valid, out_row, ref["y"].shape[0])
+    mask = valid[:, None] if c.even_n else valid[:, None] & (tile.n < c.n + tile.out_behind)
+    if tile.out_behind:
         y = where(tile.n < c.n, y, 0.0)
     _store_rows(tile, y, out_row, valid, mask)
     if "dot_vector" in ref:
@@ -159,8 +159,9 @@ def _multiply_tile(ref: dict[str, Any], c: GemmPlan, number: Any, heads: Any, co
 def _located(ref: dict[str, Any], c: GemmPlan, number: Any, heads: Any, column_block: Any) -> _Tile:
     last = None
     if c.schedule.tiles_per_program > 1:  # past the last tile a program has nothing to do
-        last = number < c.tiles
-        number = jnp.minimum(number, c.tiles - 1)
+        tiles = ref["tile_type"].shape[0]
+        last = number < tiles
+        number = jnp.minimum(number, tiles - 1)
     t, start = ref["tile_type"][number], ref["tile_start"][number]
     end = ref["offsets"][t + 1]
     if last is not None:
@@ -174,9 +175,9 @@ def _located(ref: dict[str, Any], c: GemmPlan, number: Any, heads: Any, column_b
     if "x_index" in ref:
         row = _triton.load(ref["x_index"], (position,), inside)
         # An index out of range reads zeros, never other memory.
-        row_valid = within(row, c.x_rows, valid)
+        row_valid = within(row, ref["x"].shape[0], valid)
     else:
-        row_valid = valid & (row < c.x_rows)
+        row_valid = valid & (row < ref["x"].shape[0])
     row, row_valid = row[:, None], row_valid[:, None]
     n = (column_block * c.schedule.block_n + lanes(c.schedule.block_n, 0, 1))[None, :]
     return _Tile(ref, c, t, start < end, heads, column_block, position, valid, row, row_valid, out_row, n)
@@ -190,9 +191,9 @@ def _powers_of_all_steps(tile: _Tile) -> tuple[jax.Array | None, jax.Array | Non
     """
     ref, c = tile.ref, tile.c
     row_power = column_power = None
-    if "x_exponent" in ref and c.x_part % c.k == 0:
+    if "x_exponent" in ref and tile.x_part % c.k == 0:
         row_power = tile.x_power(0)
-    if "w_power" in ref and c.power_by_type:
+    if "w_power" in ref and len(ref["w_power"].shape) == 1:
         column_power = ref["w_power"][tile.type]
     elif "w_power" in ref:
         head, in_n = tile.head_of_n()
@@ -222,7 +223,7 @@ def _product(tile: _Tile, row_power: Any, column_power: Any) -> jax.Array:
 def _product_of_step(tile: _Tile, i: Any, row_power: Any, column_power: Any) -> jax.Array:
     ref, c = tile.ref, tile.c
     k = i * c.schedule.block_k + lanes(c.schedule.block_k, 0, 1)
-    x_mask = tile.row_valid if c.even_k else tile.row_valid & (k < c.k + c.x_behind)[None, :]
+    x_mask = tile.row_valid if c.even_k else tile.row_valid & (k < c.k + tile.x_behind)[None, :]
     x_at = (tile.row, (tile.heads * c.k + k)[None, :])
     columns = None
     if "x_columns" in ref:
@@ -232,7 +233,7 @@ def _product_of_step(tile: _Tile, i: Any, row_power: Any, column_power: Any) -> 
     w_at, w_mask = _place_in_w(tile, k[:, None])
     w = _triton.load(ref["w"], w_at, w_mask)
     x = _triton.load(ref["x"], x_at, x_mask)
-    if columns is not None and c.divided:
+    if columns is not None and "x_exponent" not in ref:
         x = x.astype(jnp.float32) * inverse_of(columns)
     if c.arithmetic != "direct" and column_power is None:
         w = w.astype(jnp.float32)
@@ -243,7 +244,8 @@ def _product_of_step(tile: _Tile, i: Any, row_power: Any, column_power: Any) -> 
         w_low = _triton.load(ref["w_low"], w_at, w_mask) if "w_low" in ref else None
         return _exact_product(x.astype(jnp.float32), w, w_low, column_power)
     if c.arithmetic == "direct":
-        return _triton.dot(x.astype(c.dtype), w.astype(c.dtype), c.precision)
+        dtype = _triton.product_dtype(x.dtype, w.dtype, c.precision)
+        return _triton.dot(x.astype(dtype), w.astype(dtype), c.precision)
     if row_power is not None and column_power is not None:  # they multiply the sum of all steps
         return _triton.dot(x, w, c.precision)
     if "x_exponent" in ref:
@@ -254,10 +256,10 @@ def _product_of_step(tile: _Tile, i: Any, row_power: Any, column_power: Any) -> 
 def _place_in_w(tile: _Tile, k: jax.Array) -> tuple[tuple[Any, ...], jax.Array | None]:
     """The indices into the matrices for rows `k`, [block_k, 1], and the tile's columns; and which of them to load."""
     c, n = tile.c, tile.n
-    mask = None
-    if not c.even_k and not c.whole_w:
+    mask, whole = None, "w_power" in tile.ref and c.merged == 1  # matrices that are padded to whole tiles
+    if not c.even_k and not whole:
         mask = k < c.k
-    if not c.even_n and not c.whole_w:
+    if not c.even_n and not whole:
         mask = n < c.n if mask is None else mask & (n < c.n)
     head, in_k, in_n = tile.heads, k, n
     if c.merged > 1:  # blocks on the diagonal
@@ -304,7 +306,7 @@ def _with_epilogue(tile: _Tile, y: jax.Array) -> jax.Array:
 
 def _store_rows(tile: _Tile, y: jax.Array, out_row: jax.Array, valid: jax.Array, mask: jax.Array) -> None:
     ref, c, n = tile.ref, tile.c, tile.n
-    stride = c.n + c.out_behind
+    stride = c.n + tile.out_behind
     if "y_exponent" not in ref:
         _triton.store(ref["y"], (out_row[:, None], tile.heads * stride + n), y, mask)
         return
@@ -322,12 +324,13 @@ def _store_inner_products(tile: _Tile, y: jax.Array, out_row: jax.Array, valid: 
     vector = _triton.load(ref["dot_vector"], (tile.type, tile.heads, n), tile.in_n()).astype(jnp.float32)
     vector = vector * tile.out_columns() if c.divided_w else vector
     product = y * vector if c.even_n else where(n < c.n, y * vector, 0.0)
-    if c.dot_parts == 1:
+    dot_parts = ref["dot"].shape[1] // c.head_blocks
+    if dot_parts == 1:
         _triton.store(ref["dot"], (out_row, tile.heads), lax.reduce_sum(product, (1,)), valid)
         return
-    width = c.n // c.dot_parts
+    width = c.n // dot_parts
     parts_of_tile = c.schedule.block_n // width
     parts = lax.reduce_sum(lax.reshape(product, (c.block, parts_of_tile, width)), (2,))
     part = lanes(parts_of_tile, 1, 2)
-    inside = valid[:, None] if c.even_n else valid[:, None] & (part < c.dot_parts)
-    _triton.store(ref["dot"], (out_row[:, None], tile.heads * c.dot_parts + part), parts, inside)
+    inside = valid[:, None] if c.even_n else valid[:, None] & (part < dot_parts)
+    _triton.store(ref["dot"], (out_row[:, None], tile.heads * dot_parts + part), parts, inside)

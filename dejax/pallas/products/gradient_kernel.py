@@ -33,7 +33,7 @@ _LEAST = -400
 
 @dataclass(frozen=True, slots=True)
 class GradientPlan(MergedHeads):
-    """Static facts of one call; `names` are the kernel's references in order.
+    """What is known of a call besides its arrays; `names` are the kernel's references in order.
 
     A program takes `merged` heads at once and keeps the diagonal blocks, `head_k` by `head_n`, of their `k` by `n`
     product. A row has `head_blocks` such sets of heads.
@@ -47,14 +47,6 @@ class GradientPlan(MergedHeads):
     head_n: int
     precision: str
     arithmetic: str  # see `requests.arithmetic`
-    dtype: jnp.dtype  # that operands are cast to where the arithmetic is direct
-    x_rows: int
-    y_rows: int
-    x_part: int  # columns that share an exponent where x comes as `RowScaled`
-    y_part: int
-    x_behind: int  # zeros behind the features of a row of x
-    y_behind: int
-    measured: tuple[str, ...]  # which of x and y the kernel divides by powers of two of its columns, measured there
 
     @property
     def blocks(self) -> tuple[int, int, int]:
@@ -82,7 +74,7 @@ def _normalized(tile: jax.Array, exponent: jax.Array | None) -> tuple[jax.Array,
     return tile * inverse, exponent
 
 
-def _left(x: jax.Array, exponent: jax.Array | None, c: GradientPlan) -> Left:
+def _left(x: jax.Array, exponent: jax.Array | None, c: GradientPlan, dtype: Any) -> Left:
     if c.arithmetic == "scaled":
         x, exponent = _normalized(x, exponent)
         return Left(x.astype(jnp.float16), exponent)
@@ -90,7 +82,7 @@ def _left(x: jax.Array, exponent: jax.Array | None, c: GradientPlan) -> Left:
         x = x.astype(jnp.float32)
         exponent, inverse = raised_exponents(x, 1)
         return Left(two_parts(x * inverse), exponent)
-    return Left(x.astype(c.dtype), None)
+    return Left(x.astype(dtype), None)
 
 
 Sum = tuple[jax.Array, jax.Array]
@@ -105,7 +97,7 @@ def _added(sum_: Sum, x: Left, y: jax.Array, y_exponent: jax.Array | None, c: Gr
     if c.arithmetic == "exact":
         return sum_[0] + exact_transposed_product(x, y), sum_[1]
     if c.arithmetic == "direct":
-        return sum_[0] + _dot(x.tile, y.astype(c.dtype), c.precision), sum_[1]
+        return sum_[0] + _dot(x.tile, y.astype(x.tile.dtype), c.precision), sum_[1]
     assert x.exponent is not None
     y, y_exponent = _normalized(y, y_exponent)
     of_row = x.exponent + y_exponent - 127
@@ -147,11 +139,26 @@ class _Side:
     """The columns of one input array that a program reads."""
 
     name: str
+    ref: Any
+    exponent: Any  # the reference of the exponents of `RowScaled`; else None
     column: jax.Array  # [1, columns]
     first: jax.Array  # of the columns
     width: int  # of a set of heads, as it is stored
-    rows: int
     part: int  # columns that share an exponent
+
+    @classmethod
+    def of(
+        cls, ref: Mapping[str, Any], name: str, column: jax.Array, first: jax.Array, heads: int, width: int
+    ) -> _Side:
+        """Columns of an array of rows of `heads` sets of heads, each with `width` features."""
+        exponent = ref.get(f"{name}_exponent")
+        part = 1 if exponent is None else heads * width // exponent.shape[1]
+        # A row of one head may be stored with zeros behind its features.
+        return cls(name, ref[name], exponent, column, first, ref[name].shape[1] // heads, part)
+
+    def is_measured(self, arithmetic: str) -> bool:
+        """Whether the kernel divides rows by powers of two of their columns, measured there."""
+        return arithmetic != "direct" and self.exponent is None and self.ref.dtype == jnp.float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,7 +187,7 @@ def partial_kernel(*refs: Any, c: GradientPlan) -> None:
     """Sums `x^T y` over one split, for a tile of the result."""
     p = _located(dict(zip(c.names, refs, strict=True)), c)
     at_first = _indices(p, p.first)
-    powers = _measured_powers(p, at_first) if c.measured else {}
+    powers = _measured_powers(p, at_first)
     inverses = {name: inverse_of(of_columns) for name, of_columns in powers.items()}
     empty = (jnp.zeros((c.schedule.block_k, c.schedule.block_n), jnp.float32), lax.full((), _LEAST, jnp.int32))
     count = steps(p.end - p.start, c.schedule.block_rows)
@@ -195,8 +202,8 @@ def _located(ref: dict[str, Any], c: GradientPlan) -> _Program:
     number = ref["split_number"][split] if "split_number" in ref else split
     k = (block_k * s.block_k + lanes(s.block_k, 0, 1))[None, :]
     n = (block_n * s.block_n + lanes(s.block_n, 0, 1))[None, :]
-    x = _Side("x", k, block_k * s.block_k, c.k + c.x_behind, c.x_rows, c.x_part)
-    y = _Side("y", n, block_n * s.block_n, c.n + c.y_behind, c.y_rows, c.y_part)
+    x = _Side.of(ref, "x", k, block_k * s.block_k, c.head_blocks, c.k)
+    y = _Side.of(ref, "y", n, block_n * s.block_n, c.head_blocks, c.n)
     return _Program(ref, c, number, heads, start, end, x, y, start + lanes(s.block_rows, 0, 1))
 
 
@@ -218,14 +225,14 @@ def _rows(p: _Program, position: jax.Array, here: Indices) -> tuple[Tile, Tile]:
 
 
 def _load(p: _Program, side: _Side, row: jax.Array, valid: jax.Array) -> Tile:
-    row_mask = within(row, side.rows, valid)[:, None]
+    row_mask = within(row, side.ref.shape[0], valid)[:, None]
     mask = row_mask & (side.column < side.width) if side.width % side.column.shape[1] else row_mask
     exponent = None
-    if f"{side.name}_exponent" in p.ref:
+    if side.exponent is not None:
         # The first column's part is every column's: `grouped_weight_gradient` decodes other rows beforehand.
         part = lax.div(p.heads * side.width + side.first, jnp.int32(side.part)) + jnp.zeros_like(row[:, None])
-        exponent = _triton.load(p.ref[f"{side.name}_exponent"], (row[:, None], part), row_mask).astype(jnp.int32)
-    return _triton.load(p.ref[side.name], (row[:, None], p.heads * side.width + side.column), mask), exponent
+        exponent = _triton.load(side.exponent, (row[:, None], part), row_mask).astype(jnp.int32)
+    return _triton.load(side.ref, (row[:, None], p.heads * side.width + side.column), mask), exponent
 
 
 def _measured_powers(p: _Program, at_first: Indices) -> dict[str, jax.Array]:
@@ -233,12 +240,13 @@ def _measured_powers(p: _Program, at_first: Indices) -> dict[str, jax.Array]:
 
     A program measures the rows of its first step. A power that is wrong by a factor of some thousands costs no digits.
     """
-    tiles = _rows(p, p.first, at_first)
-    found = {}
-    for name, (rows, _) in zip("xy", tiles, strict=True):
-        if name in p.c.measured:
+    found: dict[str, jax.Array] = {}
+    if not any(side.is_measured(p.c.arithmetic) for side in (p.x, p.y)):
+        return found
+    for side, (rows, _) in zip((p.x, p.y), _rows(p, p.first, at_first), strict=True):
+        if side.is_measured(p.c.arithmetic):
             largest = max_magnitude(finite_magnitude(rows), 0)
-            found[name] = powers_of_tile(largest, whole_max(largest))
+            found[side.name] = powers_of_tile(largest, whole_max(largest))
     return found
 
 
@@ -264,7 +272,7 @@ def _step(
     x, y = (
         rows.astype(jnp.float32) * inverses[name] if name in inverses else rows for name, rows in (("x", x), ("y", y))
     )
-    left = _left(x, x_exponent, c)
+    left = _left(x, x_exponent, c, _triton.product_dtype(x.dtype, y.dtype, c.precision))
     return _added(sum_, left, y, y_exponent, c), ahead
 
 

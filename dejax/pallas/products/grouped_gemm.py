@@ -6,8 +6,7 @@ Reference: `products.reference.grouped_gemm`. Contract test: `test_grouped_gemm`
 from __future__ import annotations
 
 import functools
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,8 +26,17 @@ from dejax.pallas.formats.row_scaled import (
     two_parts,
 )
 from dejax.pallas.products.gemm_kernel import GemmPlan, gemm_kernel
-from dejax.pallas.products.product_schedule import SCALE_BEFOREHAND, GemmSchedule, gemm_schedule, merged_heads
+from dejax.pallas.products.product_schedule import (
+    BLOCKS,
+    SCALE_BEFOREHAND,
+    GemmSchedule,
+    gemm_block,
+    gemm_candidates,
+    gemm_schedule,
+    merged_heads,
+)
 from dejax.pallas.products.requests import GroupedGemm, arithmetic, both_in_16_bits
+from dejax.pallas.tuning import bucket, choose
 
 # The widest results that one program computes whole rows of: where an inner product with a vector needs that, and where
 # a row is to have one exponent.
@@ -48,7 +56,7 @@ def grouped_gemm(request: GroupedGemm, *, schedule: GemmSchedule | None = None, 
 
     Args:
       request: the operands, the groups, the epilogue and the output.
-      schedule: the tile; by default the heuristic's.
+      schedule: the tile; by default the heuristic's, or the tuned table's where `groups` has no `block`.
       interpret: run the kernel interpreted; by default where there is no GPU.
 
     Returns:
@@ -60,20 +68,46 @@ def grouped_gemm(request: GroupedGemm, *, schedule: GemmSchedule | None = None, 
       ValueError: shapes that do not fit each other.
     """
     check_precision(request.precision)
+    if request.groups.block is None:
+        return _with_chosen_schedule(request, interpret)
     flat = request.x.ndim == 2
     r = _with_heads_axis(request)
     _check_shapes(r)
     _check_supported(r, schedule)
     x, epilogue = r.x, r.epilogue
-    if min(r.groups.tile_type.shape[0], r.groups.num_positions, r.out_rows, r.n, *x.shape[:2]) == 0:
+    tiles = r.groups.tiles(request.groups.block)
+    if min(tiles[0].shape[0], r.groups.num_positions, r.out_rows, r.n, *x.shape[:2]) == 0:
         y, dot = _zeros(r)
     else:
-        y, dot = _multiplied(r, schedule, interpret)
+        y, dot = _multiplied(r, tiles, schedule, interpret)
     if not flat:
         y = y.reshape(r.out_rows, x.shape[1], r.n)
     elif dot is not None and epilogue.dot_parts == 1:
         dot = dot.reshape(r.out_rows)
     return y if dot is None else (y, dot)
+
+
+def _with_chosen_schedule(r: GroupedGemm, interpret: bool | None) -> Any:
+    """The result with the tuned table's tile, else with the heuristic's."""
+    k, n, types, positions = r.x.shape[-1], r.n, r.w.shape[0], r.groups.num_positions
+    heads, row_scaled = r.x.shape[1] if r.x.ndim == 3 else 1, isinstance(r.x, RowScaled)
+    block = gemm_block(k, n, positions, types, r.precision, row_scaled=row_scaled, in_16_bits=both_in_16_bits(r.x, r.w))
+    form = "fh"[row_scaled] + "fh"[r.output.row_scaled] + "nt"[r.transpose_w]
+    form += ("" if r.epilogue.bias is None else "b") + ("" if r.epilogue.dot_vector is None else "d")
+
+    def call(fields: dict[str, Any]) -> Any:
+        tile = {key: value for key, value in fields.items() if key != "block"}
+        request = replace(r, groups=replace(r.groups, block=fields["block"]))
+        return grouped_gemm(request, schedule=GemmSchedule(**tile) if tile else None, interpret=interpret)
+
+    fields = choose(
+        "gemm",
+        f"{k}x{n}x{heads}-{r.precision}-{r.x.dtype}-{form}-{bucket(positions / max(types, 1))}-{bucket(positions)}",
+        {"block": block},  # the rest by `gemm_schedule`
+        lambda: gemm_candidates(k, n) if heads == 1 else [{"block": b} for b in BLOCKS],
+        call,
+    )
+    return call(fields)
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
@@ -143,29 +177,6 @@ def _check_supported(r: GroupedGemm, schedule: GemmSchedule | None) -> None:
 # --- the call --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Weights:
-    """The matrices as the kernel takes them: as they are, or in float16 with powers of two."""
-
-    array: jax.Array
-    low: jax.Array | None = None  # the rest of them where products are to be exact
-    power: jax.Array | None = None  # of each column, float32[types, heads, n], or float32[types]
-    divided: bool = False  # by the powers of two of the result's columns; one power for each type
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Cut:
-    """How one call is cut: which heads are merged, and the columns of the result in tiles."""
-
-    schedule: GemmSchedule
-    merged: int
-    arithmetic: str
-    row_scaled: bool
-
-    def blocks_n(self, n: int) -> int:
-        return cdiv(self.merged * n, self.schedule.block_n)
-
-
 def _zeros(r: GroupedGemm) -> tuple[Any, jax.Array | None]:
     heads = r.x.shape[1]
     y: Any = jnp.zeros((r.out_rows, heads * r.n), r.out_dtype)
@@ -176,8 +187,44 @@ def _zeros(r: GroupedGemm) -> tuple[Any, jax.Array | None]:
     return y, jnp.zeros((r.out_rows, heads * r.epilogue.dot_parts), jnp.float32)
 
 
-def _cut(r: GroupedGemm, schedule: GemmSchedule | None) -> _Cut:
+def _multiplied(
+    r: GroupedGemm, tiles: tuple[Any, Any], schedule: GemmSchedule | None, interpret: bool | None
+) -> tuple[Any, jax.Array | None]:
+    """The result rows, with their heads side by side, and the inner products with `dot_vector`."""
+    plan = _plan(r, schedule)
+    r, out_length = _as_possible(r, plan)
+    operands = _operands(r, tiles, plan)
+    results, aliases = _results(r, plan, out_length), {}
+    if not r.output.covers_all:
+        for i, s in enumerate(results.values()):
+            aliases[len(operands)] = i
+            operands[f"zeros{i}"] = jnp.zeros(s.shape, s.dtype)
+    # The powers of the columns of a large tile would take the registers of its second program on a multiprocessor.
+    large = plan.block * plan.schedule.block_n >= 128 * 128
+    divided_w = "out_columns" in operands and "w_power" not in operands and _is_linear(r) and large
+    found = _triton.pallas_call(
+        functools.partial(gemm_kernel, c=replace(plan, names=(*operands, *results), divided_w=divided_w)),
+        name="grouped_gemm",
+        num_programs=cdiv(tiles[0].shape[0], plan.schedule.tiles_per_program) * plan.head_blocks * plan.blocks_n,
+        out_shape=list(results.values()),
+        num_warps=plan.schedule.num_warps,
+        num_stages=plan.schedule.num_stages,
+        interpret=_triton.use_interpreter(interpret),
+        aliases=aliases,
+    )(*operands.values())
+    made: dict[str, Any] = dict(zip(results, found, strict=True))
+    if r.output.row_scaled:
+        features = (r.n,) if r.x.shape[1] == 1 else (r.x.shape[1], r.n)
+        columns = None if r.output.columns is None else r.output.columns.reshape(features)
+        rows = made["y"].reshape(r.out_rows, *features[:-1], out_length)
+        made["y"] = of_stored(rows, made["y_exponent"], features, columns)
+    return made["y"], made.get("dot")
+
+
+def _plan(r: GroupedGemm, schedule: GemmSchedule | None) -> GemmPlan:
+    """How the call is cut, without the names of what the kernel is given."""
     (_, heads, k), n, dots = r.x.shape, r.n, r.epilogue.dot_vector is not None
+    assert r.groups.block is not None
     merged = merged_heads(heads, k, n, r.precision, r.x.dtype) if schedule is None and not dots else 1
     if schedule is None:
         schedule = gemm_schedule(
@@ -192,28 +239,80 @@ def _cut(r: GroupedGemm, schedule: GemmSchedule | None) -> _Cut:
             row_scaled=isinstance(r.x, RowScaled),
             transposed=r.transpose_w,
         )
-    one_width = merged * n <= schedule.block_n or merged * n % schedule.block_n == 0  # of the parts of a row
-    return _Cut(schedule, merged, arithmetic(r.precision, r.x.dtype, r.w.dtype), r.output.row_scaled and one_width)
+    return GemmPlan(
+        schedule=schedule,
+        block=r.groups.block,
+        positions=r.groups.num_positions,
+        head_blocks=heads // merged,
+        merged=merged,
+        head_k=k,
+        head_n=n,
+        transpose_w=r.transpose_w,
+        activation=r.epilogue.activation,
+        precision=r.precision,
+        arithmetic=arithmetic(r.precision, r.x.dtype, r.w.dtype),
+    )
 
 
-def _with_columns(r: GroupedGemm, cut: _Cut) -> GroupedGemm:
-    """The request without unused powers of columns, and with `RowScaled` decoded that the kernel cannot read."""
-    (_, heads, k), x, x_columns = r.x.shape, r.x, r.x_columns
+def _as_possible(r: GroupedGemm, c: GemmPlan) -> tuple[GroupedGemm, int]:
+    """The request in the forms that the kernel reads and writes, and the columns of a head of the result as stored.
+
+    `RowScaled` that the kernel cannot read are decoded, powers of columns without a use left out, and a result whose
+    tiles have parts of several widths stays float32.
+    """
+    (_, heads, k), x, x_columns, output = r.x.shape, r.x, r.x_columns, r.output
     if isinstance(x, RowScaled):
         x_columns = x.columns
-        if cut.arithmetic != "scaled" or not x.one_exponent(cut.merged * k, cut.schedule.block_k):
+        if c.arithmetic != "scaled" or not x.one_exponent(c.k, c.schedule.block_k):
             x = x.decode()
-    x_columns = None if x_columns is None or cut.arithmetic == "direct" else x_columns.reshape(heads, k)
-    columns = r.output.columns
-    columns = None if columns is None or not cut.row_scaled else columns.reshape(heads, r.n)
-    return replace(r, x=x, x_columns=x_columns, output=replace(r.output, columns=columns))
+    x_columns = None if x_columns is None or c.arithmetic == "direct" else x_columns.reshape(heads, k)
+    row_scaled = output.row_scaled and (c.n <= c.schedule.block_n or c.n % c.schedule.block_n == 0)
+    columns = None if output.columns is None or not row_scaled else output.columns.reshape(heads, r.n)
+    out_length = stored((r.n,))[0] if row_scaled and c.merged == 1 and c.blocks_n == 1 else r.n
+    output = replace(output, row_scaled=row_scaled, columns=columns)
+    return replace(r, x=x, x_columns=x_columns, output=output), out_length
 
 
-def _weights(r: GroupedGemm, cut: _Cut) -> tuple[_Weights, jax.Array | None]:
-    """The matrices, and the `dot_vector` that meets their result."""
-    vector, columns, merged = r.epilogue.dot_vector, r.output.columns, cut.merged
-    if cut.arithmetic == "direct" or r.groups.num_positions < SCALE_BEFOREHAND:
-        return _Weights(r.w), vector
+def _operands(r: GroupedGemm, tiles: tuple[Any, Any], c: GemmPlan) -> dict[str, Any]:
+    """The kernel's operands by name, in order."""
+    (rows, heads, k), n, x, groups, e = r.x.shape, r.n, r.x, r.groups, r.epilogue
+    positions, types = groups.num_positions, r.w.shape[0]
+    w, w_low, w_power, dot_vector = _weights(r, c)
+    # Matrices that were scaled beforehand were multiplied by the powers of the columns of `RowScaled`.
+    multiplied = isinstance(x, RowScaled) and w_power is not None
+    x_columns = None if r.x_columns is None or multiplied else r.x_columns.reshape(heads * k)
+    # And divided by those of the columns of the result, if they have one power for each type.
+    divided = r.output.columns is None or (w_power is not None and w_power.ndim == 1)
+    found = {
+        "x": (x.mantissa if isinstance(x, RowScaled) else x).reshape(rows, -1),
+        "w": w,
+        "offsets": groups.offsets,
+        "tile_type": tiles[0],
+        "tile_start": tiles[1],
+        "x_exponent": x.exponent if isinstance(x, RowScaled) else None,
+        "w_power": w_power,
+        "x_columns": x_columns,
+        "w_low": w_low,
+        "x_index": None if r.x_index is None else as_index(r.x_index, "x_index", positions),
+        "out_index": None if r.output.index is None else as_index(r.output.index, "output.index", positions),
+        "bias": None if e.bias is None else e.bias.reshape(types, heads * n),
+        "dot_vector": dot_vector,
+        "out_columns": None if divided or r.output.columns is None else r.output.columns.reshape(heads * n),
+    }
+    return {name: a for name, a in found.items() if a is not None}
+
+
+def _weights(r: GroupedGemm, c: GemmPlan) -> tuple[Any, Any, Any, Any]:
+    """The matrices as the kernel takes them, and the `dot_vector` that meets their result.
+
+    Returns:
+      The matrices, as they are or in float16; the rest of them where products are to be exact; their powers of two, of
+      each column, float32[types, heads, n], or, where matrices were divided by the powers of the result's columns,
+      float32[types]; and the vector.
+    """
+    vector, columns = r.epilogue.dot_vector, r.output.columns
+    if c.arithmetic == "direct" or c.positions < SCALE_BEFOREHAND:
+        return r.w, None, None, vector
     w = r.w.astype(jnp.float32)
     if r.x_columns is not None:
         w = w * (r.x_columns[:, None] if r.transpose_w else r.x_columns[:, :, None])
@@ -224,13 +323,13 @@ def _weights(r: GroupedGemm, cut: _Cut) -> tuple[_Weights, jax.Array | None]:
         inverse = inverse_of(columns)
         w = w * (inverse[:, :, None] if r.transpose_w else inverse[:, None])
         vector = None if vector is None else vector * columns
-    w, low, powers = _as_scaled(w, r.transpose_w, cut.arithmetic == "exact", divided)
-    if merged == 1:  # matrices of whole tiles need no mask
-        tile = (cut.schedule.block_k, cut.schedule.block_n)
+    w, low, powers = _as_scaled(w, r.transpose_w, c.arithmetic == "exact", divided)
+    if c.merged == 1:  # matrices of whole tiles need no mask
+        tile = (c.schedule.block_k, c.schedule.block_n)
         sides = tuple((0, -a % b) for a, b in zip((r.x.shape[2], r.n), tile, strict=True))
         sides = (0, 0), (0, 0), *(sides[::-1] if r.transpose_w else sides)
         w, low = jnp.pad(w, sides), None if low is None else jnp.pad(low, sides)
-    return _Weights(w, low, powers, divided), vector
+    return w, low, powers, vector
 
 
 def _is_linear(r: GroupedGemm) -> bool:
@@ -252,111 +351,13 @@ def _as_scaled(
     return (*two_parts(w), powers) if exact else (w.astype(jnp.float16), None, powers)
 
 
-def _operands(r: GroupedGemm, w: _Weights, dot_vector: jax.Array | None, row_scaled: bool) -> dict[str, Any]:
-    """The kernel's operands by name, in order."""
-    (rows, heads, k), n, x, groups, e = r.x.shape, r.n, r.x, r.groups, r.epilogue
-    positions, types = groups.num_positions, r.w.shape[0]
-    # Matrices that were scaled beforehand were multiplied by the powers of the columns of `RowScaled`.
-    divided = isinstance(x, RowScaled) and w.power is not None
-    x_columns = None if r.x_columns is None or divided else r.x_columns.reshape(heads * k)
-    found = {
-        "x": _stored_rows(x).reshape(rows, -1),
-        "w": w.array,
-        "offsets": groups.offsets,
-        "tile_type": groups.tile_type,
-        "tile_start": groups.tile_start,
-        "x_exponent": x.exponent if isinstance(x, RowScaled) else None,
-        "w_power": w.power,
-        "x_columns": x_columns,
-        "w_low": w.low,
-        "x_index": None if r.x_index is None else as_index(r.x_index, "x_index", positions),
-        "out_index": None if r.output.index is None else as_index(r.output.index, "output.index", positions),
-        "bias": None if e.bias is None else e.bias.reshape(types, heads * n),
-        "dot_vector": dot_vector,
-    }
-    if row_scaled and r.output.columns is not None and not w.divided:
-        found["out_columns"] = r.output.columns.reshape(heads * n)
-    return {name: a for name, a in found.items() if a is not None}
-
-
-def _stored_rows(x: Any) -> jax.Array:
-    return x.mantissa if isinstance(x, RowScaled) else x
-
-
-def _results(r: GroupedGemm, cut: _Cut, out_length: int) -> dict[str, jax.ShapeDtypeStruct]:
+def _results(r: GroupedGemm, c: GemmPlan, out_length: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The kernel's results by name; a head of the result has `out_length` columns."""
-    heads = r.x.shape[1]
-    found = {"y": jax.ShapeDtypeStruct((r.out_rows, heads * out_length), r.out_dtype)}
+    heads, rows = r.x.shape[1], r.out_rows
+    dtype = jnp.dtype(jnp.float16) if r.output.row_scaled else r.out_dtype
+    found = {"y": jax.ShapeDtypeStruct((rows, heads * out_length), dtype)}
     if r.epilogue.dot_vector is not None:
-        found["dot"] = jax.ShapeDtypeStruct((r.out_rows, heads * r.epilogue.dot_parts), jnp.dtype(jnp.float32))
-    if cut.row_scaled:
-        parts = heads // cut.merged * cut.blocks_n(r.n)
-        found["y"] = jax.ShapeDtypeStruct((r.out_rows, heads * out_length), jnp.dtype(jnp.float16))
-        found["y_exponent"] = jax.ShapeDtypeStruct((r.out_rows, parts), jnp.dtype(jnp.uint8))
+        found["dot"] = jax.ShapeDtypeStruct((rows, heads * r.epilogue.dot_parts), jnp.dtype(jnp.float32))
+    if r.output.row_scaled:
+        found["y_exponent"] = jax.ShapeDtypeStruct((rows, c.head_blocks * c.blocks_n), jnp.dtype(jnp.uint8))
     return found
-
-
-def _multiplied(r: GroupedGemm, schedule: GemmSchedule | None, interpret: bool | None) -> tuple[Any, jax.Array | None]:
-    """The result rows, with their heads side by side, and the inner products with `dot_vector`."""
-    cut = _cut(r, schedule)
-    r = _with_columns(r, cut)
-    weights, dot_vector = _weights(r, cut)
-    heads, n = r.x.shape[1], r.n
-    out_length = stored((n,))[0] if cut.row_scaled and cut.merged == 1 and cut.blocks_n(n) == 1 else n
-    operands, results = _operands(r, weights, dot_vector, cut.row_scaled), _results(r, cut, out_length)
-    aliases = {}
-    if not r.output.covers_all:
-        for i, s in enumerate(results.values()):
-            aliases[len(operands)] = i
-            operands[f"zeros{i}"] = jnp.zeros(s.shape, s.dtype)
-    plan = _plan(r, cut, weights, (*operands, *results), out_length)
-    found = _triton.pallas_call(
-        functools.partial(gemm_kernel, c=plan),
-        name="grouped_gemm",
-        num_programs=plan.num_programs,
-        out_shape=list(results.values()),
-        num_warps=cut.schedule.num_warps,
-        num_stages=cut.schedule.num_stages,
-        interpret=_triton.use_interpreter(interpret),
-        aliases=aliases,
-    )(*operands.values())
-    made = dict(zip(results, found, strict=True))
-    y: Any = made["y"]
-    if cut.row_scaled:
-        features = (n,) if heads == 1 else (heads, n)
-        columns = None if r.output.columns is None else r.output.columns.reshape(features)
-        y = of_stored(y.reshape(r.out_rows, *features[:-1], out_length), made["y_exponent"], features, columns)
-    return y, made.get("dot")
-
-
-def _plan(r: GroupedGemm, cut: _Cut, weights: _Weights, names: tuple[str, ...], out_length: int) -> GemmPlan:
-    (rows, heads, k), x = r.x.shape, r.x
-    x_scaled = isinstance(x, RowScaled)
-    # The powers of the columns of a large tile would take the registers of its second program on a multiprocessor.
-    large = r.groups.block * cut.schedule.block_n >= 128 * 128
-    return GemmPlan(
-        names=names,
-        schedule=cut.schedule,
-        block=r.groups.block,
-        tiles=r.groups.tile_type.shape[0],
-        positions=r.groups.num_positions,
-        x_rows=rows,
-        out_rows=r.out_rows,
-        head_blocks=heads // cut.merged,
-        merged=cut.merged,
-        head_k=k,
-        head_n=r.n,
-        transpose_w=r.transpose_w,
-        activation=r.epilogue.activation,
-        dot_parts=r.epilogue.dot_parts,
-        precision=r.precision,
-        arithmetic=cut.arithmetic,
-        dtype=_triton.product_dtype(x.dtype, r.w.dtype, r.precision),
-        whole_w=weights.power is not None and cut.merged == 1,
-        power_by_type=weights.divided,
-        x_behind=math.prod(_stored_rows(x).shape[1:]) - heads * k,  # one head may be stored longer
-        out_behind=out_length - r.n,
-        x_part=x.part_width if isinstance(x, RowScaled) else 1,
-        divided=r.x_columns is not None and not x_scaled,
-        divided_w="out_columns" in names and weights.power is None and _is_linear(r) and large,
-    )

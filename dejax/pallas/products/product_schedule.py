@@ -1,11 +1,12 @@
 """The heuristic schedules of grouped products: tile sizes, warps and stages.
 
 The rules were found on one NVIDIA H200; docs/performance/schedules.md has the figures behind each. A tuned table
-overrules them (`tuned_tables.py`).
+overrules them (`tuning.py`), and a tuner tries the candidates.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,9 @@ import jax.numpy as jnp
 
 from dejax.pallas._shapes import cdiv, next_power_of_two
 from dejax.pallas.machine import H200, machine
+
+BLOCKS = (32, 64, 128)
+"""The rows that a tile of a grouped GEMM may have."""
 
 # The share of shared memory for the tiles of a pipeline's stages. The rest is for sums on their way to memory.
 _FOR_STAGES = 0.88
@@ -177,6 +181,28 @@ def gemm_schedule(
     return GemmSchedule(block_k, block_n, num_warps, _fitting_stages(num_stages, stage), tiles)
 
 
+def _sides(width: int) -> list[int]:
+    """Sides of a tile to try for an axis of `width`."""
+    padded = max(16, next_power_of_two(width))
+    return sorted({min(padded, 64), min(padded, 128)})
+
+
+def gemm_candidates(k: int, n: int) -> list[dict[str, Any]]:
+    """Tiles, warps and stages to try for a grouped GEMM; `block` is the rows of a tile."""
+    found = []
+    for block, block_k, block_n, warps in itertools.product(BLOCKS, _sides(k), _sides(n), (2, 4, 8)):
+        if block * block_n // (32 * warps) > 128:
+            continue
+        tile = {"block": block, "block_k": block_k, "block_n": block_n, "num_warps": warps}
+        if next_power_of_two(k) > block_k:  # what the pipeline loads ahead: steps, or else tiles
+            found += [tile | {"num_stages": stages} for stages in (1, 2, 3)]
+            continue
+        found.append(tile | {"num_stages": 1})
+        ahead = ((4, 2), (4, 3), (8, 4)) if warps > 2 else ()
+        found += [tile | {"num_stages": stages, "tiles_per_program": tiles} for tiles, stages in ahead]
+    return found
+
+
 class MergedHeads:
     """The sides of the product of `merged` heads at once, each `head_k` by `head_n`."""
 
@@ -255,6 +281,19 @@ def _wide_weight_gradient_schedule(
     if all(in_16_bits):
         return WeightGradientSchedule(32, 64, 64, 4, 3) if wide_n == 64 else WeightGradientSchedule(64, 64, 64, 4, 2)
     return WeightGradientSchedule(64, 64, 64, 4, 3 if in_16_bits[1] else 2 if in_16_bits[0] else 1)
+
+
+def weight_gradient_candidates(k: int, n: int) -> list[dict[str, Any]]:
+    """Tiles, warps and stages to try for grouped weight gradients."""
+    return [
+        {"block_rows": rows, "block_k": block_k, "block_n": block_n, "num_warps": warps, "num_stages": stages}
+        for rows in BLOCKS
+        for block_k in _sides(k)
+        for block_n in _sides(n)
+        for warps in (4, 8)
+        for stages in (1, 2)
+        if block_k * block_n // (32 * warps) <= 128
+    ]
 
 
 def rows_per_split(num_positions: int) -> int:

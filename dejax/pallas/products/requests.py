@@ -6,6 +6,7 @@ reads a row of each input array. A row has one or several heads, which are multi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,22 +19,21 @@ from dejax.pallas.formats.row_scaled import RowScaled
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GemmGroups:
-    """The groups of a grouped GEMM, cut into tiles (for instance by `dejax.rgnn.graphs.tables.tile_table`).
+    """The groups of a grouped GEMM, and how they are cut into tiles.
 
     Attributes:
       offsets: int32[types + 1].
-      tile_type: int32[tiles], the type of each tile.
-      tile_start: int32[tiles], the first position of each tile. A tile has `block` positions, or ends with its group. A
-        tile that starts at or after the end of its group is unused.
-      block: positions of a tile; a power of two, at least 16.
       num_positions: the length of the indices, and of the range of positions.
+      tiles: from the positions of a tile to int32[tiles], the type of each tile, and int32[tiles], its first position
+        (for instance of `dejax.rgnn.graphs.tables.tile_table`). A tile has that many positions, or ends with its group.
+        A tile that starts at or after the end of its group is unused. Where there are positions there is a tile.
+      block: positions of a tile; a power of two, at least 16. None: the number that suits the product best.
     """
 
     offsets: jax.Array
-    tile_type: jax.Array
-    tile_start: jax.Array
-    block: int
     num_positions: int
+    tiles: Callable[[int], tuple[jax.Array, jax.Array]]
+    block: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dejax.pallas import _triton, tuned_tables
+from dejax.pallas import _triton
 from dejax.pallas._checks import as_index, check_float, check_precision
 from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.formats.row_scaled import RowScaled
@@ -27,10 +27,12 @@ from dejax.pallas.products.product_schedule import (
     WeightGradientSchedule,
     merged_heads,
     rows_per_split,
+    weight_gradient_candidates,
     weight_gradient_schedule,
 )
 from dejax.pallas.products.requests import GroupedWeightGradient, arithmetic
 from dejax.pallas.products.sums import sum_rows
+from dejax.pallas.tuning import bucket, choose
 
 
 def split_table(offsets: jax.Array, rows_per_split: int, num_positions: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -127,13 +129,13 @@ def _chosen_schedule(r: GroupedWeightGradient, merged: int, interpret: bool | No
         in_16_bits=(_in_16_bits(r.x), _in_16_bits(r.y)), num_positions=r.num_positions,
     )  # fmt: skip
     forms = "".join("h" if isinstance(a, RowScaled) else "f" for a in (r.x, r.y))
-    fields = tuned_tables.choose(
+    fields = choose(
         "outer",
         f"{next_power_of_two(k)}x{next_power_of_two(n)}x{heads}-{r.precision}-{r.x.dtype}-{forms}"
-        f"-{tuned_tables.bucket(r.num_positions)}",
+        f"-{bucket(r.num_positions)}",
         asdict(heuristic),
         # The heuristic merges heads; their tiles are not searched.
-        lambda: tuned_tables.weight_gradient_candidates(k, n) if merged == 1 else [],
+        lambda: weight_gradient_candidates(k, n) if merged == 1 else [],
         lambda fields: grouped_weight_gradient(r, schedule=WeightGradientSchedule(**fields), interpret=interpret),
     )
     return WeightGradientSchedule(**fields)
@@ -145,14 +147,14 @@ def _in_16_bits(rows: jax.Array | RowScaled) -> bool:
 
 def _decoded(r: GroupedWeightGradient, merged: int, schedule: WeightGradientSchedule) -> GroupedWeightGradient:
     """The request, with `RowScaled` decoded where a tile's columns share no exponent or are not multiplied so."""
-    x, y = r.x, r.y
-    scaled = arithmetic(r.precision, x.dtype, y.dtype) == "scaled"
-    if isinstance(x, RowScaled) and not (scaled and x.one_exponent(merged * x.shape[2], schedule.block_k)):
-        x = x.decode()
-    if isinstance(y, RowScaled):
-        one_exponent = y.one_exponent(merged * y.shape[2], schedule.block_n)
-        y = y if scaled and one_exponent else y.decode()
-    return replace(r, x=x, y=y)
+    scaled = arithmetic(r.precision, r.x.dtype, r.y.dtype) == "scaled"
+
+    def readable(a: jax.Array | RowScaled, block: int) -> jax.Array | RowScaled:
+        if not isinstance(a, RowScaled) or (scaled and a.one_exponent(merged * a.shape[2], block)):
+            return a
+        return a.decode()
+
+    return replace(r, x=readable(r.x, schedule.block_k), y=readable(r.y, schedule.block_n))
 
 
 def _operands(r: GroupedWeightGradient, splits: tuple[Any, ...]) -> dict[str, Any]:
@@ -174,11 +176,7 @@ def _operands(r: GroupedWeightGradient, splits: tuple[Any, ...]) -> dict[str, An
 
 def _stored_rows(a: jax.Array | RowScaled) -> jax.Array:
     """Rows as they are stored, with their heads side by side."""
-    return (a.mantissa if isinstance(a, RowScaled) else a).reshape(a.shape[0], _stored_width(a))
-
-
-def _stored_width(a: jax.Array | RowScaled) -> int:
-    return math.prod((a.mantissa if isinstance(a, RowScaled) else a).shape[1:])
+    return (a.mantissa if isinstance(a, RowScaled) else a).reshape(a.shape[0], -1)
 
 
 def _summed(r: GroupedWeightGradient, schedule: WeightGradientSchedule | None, interpret: bool | None) -> jax.Array:
@@ -190,7 +188,16 @@ def _summed(r: GroupedWeightGradient, schedule: WeightGradientSchedule | None, i
     per_split = r.rows_per_split or rows_per_split(r.num_positions)
     splits = r.splits or (*split_table(jnp.asarray(r.offsets), per_split, r.num_positions), None)
     operands, num_splits = _operands(r, splits), splits[0].shape[0]
-    plan = _plan(r, merged, schedule, (*operands, "partial"))
+    plan = GradientPlan(
+        names=(*operands, "partial"),
+        schedule=schedule,
+        head_blocks=heads // merged,
+        merged=merged,
+        head_k=k,
+        head_n=r.y.shape[2],
+        precision=r.precision,
+        arithmetic=arithmetic(r.precision, r.x.dtype, r.y.dtype),
+    )
     (partials,) = _triton.pallas_call(
         functools.partial(partial_kernel, c=plan),
         name="grouped_weight_gradient",
@@ -203,33 +210,3 @@ def _summed(r: GroupedWeightGradient, schedule: WeightGradientSchedule | None, i
     if per_split >= r.num_positions:  # one split of each type: its partial is the sum
         return partials.astype(r.dtype)
     return sum_rows(partials, splits[2], dtype=r.dtype, name="grouped_weight_gradient_sum", interpret=interpret)
-
-
-def _plan(
-    r: GroupedWeightGradient, merged: int, schedule: WeightGradientSchedule, names: tuple[str, ...]
-) -> GradientPlan:
-    (x_rows, heads, k), (y_rows, _, n) = r.x.shape, r.y.shape
-    how = arithmetic(r.precision, r.x.dtype, r.y.dtype)
-    measured = (
-        name
-        for name, a in (("x", r.x), ("y", r.y))
-        if how != "direct" and not isinstance(a, RowScaled) and a.dtype == jnp.float32
-    )
-    return GradientPlan(
-        names=names,
-        schedule=schedule,
-        head_blocks=heads // merged,
-        merged=merged,
-        head_k=k,
-        head_n=n,
-        precision=r.precision,
-        arithmetic=how,
-        dtype=_triton.product_dtype(r.x.dtype, r.y.dtype, r.precision),
-        x_rows=x_rows,
-        y_rows=y_rows,
-        x_part=r.x.part_width if isinstance(r.x, RowScaled) else 1,
-        y_part=r.y.part_width if isinstance(r.y, RowScaled) else 1,
-        x_behind=_stored_width(r.x) - heads * k,
-        y_behind=_stored_width(r.y) - heads * n,
-        measured=tuple(measured),
-    )

@@ -34,8 +34,13 @@ from dejax.pallas.traversal.arrays import (
 from dejax.pallas.traversal.kernels import map_kernel, row_kernel
 from dejax.pallas.traversal.plan import BY_ROW, SHARED, LoopPlan, Output, TileOperand
 from dejax.pallas.traversal.request import LongSegmentTable, Outputs, RowSegments, lengths_of
-from dejax.pallas.traversal.traversal_schedule import TraversalSchedule, map_schedule, traversal_schedule
-from dejax.pallas.tuned_tables import bucket, choose, traversal_candidates
+from dejax.pallas.traversal.traversal_schedule import (
+    TraversalSchedule,
+    map_schedule,
+    traversal_candidates,
+    traversal_schedule,
+)
+from dejax.pallas.tuning import bucket, choose
 
 __all__ = [
     "MAX_WIDTH",

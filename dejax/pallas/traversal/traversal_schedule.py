@@ -1,13 +1,14 @@
 """The heuristic schedules of traversals: rows and entries of a step, warps and stages.
 
 The rules were found on one NVIDIA H200; docs/performance/schedules.md has the figures behind each. A tuned table
-overrules them (`tuned_tables.py`).
+overrules them (`tuning.py`), and a tuner tries the candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dejax.pallas._shapes import next_power_of_two, previous_power_of_two
 from dejax.pallas.machine import H200
@@ -182,3 +183,15 @@ def map_schedule(width: int, *, narrows: bool = False, interpret: bool = False) 
     if narrows and width <= 512:
         return TraversalSchedule(1, max(1, 512 // width), 1, 1)
     return TraversalSchedule(1, min(256, max(1, 4 * 512 // width)), 4 if width <= 2048 else 8, 1)
+
+
+def traversal_candidates(width: int) -> list[dict[str, Any]]:
+    """Rows and entries of a step, and warps, to try for a traversal with tiles of `width`."""
+    least = 4 if width > 8 else 1  # elements a thread; traversals of scalars alone were the fastest with two
+    return [
+        {"rows_per_program": rows, "entries_per_step": entries, "num_warps": warps, "num_stages": 1}
+        for warps in (1, 2, 4)
+        for rows in (1, 2, 4, 8, 16, 32, 64)
+        for entries in (1, 2, 4, 8)
+        if least <= rows * entries * width // (32 * warps) <= 32
+    ]

@@ -28,7 +28,7 @@ from dejax.rgnn.lowering.segments import valid_rows, where_rows
 from dejax.rgnn.options import Options
 
 if TYPE_CHECKING:
-    from dejax.pallas.tuner import Measure
+    from dejax.pallas.tuning import Measure
     from dejax.rgnn.compiler.explain import Explanation
     from dejax.rgnn.compiler.tune import TuningReport
 

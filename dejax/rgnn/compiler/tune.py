@@ -9,8 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from dejax.pallas import tuned_tables
-from dejax.pallas.tuner import Measure, Tuned, Tuner
+from dejax.pallas.tuning import Measure, Tuned, Tuner, cache_file
 from dejax.rgnn.compiler import execute
 from dejax.rgnn.compiler.execute import CompileTask
 from dejax.rgnn.graphs.rel_graph import RelGraph
@@ -63,7 +62,7 @@ def tune(
             _training(task, graph, inputs)
     path = None
     if save and tuner.found:
-        path = tuned_tables.cache_file()
+        path = cache_file()
         tuner.save(path)
         execute.forget_compiled()
     return TuningReport(tuple(tuner.found.values()), path)

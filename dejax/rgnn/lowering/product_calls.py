@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import dejax.pallas as kernels
-from dejax.pallas import tuned_tables
 from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.formats.row_scaled import of_stored, stored
 from dejax.pallas.products.grouped_gemm import MAX_ROW_SCALED_N
-from dejax.pallas.products.requests import both_in_16_bits
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.intra import Gemm, Operand, RowProducts, WeightGradient
 from dejax.rgnn.ir.row_sums import row_sums
@@ -53,17 +50,13 @@ class Products(Running):
         epilogue = self._epilogue(instance, env, (w.shape[0], *x.shape[1:-1], w.shape[-2 if transpose else -1]))
         output = self._output(instance, group, heads_of)
 
-        def call(fields: dict[str, Any]) -> Any:
-            tiles = group.tiles_for(fields["block"], near=x_index is not None)
-            tile = {key: value for key, value in fields.items() if key != "block"}
-            groups = kernels.GemmGroups(group.offsets, tiles.row_type, tiles.start, tiles.block, group.num_entries)
-            return kernels.grouped_gemm(
-                kernels.GroupedGemm(x, w, groups, x_index, x_columns, transpose, epilogue, output, self.precision),
-                schedule=kernels.GemmSchedule(**tile) if tile else None,
-                interpret=self.interpret,
-            )
+        def tiles(block: int) -> tuple[jax.Array, jax.Array]:
+            table = group.tiles_for(block, near=x_index is not None)
+            return table.row_type, table.start
 
-        result = call(self._gemm_schedule(x, w, transpose, instance, group, call))
+        groups = kernels.GemmGroups(group.offsets, group.num_entries, tiles)
+        request = kernels.GroupedGemm(x, w, groups, x_index, x_columns, transpose, epilogue, output, self.precision)
+        result = kernels.grouped_gemm(request, interpret=self.interpret)
         found = [result] if instance.dot is None else list(result)
         found = self.cleared(self.program.ops[instance.product].space, found, [(v,) for v in instance.writes])
         if split:
@@ -92,29 +85,6 @@ class Products(Running):
             dtype=jnp.dtype(op.dtype),
             row_scaled=instance.out in self.row_scaled,
             columns=columns,
-        )
-
-    def _gemm_schedule(
-        self, x: Any, w: jax.Array, transpose: bool, instance: Gemm, group: Segments, call: Callable[..., Any]
-    ) -> dict[str, Any]:
-        """Rows of a tile and, where a table has them, the other fields of a schedule."""
-        k, n = x.shape[-1], w.shape[-2 if transpose else -1]
-        row_scaled = isinstance(x, kernels.RowScaled)
-        entries = group.num_entries
-        in_16_bits = both_in_16_bits(x, w)
-        block = kernels.gemm_block(
-            k, n, entries, group.num_rows, self.precision, row_scaled=row_scaled, in_16_bits=in_16_bits
-        )
-        heads = x.shape[1] if x.ndim == 3 else 1
-        form = ("h" if row_scaled else "f") + ("h" if instance.out in self.row_scaled else "f") + "nt"[transpose]
-        form += ("" if instance.bias is None else "b") + ("" if instance.vector is None else "d")
-        return tuned_tables.choose(
-            "gemm",
-            f"{k}x{n}x{heads}-{self.precision}-{x.dtype}-{form}"
-            f"-{tuned_tables.bucket(entries / max(group.num_rows, 1))}-{tuned_tables.bucket(entries)}",
-            {"block": block},  # the rest by `grouped_gemm`
-            lambda: tuned_tables.gemm_candidates(k, n) if heads == 1 else [{"block": b} for b in (32, 64, 128)],
-            call,
         )
 
     def _with_heads(self, y: Any, instance: Gemm) -> Any:

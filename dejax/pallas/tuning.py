@@ -1,17 +1,22 @@
-"""Tuning schedules: every candidate of a kernel is run on the real arrays and timed on the device.
+"""Tuned schedules: the tables on disk, the choice between a tuner, a table and the heuristic, and the tuner.
 
-Times come from the profiler, which sees what a kernel takes on the device however short it is; one recording holds all
-candidates of a kernel, told apart by the names that they are given.
+A table is the user's own (`rgnn.Program.tune` writes it), or the one under `tuned/` for the device. A tuner runs every
+candidate of a kernel on the real arrays and times it on the device. Times come from the profiler, which sees what a
+kernel takes on the device however short it is; one recording holds all candidates of a kernel, told apart by the names
+that they are given.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import json
 import os
+import re
 import statistics
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,10 +25,16 @@ from typing import Any
 
 import jax
 
-from dejax.pallas import _triton, tuned_tables
+from dejax.pallas import _triton
+from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.profile import record
 
+TUNED = Path(__file__).parent / "tuned"
+
 Fields = dict[str, Any]
+"""The fields of a schedule by name."""
+Table = dict[str, dict[str, Fields]]
+"""Fields by kernel (`gemm`, `outer` or `traversal`) and key, which shapes that are alike share."""
 Call = Callable[[Fields], Any]
 # (candidates, call) -> seconds of each, None for one that cannot run.
 Measure = Callable[[Sequence[Fields], Call], list[float | None]]
@@ -32,6 +43,78 @@ _REPEATS = 3
 _COMPILERS = 8  # candidates compiled at once
 # A schedule must be faster than the heuristic's by this much to be kept: less is noise.
 _GAIN = 0.03
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def cache_file() -> Path:
+    """Where schedules tuned on this machine's device are kept: `$DEJAX_CACHE_DIR`, or the user's cache folder."""
+    folder = os.environ.get("DEJAX_CACHE_DIR")
+    if folder is None:
+        folder = str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "dejax")
+    return Path(folder) / f"schedules_{device_name()}.json"
+
+
+@functools.cache
+def device_name() -> str:
+    """The default device, as part of a file's name: `nvidia_h200`."""
+    return re.sub(r"[^a-z0-9]+", "_", jax.devices()[0].device_kind.lower()).strip("_")
+
+
+def read_table(path: Path) -> Table:
+    """The table in a file; empty where there is none, or none that can be read."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        return {kernel: {key: dict(fields) for key, fields in schedules.items()} for kernel, schedules in table.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        warnings.warn(f"{path} holds no table of schedules ({error}); delete it or tune again", stacklevel=2)
+        return {}
+
+
+@functools.cache
+def _tables() -> tuple[Table, ...]:
+    """The user's table, then the one that dejax ships for the device; none where there is no GPU."""
+    if jax.default_backend() not in ("gpu", "cuda"):
+        return ()
+    return read_table(cache_file()), read_table(TUNED / f"{device_name()}.json")
+
+
+def forget_tables() -> None:
+    """Files are read again at the next kernel."""
+    _tables.cache_clear()
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+_tuner: contextvars.ContextVar[Tuner | None] = contextvars.ContextVar("dejax_tuner", default=None)
+
+
+def choose(kernel: str, key: str, heuristic: Fields, candidates: Callable[[], list[Fields]], call: Call) -> Fields:
+    """Fields of the schedule for a kernel: from a tuner at work, else from a table, else the heuristic's.
+
+    Args:
+      kernel: `gemm`, `outer` or `traversal`.
+      key: what is alike in shape shares a key.
+      heuristic: the fields by the heuristic.
+      candidates: gives other fields to try.
+      call: runs the kernel with given fields, for a tuner to time.
+    """
+    tuner = _tuner.get()
+    if tuner is not None:
+        return tuner.choose(kernel, key, heuristic, candidates(), call)
+    found = (table[kernel][key] for table in _tables() if key in table.get(kernel, {}))
+    return dict(next(found, heuristic))
+
+
+def bucket(count: float) -> int:
+    """A power of two for counts that are alike."""
+    return next_power_of_two(max(1, round(count)))
+
+
+# --- the tuner -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +148,24 @@ class Tuner:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[Tuner]:
-        token = tuned_tables.chooser.set(self.choose)
-        try:
+        with _set_tuner(self):
             yield self
-        finally:
-            tuned_tables.chooser.reset(token)
 
     def choose(self, kernel: str, key: str, heuristic: Fields, candidates: list[Fields], call: Call) -> Fields:
         """The fastest of the heuristic's schedule and the candidates."""
         known = self.found.get((kernel, key))
         if known is not None:
             return dict(known.fields)
-        token = tuned_tables.chooser.set(None)  # what the kernel calls in its turn is not tuned inside
-        try:
-            tries = [heuristic, *(c for c in candidates if c != heuristic)]
-            times = (self.measure or measure_on_device)(tries, call)
-        finally:
-            tuned_tables.chooser.reset(token)
-        if times[0] is None:
+        tries = [heuristic, *(c for c in candidates if c != heuristic)]
+        with _set_tuner(None):  # what the kernel calls in its turn is not tuned inside
+            measured = (self.measure or measure_on_device)(tries, call)
+        times = {i: seconds for i, seconds in enumerate(measured) if seconds is not None}
+        if 0 not in times:
             return heuristic
-        best = min((i for i, t in enumerate(times) if t is not None), key=lambda i: times[i])  # type: ignore[arg-type, return-value]
-        if times[best] > times[0] * (1 - _GAIN):  # type: ignore[operator]
+        best = min(times, key=times.__getitem__)
+        if times[best] > times[0] * (1 - _GAIN):
             best = 0
-        ran = sum(t is not None for t in times)
-        tuned = Tuned(kernel, key, tries[best], times[best], times[0], ran)  # type: ignore[arg-type]
+        tuned = Tuned(kernel, key, tries[best], times[best], times[0], len(times))
         self.found[kernel, key] = tuned
         self.progress(
             f"{kernel:<10}{key:<44}{tuned.heuristic_seconds * 1e6:>10.1f} us -> {tuned.seconds * 1e6:>8.1f} us  "
@@ -96,25 +173,27 @@ class Tuner:
         )
         return dict(tuned.fields)
 
-    def table(self) -> dict[str, dict[str, Fields]]:
-        """`{kernel: {key: fields}}`, of what tuning changed and what it confirmed."""
-        out: dict[str, dict[str, Fields]] = {}
-        for tuned in self.found.values():
-            out.setdefault(tuned.kernel, {})[tuned.key] = tuned.fields
-        return out
-
     def save(self, path: Path) -> None:
-        """Adds what was found to a table on disk; others' entries stay. The file is replaced as a whole."""
-        table = tuned_tables.read_table(path)
-        for kernel, entries in self.table().items():
-            table.setdefault(kernel, {}).update(entries)
+        """Adds what tuning changed or confirmed to a table on disk. Other entries stay; the file is replaced."""
+        table = read_table(path)
+        for (kernel, key), tuned in self.found.items():
+            table.setdefault(kernel, {})[key] = tuned.fields
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".json")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump({k: dict(sorted(v.items())) for k, v in sorted(table.items())}, file, indent=1)
             file.write("\n")
         Path(temporary).replace(path)
-        tuned_tables.forget_tables()
+        forget_tables()
+
+
+@contextlib.contextmanager
+def _set_tuner(tuner: Tuner | None) -> Iterator[None]:
+    token = _tuner.set(tuner)
+    try:
+        yield
+    finally:
+        _tuner.reset(token)
 
 
 def measure_on_device(candidates: Sequence[Fields], call: Call) -> list[float | None]:
