@@ -130,13 +130,13 @@ class RGATSpec(LayerSpec):
 
     Args:
       in_features: width k of the node features.
-      out_features: width d of each head.
+      out_features: width d of each head; the result has H * d features, or d with concat_heads=False.
       num_edge_types: edge types R of the graph.
       num_heads: heads H; parameters `weight` [R, H, k, d], `attention_src` and `attention_dst` [R, H, d].
       softmax: `"dst"`, over all incoming edges of a node (the paper's ARGAT), or `"relation"`, over those of each type
         (WIRGAT).
       negative_slope: of the leaky ReLU on scores.
-      concat_heads: the result is [num_nodes, H * d]; False averages the heads, [num_nodes, d].
+      concat_heads: whether heads are concatenated, [num_nodes, H * d], or averaged, [num_nodes, d].
       use_bias: adds `bias`, as wide as the result.
       attention_dropout: share of the attention coefficients dropped after the softmax while training.
     """

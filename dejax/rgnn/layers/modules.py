@@ -68,7 +68,10 @@ def documentation(spec: type[LayerSpec], flax: str) -> str:
     text, _, listed = (inspect.getdoc(spec) or "").partition("\n\nArgs:\n")
     if "  in_features: " not in listed:
         pair = "; a pair (sources, destinations) for two inputs" if spec.takes_pairs() else ""
-        listed = f"  in_features: width of the node features{pair}.\n  out_features: width of the result.\n{listed}"
+        width = "width of the result."
+        if "concat_heads" in {field.name for field in settings(spec)}:
+            width = "width d of each head; the result has num_heads * d features, or d with concat_heads=False."
+        listed = f"  in_features: width of the node features{pair}.\n  out_features: {width}\n{listed}"
     if flax == "linen":
         listed = _without(FROM_CALL, listed)
         text, listed = (part.replace("out_features", "features") for part in (text, listed))

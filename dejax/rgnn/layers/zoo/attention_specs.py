@@ -11,13 +11,13 @@ from dejax.rgnn.layers.zoo import attention
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GATSpec(LayerSpec):
-    """GAT (arXiv 1710.10903); the equation is in `dejax.rgnn.zoo.gat`. out_features is the width d of a head.
+    """GAT (arXiv 1710.10903); the equation is in `dejax.rgnn.zoo.gat`.
 
     Args:
       num_heads: heads H.
       edge_features: width of the edge features that scores read; None: the layer has none.
       negative_slope: of the leaky ReLU on scores.
-      concat_heads: the result is [nodes, H * d]; False averages the heads, [nodes, d].
+      concat_heads: whether heads are concatenated, [nodes, H * d], or averaged, [nodes, d].
       use_residual, use_bias: adds `x @ residual`, and `bias`.
       attention_dropout: share of the attention coefficients dropped after the softmax while training.
     """
@@ -53,7 +53,7 @@ class GATSpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GATv2Spec(LayerSpec):
-    """GATv2 (arXiv 2105.14491); the equation is in `dejax.rgnn.zoo.gatv2`. out_features is the width d of a head.
+    """GATv2 (arXiv 2105.14491); the equation is in `dejax.rgnn.zoo.gatv2`.
 
     Args:
       num_heads, edge_features, negative_slope, concat_heads, use_residual, attention_dropout: as in `GATConv`.
@@ -96,7 +96,7 @@ class GATv2Spec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformerSpec(LayerSpec):
-    """Graph transformer (arXiv 2009.03509); see `dejax.rgnn.zoo.graph_transformer`. out_features is a head's width d.
+    """Graph transformer (arXiv 2009.03509); see `dejax.rgnn.zoo.graph_transformer`.
 
     Args:
       num_heads, edge_features, concat_heads, attention_dropout: as in `GATConv`.

@@ -93,7 +93,7 @@ class CompGCNSpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimpleHGNSpec(LayerSpec):
-    """SimpleHGN (arXiv 2112.14936); the equations are in `dejax.rgnn.zoo.simple_hgn`. out_features is a head's width d.
+    """SimpleHGN (arXiv 2112.14936); the equations are in `dejax.rgnn.zoo.simple_hgn`.
 
     The attention of the layer before is an argument of the function, not of the module.
 
@@ -138,8 +138,6 @@ class SimpleHGNSpec(LayerSpec):
 class SharedRGATSpec(LayerSpec):
     """RGAT as PyTorch Geometric has it, query and key shared by all relations; see `dejax.rgnn.zoo.rgat_shared`.
 
-    out_features is the width d of a head.
-
     Args:
       num_edge_types: edge types R.
       num_heads, edge_features, negative_slope, concat_heads, use_bias, attention_dropout: as in `GATConv`.
@@ -172,7 +170,7 @@ class SharedRGATSpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HEATSpec(LayerSpec):
-    """HEAT (arXiv 2106.07161); the equations are in `dejax.rgnn.zoo.heat`. out_features is the width of each head.
+    """HEAT (arXiv 2106.07161); the equations are in `dejax.rgnn.zoo.heat`.
 
     Args:
       num_node_types, num_edge_types: T and R.
