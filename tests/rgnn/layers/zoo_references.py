@@ -1,4 +1,7 @@
-"""The layers of the zoo in plain `jax.numpy`, one row per edge, as their papers write them: nothing split or moved."""
+"""The layers of the zoo, and in plain `jax.numpy`, one row per edge, those that PyTorch Geometric does not have.
+
+The other layers are compared with PyTorch Geometric's own results in test_pyg_weights.py.
+"""
 
 from __future__ import annotations
 
@@ -25,37 +28,13 @@ def unit(y: Any) -> Any:
     return jnp.where(square > 0, y / jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
 
 
-def attend(r: Reference, score: Any, value: Any, a: Arrays, within: str = "dst") -> Any:
-    p = r.softmax(score, within) * a.get("edge_scale", 1.0)
+def attend(r: Reference, score: Any, value: Any, a: Arrays) -> Any:
+    p = r.softmax(score) * a.get("edge_scale", 1.0)
     return r.sum(p[..., None] * value)
 
 
 def flat(y: Any) -> Any:
     return y.reshape(y.shape[0], y.shape[1] * y.shape[2])
-
-
-def gcn(r: Reference, a: Arrays, add_self_loops: bool = True) -> Any:
-    adjacency = jnp.zeros((r.nodes, r.nodes)).at[r.d, r.s].add(a.get("edge_weight", 1.0))
-    if add_self_loops:
-        adjacency = adjacency + jnp.eye(r.nodes)
-    degree = adjacency.sum(1)
-    scale = jnp.where(degree > 0, 1.0 / jnp.sqrt(jnp.where(degree > 0, degree, 1.0)), 0.0)
-    return scale[:, None] * (adjacency @ (scale[:, None] * (a["x"] @ a["weight"]))) + a["bias"]
-
-
-def graphsage(r: Reference, a: Arrays, aggregation: str = "mean", normalize: bool = False) -> Any:
-    x = jax.nn.relu(a["x"] @ a["pool"] + a["pool_bias"]) if "pool" in a else a["x"]
-    reduce = {"mean": r.mean, "max": r.max, "sum": r.sum}[aggregation]
-    y = reduce(x[r.s], r.d) @ a["neighbour"] + a["x"] @ a["root"] + a["bias"]
-    return unit(y) if normalize else y
-
-
-def gin(r: Reference, a: Arrays) -> Any:
-    message = a["x"][r.s]
-    if "edge_features" in a:
-        message = jax.nn.relu(message + a["edge_features"] @ a["edge"])
-    h = (1.0 + a.get("epsilon", 0.0)) * a["x"] + r.sum(message)
-    return jax.nn.relu(h @ a["weight_1"] + a["bias_1"]) @ a["weight_2"] + a["bias_2"]
 
 
 def gated_gcn(r: Reference, a: Arrays) -> Any:
@@ -86,12 +65,8 @@ def pna(r: Reference, a: Arrays, mean_log_degree: float = 1.0) -> Any:
     return flat(y) @ a["out"] + a["bias"]
 
 
-def _ends(a: Arrays) -> tuple[Any, Any]:
-    return a["x"], a.get("x_dst", a["x"])
-
-
 def gat(r: Reference, a: Arrays, concat_heads: bool = True) -> Any:
-    x_src, x_dst = _ends(a)
+    x_src, x_dst = a["x"], a.get("x_dst", a["x"])
     z = jnp.einsum("nk,hkd->nhd", x_src, a["weight"])
     z_dst = jnp.einsum("nk,hkd->nhd", x_dst, a.get("weight_dst", a["weight"]))
     score = (z[r.s] * a["attention_src"]).sum(-1) + (z_dst[r.d] * a["attention_dst"]).sum(-1)
@@ -104,35 +79,6 @@ def gat(r: Reference, a: Arrays, concat_heads: bool = True) -> Any:
         + a.get("bias", 0.0)
         + (x_dst @ a["residual"] if "residual" in a else 0)
     )
-
-
-def gatv2(r: Reference, a: Arrays, concat_heads: bool = True) -> Any:
-    x_src, x_dst = _ends(a)
-    z = jnp.einsum("nk,hkd->nhd", x_src, a["weight_src"]) + a.get("bias_src", 0.0)
-    z_dst = z
-    if "weight_dst" in a:
-        z_dst = jnp.einsum("nk,hkd->nhd", x_dst, a["weight_dst"]) + a.get("bias_dst", 0.0)
-    hidden = z[r.s] + z_dst[r.d]
-    if "edge_features" in a:
-        hidden = hidden + jnp.einsum("ec,hcd->ehd", a["edge_features"], a["weight_edge"])
-    y = attend(r, (leaky(hidden) * a["attention"]).sum(-1), z[r.s], a)
-    return (flat(y) if concat_heads else y.mean(1)) + a.get("bias", 0.0)
-
-
-def graph_transformer(r: Reference, a: Arrays, concat_heads: bool = True) -> Any:
-    x_src, x_dst = _ends(a)
-    query = (jnp.einsum("nk,hkd->nhd", x_dst, a["query"]) + a["query_bias"])[r.d]
-    key, value = ((jnp.einsum("nk,hkd->nhd", x_src, a[name]) + a[f"{name}_bias"])[r.s] for name in ("key", "value"))
-    if "edge_features" in a:
-        edge = jnp.einsum("ec,hcd->ehd", a["edge_features"], a["edge"])
-        key, value = key + edge, value + edge
-    y = attend(r, (query * key).sum(-1) / np.sqrt(query.shape[-1]), value, a)
-    y = flat(y) if concat_heads else y.mean(1)
-    root = x_dst @ a["root"] + a["root_bias"]
-    if "gate" not in a:
-        return y + root
-    beta = jax.nn.sigmoid(jnp.concatenate([y, root, y - root], -1) @ a["gate"].reshape(-1))[:, None]
-    return beta * root + (1 - beta) * y
 
 
 def rggnn(r: Reference, a: Arrays, steps: int = 1) -> Any:
@@ -186,20 +132,6 @@ def simple_hgn(
     return (y, p) if return_attention else y
 
 
-def rgat_shared(
-    r: Reference, a: Arrays, softmax: str = "dst", mode: str = "additive", concat_heads: bool = True
-) -> Any:
-    z_src, z_dst = (jnp.einsum("ek,ekn->en", a["x"][e], a["weight"][r.t]) for e in (r.s, r.d))
-    query, key = z_dst @ a["query"], z_src @ a["key"]
-    edge = a["edge_features"] @ a["weight_edge"] @ a["attention_edge"] if "edge_features" in a else None
-    if mode == "additive":
-        score = leaky(query + key + (0.0 if edge is None else edge))
-    else:
-        score = query * key * (1.0 if edge is None else edge)
-    y = attend(r, score, z_src.reshape(len(r.s), H, N), a, softmax)
-    return (flat(y) if concat_heads else y.mean(1)) + a["bias"]
-
-
 def heat(r: Reference, a: Arrays, concat_heads: bool = True) -> Any:
     z = jnp.einsum("nk,nkm->nm", a["x"], a["weight"][r.nt]) + a["node_bias"][r.nt]
     edge = leaky(a["edge_features"] @ a["weight_edge"])
@@ -232,12 +164,25 @@ def rotate(r: Reference, a: Arrays, margin: float = 0.0) -> Any:
     return margin - jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0).sum(-1)
 
 
+REFERENCES: dict[Any, Callable[..., Any]] = {
+    zoo.gated_gcn: gated_gcn,
+    zoo.pna: pna,
+    zoo.gat: gat,
+    zoo.rggnn: rggnn,
+    zoo.compgcn: compgcn,
+    zoo.simple_hgn: simple_hgn,
+    zoo.heat: heat,
+    zoo.distmult: distmult,
+    zoo.complex_: complex_,
+    zoo.rotate: rotate,
+}
+
+
 @dataclass(frozen=True)
 class Layer:
-    """One variant of a layer: program, reference, arrays (rows, shape of a row) and keywords of both."""
+    """One variant of a layer: program, arrays (rows, shape of a row) and keywords."""
 
     program: Any
-    reference: Callable[..., Any]
     arrays: dict[str, tuple[str, tuple[int, ...]]]
     keywords: dict[str, Any] = field(default_factory=dict)
 
@@ -296,36 +241,32 @@ _HEAT = (
 _GATED = shared(gate_dst=(K, N), gate_src=(K, N), gate_edge=(C, N), gate_bias=(N,))
 
 LAYERS: dict[str, Layer] = {
-    "gcn": Layer(zoo.gcn, gcn, X | shared(weight=(K, N), bias=(N,))),
+    "gcn": Layer(zoo.gcn, X | shared(weight=(K, N), bias=(N,))),
     "gcn_weighted": Layer(
         zoo.gcn,
-        gcn,
         X | shared(weight=(K, N), bias=(N,)) | {"edge_weight": ("edge", ())},
         {"add_self_loops": False},
     ),
-    "sage_mean": Layer(zoo.graphsage, graphsage, X | _SAGE),
+    "sage_mean": Layer(zoo.graphsage, X | _SAGE),
     "sage_pool": Layer(
         zoo.graphsage,
-        graphsage,
         X | shared(neighbour=(6, N), root=(K, N), bias=(N,), pool=(K, 6), pool_bias=(6,)),
         {"aggregation": "max", "normalize": True},
     ),
     "sage_sum_wider": Layer(
-        zoo.graphsage, graphsage, X | shared(neighbour=(K, 7), root=(K, 7), bias=(7,)), {"aggregation": "sum"}
+        zoo.graphsage, X | shared(neighbour=(K, 7), root=(K, 7), bias=(7,)), {"aggregation": "sum"}
     ),
-    "gin": Layer(zoo.gin, gin, X | _GIN),
-    "gine": Layer(zoo.gin, gin, X | EDGES | _GIN | shared(epsilon=(), edge=(C, K))),
+    "gin": Layer(zoo.gin, X | _GIN),
+    "gine": Layer(zoo.gin, X | EDGES | _GIN | shared(epsilon=(), edge=(C, K))),
     "gated_gcn": Layer(
         zoo.gated_gcn,
-        gated_gcn,
         X | EDGES | _GATED | shared(value=(K, N), value_bias=(N,), root=(K, N), bias=(N,)),
     ),
-    "pna": Layer(zoo.pna, pna, X | _PNA, {"mean_log_degree": 1.5}),
-    "pna_edges": Layer(zoo.pna, pna, X | EDGES | _PNA | shared(message_edge=(2, C, 3))),
-    "gat": Layer(zoo.gat, gat, X | _GAT | shared(bias=(H * N,)) | SCALE),
+    "pna": Layer(zoo.pna, X | _PNA, {"mean_log_degree": 1.5}),
+    "pna_edges": Layer(zoo.pna, X | EDGES | _PNA | shared(message_edge=(2, C, 3))),
+    "gat": Layer(zoo.gat, X | _GAT | shared(bias=(H * N,)) | SCALE),
     "gat_pair_edges": Layer(
         zoo.gat,
-        gat,
         X
         | X_DST
         | EDGES
@@ -334,10 +275,9 @@ LAYERS: dict[str, Layer] = {
         | shared(residual=(K - 2, N)),
         {"concat_heads": False},
     ),
-    "gatv2": Layer(zoo.gatv2, gatv2, X | _GATV2 | shared(bias=(N,)), {"concat_heads": False}),
+    "gatv2": Layer(zoo.gatv2, X | _GATV2 | shared(bias=(N,)), {"concat_heads": False}),
     "gatv2_pair_edges": Layer(
         zoo.gatv2,
-        gatv2,
         X
         | X_DST
         | EDGES
@@ -347,12 +287,10 @@ LAYERS: dict[str, Layer] = {
     ),
     "transformer": Layer(
         zoo.graph_transformer,
-        graph_transformer,
         X | _TRANSFORMER | shared(root=(K, H * N), root_bias=(H * N,), gate=(3, H * N)),
     ),
     "transformer_pair_edges": Layer(
         zoo.graph_transformer,
-        graph_transformer,
         X
         | X_DST
         | EDGES
@@ -363,48 +301,40 @@ LAYERS: dict[str, Layer] = {
     ),
     "rggnn": Layer(
         zoo.rggnn,
-        rggnn,
         X | {"weight": ("etype", (K, K)), "edge_bias": ("etype", (K,))} | _GRU,
         {"steps": 2},
     ),
-    "rggnn_shared": Layer(zoo.rggnn, rggnn, X | shared(weight=(K, K)) | _GRU),
+    "rggnn_shared": Layer(zoo.rggnn, X | shared(weight=(K, K)) | _GRU),
     "compgcn_multiply": Layer(
         zoo.compgcn,
-        compgcn,
         _COMP | shared(loop=(K,), weight_loop=(K, N), relation_update=(K, N)),
         {"directions": "alternate", "return_relation": True},
     ),
     "compgcn_subtract": Layer(
         zoo.compgcn,
-        compgcn,
         _COMP | shared(weight=(1, K, N)),
         {"composition": "subtract", "aggregation": "mean"},
     ),
     "compgcn_correlate": Layer(
         zoo.compgcn,
-        compgcn,
         _COMP | shared(loop=(K,), weight_loop=(K, N)),
         {"composition": "correlate", "directions": "alternate"},
     ),
-    "simple_hgn": Layer(
-        zoo.simple_hgn, simple_hgn, _HGN | {"previous_attention": ("edge", (H,))}, {"return_attention": True}
-    ),
-    "simple_hgn_unit": Layer(zoo.simple_hgn, simple_hgn, _HGN, {"normalize": True}),
-    "rgat_shared": Layer(zoo.rgat_shared, rgat_shared, _RGAT | SCALE | shared(bias=(H * N,))),
+    "simple_hgn": Layer(zoo.simple_hgn, _HGN | {"previous_attention": ("edge", (H,))}, {"return_attention": True}),
+    "simple_hgn_unit": Layer(zoo.simple_hgn, _HGN, {"normalize": True}),
+    "rgat_shared": Layer(zoo.rgat_shared, _RGAT | SCALE | shared(bias=(H * N,))),
     "rgat_shared_within_edges": Layer(
         zoo.rgat_shared,
-        rgat_shared,
         _RGAT | EDGES | shared(bias=(N,), weight_edge=(C, H * N), attention_edge=(H * N, H)),
         {"softmax": "relation", "concat_heads": False},
     ),
     "rgat_shared_multiply": Layer(
         zoo.rgat_shared,
-        rgat_shared,
         _RGAT | EDGES | shared(bias=(H * N,), weight_edge=(C, H * N), attention_edge=(H * N, H)),
         {"mode": "multiplicative"},
     ),
-    "heat": Layer(zoo.heat, heat, _HEAT),
-    "distmult": Layer(zoo.distmult, distmult, X | {"relation": ("etype", (K,))}),
-    "complex": Layer(zoo.complex_, complex_, {"x": ("node", (6,)), "relation": ("etype", (6,))}),
-    "rotate": Layer(zoo.rotate, rotate, {"x": ("node", (6,)), "phase": ("etype", (3,))}, {"margin": 6.0}),
+    "heat": Layer(zoo.heat, _HEAT),
+    "distmult": Layer(zoo.distmult, X | {"relation": ("etype", (K,))}),
+    "complex": Layer(zoo.complex_, {"x": ("node", (6,)), "relation": ("etype", (6,))}),
+    "rotate": Layer(zoo.rotate, {"x": ("node", (6,)), "phase": ("etype", (3,))}, {"margin": 6.0}),
 }
