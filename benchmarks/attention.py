@@ -2,7 +2,6 @@
 
     python -m benchmarks attention --out benchmarks/results
     python -m benchmarks attention --graphs small --models gatv2          # a part of it
-    python -m benchmarks attention --turbo                                # next to turbo-gnn
 
 First GATv2, which gets projected rows, and the graph transformer's attention, for three shapes of heads on two graphs
 with skewed degrees: 169,343 nodes with 2.3 million edges, and 716,847 nodes with 20 million. Then five layers, 64 wide,
@@ -13,18 +12,13 @@ forward, and for forward with the gradients of all inputs.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.attention_inputs import edges_of, rows_of
 from benchmarks.clock import rounds
 from benchmarks.provenance import Save
 from dejax import rgnn
@@ -55,11 +49,21 @@ ATTENTION = {"gatv2": gatv2, "transformer": transformer}
 
 
 def inputs_of(model: str, nodes: int, heads: int, width: int) -> dict[str, jax.Array]:
-    return {name: jnp.asarray(x) for name, x in rows_of(model, nodes, heads, width).items()}
+    """Projected rows [nodes, heads, width] by name; for GATv2 the shared vector "attention" [heads, width], too."""
+    rng = np.random.default_rng(0)
+    names = ("source", "destination") if model == "gatv2" else ("query", "key", "value")
+    found = {name: jnp.asarray(rng.standard_normal((nodes, heads, width), dtype=np.float32)) for name in names}
+    if model == "gatv2":
+        found["attention"] = jnp.asarray(rng.standard_normal((heads, width), dtype=np.float32))
+    return found
 
 
 def skewed_graph(nodes: int, edges: int) -> rgnn.RelGraph:
-    return rgnn.RelGraph.from_edges(*edges_of(nodes, edges), num_nodes=nodes)
+    """Senders are uniform; the r-th receiver has a share of the edges that falls as r^(-0.6)."""
+    rng = np.random.default_rng(0)
+    receivers = (nodes * rng.random(edges) ** 2.5).astype(np.int32)
+    senders = rng.integers(0, nodes, edges, dtype=np.int32)
+    return rgnn.RelGraph.from_edges(senders, rng.permutation(nodes).astype(np.int32)[receivers], num_nodes=nodes)
 
 
 def graph_of_one(nodes: int, edges: int, share: float, seed: int = 0) -> rgnn.RelGraph:
@@ -89,7 +93,7 @@ def times(program: Callable[..., Any], graph: rgnn.RelGraph, inputs: Any, second
 
 
 def measure_attention(args: argparse.Namespace) -> list[dict[str, Any]]:
-    found, samples = [], []
+    found = []
     for name in args.graphs:
         nodes, edges = (max(2, int(n * args.scale)) for n in GRAPHS[name])
         graph = jax.block_until_ready(skewed_graph(nodes, edges))
@@ -97,37 +101,10 @@ def measure_attention(args: argparse.Namespace) -> list[dict[str, Any]]:
             for heads, width in HEADS:
                 inputs = inputs_of(model, nodes, heads, width)
                 ms = times(ATTENTION[model], graph, inputs, args.seconds)
-                samples.append(np.asarray(ATTENTION[model](graph, inputs)[:: max(1, nodes // 100)]))
                 found.append({"nodes": nodes, "edges": edges, "model": model, "heads": heads, "width": width, **ms})
-                print(f"{_case(found[-1])}, {ms['training'] / ms['forward']:4.1f} x", flush=True)
-    if args.turbo:
-        add_peer(found, samples, args)
+                case = f"{edges:>10,} edges, {model:11} {heads} x {width:<3}"
+                print(f"{case}  forward {ms['forward']:8.3f} ms, training {ms['training']:8.3f} ms", flush=True)
     return found
-
-
-def _case(case: dict[str, Any]) -> str:
-    return (
-        f"{case['edges']:>10,} edges, {case['model']:11} {case['heads']} x {case['width']:<3}  "
-        f"forward {case['forward']:8.3f} ms, training {case['training']:8.3f} ms"
-    )
-
-
-def add_peer(found: list[dict[str, Any]], samples: list[np.ndarray], args: argparse.Namespace) -> None:
-    """Adds turbo-gnn to each case: its times, and how far some result rows are apart, relative to the largest."""
-    cases = [{k: case[k] for k in ("nodes", "edges", "model", "heads", "width")} for case in found]
-    peer = Path(__file__).resolve().parent / "peers" / "attention_turbo.py"
-    command = [args.python, str(peer), json.dumps({"cases": cases, "seconds": args.seconds})]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        for case, sample, line in zip(found, samples, process.stdout or (), strict=False):
-            their = json.loads(line)
-            theirs = np.asarray(their.pop("sample"))
-            case["turbo_gnn"] = {k: their[k] for k in ("forward", "training", "autotuning_s")}
-            case["difference"] = float(np.abs(sample - theirs).max() / np.abs(theirs).max())
-            ratios = [their[k] / case[k] for k in ("forward", "training")]
-            print(
-                f"turbo-gnn {_case(their)}: {ratios[0]:.2f} x, {ratios[1]:.2f} x, {case['difference']:.1e}",
-                flush=True,
-            )
 
 
 def layers(nodes: int) -> dict[str, tuple[Callable[..., Any], Any]]:
@@ -162,8 +139,6 @@ def measure_long_segments(args: argparse.Namespace) -> list[dict[str, Any]]:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graphs", nargs="*", default=list(GRAPHS), choices=GRAPHS, help="graphs of the first part")
     parser.add_argument("--models", nargs="*", default=list(ATTENTION), choices=ATTENTION, help="its models")
-    parser.add_argument("--turbo", action="store_true", help="measure turbo-gnn, too, in a process of its own")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter with turbo-gnn and torch")
     parser.add_argument("--skip-long", action="store_true", help="leave out the part with one node of many edges")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the nodes and edges, to try it out")
     parser.add_argument("--seconds", type=float, default=0.2, help="seconds to spend on a round of one function")

@@ -164,15 +164,20 @@ def _agreement(result: Result) -> str:
 
 
 def text(results: Results, settings: Any) -> str:
-    """All tables for these settings."""
+    """All tables for these settings, and the times of graphs that are built inside jit."""
     settings = settings if isinstance(settings, dict) else {k: getattr(settings, k) for k in BASE}
+    built = [
+        f"RelGraph of {r['edges']:,} edges of {r['graph']} inside jit: {_device(r['build'])} ms on the device, "
+        f"{r['build']['ms']:.2f} ms for the caller"
+        for r in results["results"]
+        if r.get("task") == "build" and r["status"] == "ok"
+    ]
     parts = [
         "dejax, ms: caller's time; device, first kernel to last; sum of the kernels. Memory is that of training.\n"
         + ours_table(results, settings),
-        "Others: forward / forward and backward, caller's ms.\n" + peers_table(results, settings),
-        "Ratio to the best of them, and to Hector (device times).\n" + ratios_table(results, settings),
+        "Beside the others.\n" + markdown(results, settings),
         sweep_table(results, settings),
-        "\n".join(extras(results)),
+        "\n".join(built),
     ]
     return "\n\n".join(part for part in parts if part.strip())
 
@@ -222,28 +227,6 @@ def ours_table(results: Results, settings: dict[str, Any]) -> str:
     return _table(rows)
 
 
-def peers_table(results: Results, settings: dict[str, Any]) -> str:
-    used = {r["implementation"] for r in select(results, settings)} - {"dejax"}
-    if not used:
-        return ""
-    order = sorted(used)
-    rows = [["graph", "model", *order]]
-    for graph, model in cells(results, settings):
-        row = [graph, model]
-        for name in order:
-            found = select(results, settings, graph=graph, model=model, implementation=name)
-            row.append(_pair(found[0]) if found else "")
-        rows.append(row)
-    return _table(rows)
-
-
-def _pair(result: Result) -> str:
-    if result["status"] != "ok":
-        return {"does not apply": "-"}.get(result["status"], result["status"])
-    cut = "*" if any(result[phase].get("cut") for phase in PHASES) else ""
-    return " / ".join(rounded(result[phase]["ms"]) for phase in PHASES) + cut
-
-
 def ratio(results: Results, settings: dict[str, Any], cell: tuple[str, str], phase: str, against: str) -> float | None:
     """The time of another implementation over ours.
 
@@ -273,25 +256,6 @@ def known_ratios(
     return [[v for c in cells if (v := ratio(results, settings, c, phase, against))] for phase in PHASES]
 
 
-def ratios_table(results: Results, settings: dict[str, Any]) -> str:
-    rows = [
-        ["graph", "model", "best forward", "x", "by device", "best training", "x", "by device", "Hector x", "training"]
-    ]
-    columns = [(p, a) for p in PHASES for a in ("all", "device")] + [(p, "hector") for p in PHASES]
-    found: dict[str, list[list[float | None]]] = {}
-    for cell in cells(results, settings):
-        values = [ratio(results, settings, cell, *column) for column in columns]
-        best = [best_peer(results, settings, *cell, phase) for phase in PHASES]
-        labels = [f"{b[0]} {rounded(b[1])}" if b else "-" for b in best]
-        figures = [rounded(v) for v in values]
-        rows.append([*cell, labels[0], *figures[:2], labels[1], *figures[2:4], *figures[4:]])
-        found.setdefault(cell[1], []).append(values)
-    for model, table in found.items():
-        means = [rounded(geometric_mean(v for v in column if v)) for column in zip(*table, strict=True)]
-        rows.append(["geometric mean", model, "", *means[:2], "", *means[2:4], *means[4:]])
-    return _table(rows)
-
-
 def sweep(results: Results, base: dict[str, Any]) -> list[tuple[Result, list[float]]]:
     """Our results at other settings, with their times over the row bound relative to the base settings."""
     found = []
@@ -317,15 +281,6 @@ def sweep_table(results: Results, base: dict[str, Any]) -> str:
     return "Time for each byte of the row bound, relative to the first table.\n" + _table(rows) if len(rows) > 1 else ""
 
 
-def extras(results: Results) -> list[str]:
-    return [
-        f"RelGraph.build_traced of {r['edges']:,} edges of {r['graph']}: {_device(r['build'])} ms on the device, "
-        f"{r['build']['ms']:.2f} ms for the caller"
-        for r in results["results"]
-        if r.get("task") == "build" and r["status"] == "ok"
-    ]
-
-
 # --- Markdown
 
 
@@ -349,7 +304,7 @@ def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
 
     for cell in cells(results, settings):
         r = ours(results, settings, *cell)
-        bound = rounded(results["graphs"][cell[0]]["row_bound_ms"][settings_name(settings)])
+        bound = rounded(results["graphs"][cell[0]]["row_bound_ms"].get(settings_name(settings)))
         star = lambda phase, r=r: "" if r[phase].get("device") else "*"  # noqa: E731
         times = [rounded(milliseconds(r, phase, "device")) + star(phase) if r else "-" for phase in PHASES]
         values = [cell[0], MODELS[cell[1]], bound, *times, *(best(cell, phase) for phase in PHASES)]

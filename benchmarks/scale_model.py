@@ -283,41 +283,19 @@ def predict(
 
 def table(rows: Sequence[Row]) -> str:
     """The results as text."""
-    head = (
-        "graph",
-        "way",
-        "hosts",
-        "GPU GiB",
-        "host GiB",
-        "bus MB",
-        "NVLink MB",
-        "network MB",
-        "step",
-        "epoch",
-        "bound",
-    )
+    head = "graph,way,hosts,GPU GiB,host GiB,bus MB,NVLink MB,network MB,step,epoch,bound".split(",")
     lines = [head]
     for row in rows:
-        lines.append(
-            (
-                row.graph,
-                row.way,
-                str(row.hosts),
-                f"{row.gpu_memory / 2**30:,.0f}",
-                f"{row.host_memory / 2**30:,.0f}",
-                f"{row.bus / 1e6:,.0f}",
-                f"{row.nvlink / 1e6:,.0f}",
-                f"{row.network / 1e6:,.0f}",
-                _seconds(row.step),
-                _seconds(row.epoch),
-                row.bound if row.fits else "memory: does not fit",
-            )
-        )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+        gib = [f"{size / 2**30:,.0f}" for size in (row.gpu_memory, row.host_memory)]
+        crossing = [f"{size / 1e6:,.0f}" for size in (row.bus, row.nvlink, row.network)]
+        times = [_seconds(row.step), _seconds(row.epoch)]
+        bound = row.bound if row.fits else "memory: does not fit"
+        lines.append([row.graph, row.way, str(row.hosts), *gib, *crossing, *times, bound])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    left = {0, 1, len(head) - 1}
     return "\n".join(
         "  ".join(
-            f"{cell:<{w}}" if n < 2 or n == 10 else f"{cell:>{w}}"
-            for n, (cell, w) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(w) if n in left else cell.rjust(w) for n, (cell, w) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     )

@@ -316,7 +316,7 @@ def test_ratios(results):
 
 def test_text_has_every_table(results):
     text = report.text(results, Settings())
-    assert "jax_dense 30" in text and "OOM" in text
+    assert "30 (jax_dense)" in text and "OOM" in text
     # Width 128 moves twice the bytes in three times the time.
     line = next(line for line in text.splitlines() if " 128 " in line)
     assert line.split()[-2:] == ["1.5", "1"]
