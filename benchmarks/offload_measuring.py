@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.clock import rounds
 from benchmarks.provenance import Save
+from benchmarks.tables import markdown
 
 QUICK = "DEJAX_BENCHMARK_QUICK" in os.environ
 """Every case in a small form, also on a CPU: checks that it runs. GiB are then MiB."""
@@ -145,23 +146,12 @@ def measure(
             row["disk_gib"] = stats.disk_bytes / GIB
             for key in ("stored", "copied_out", "ring_hit", "prefetched", "demand", "written", "read", "cancelled"):
                 row[f"{key}_gib"] = (getattr(stats, f"{key}_bytes") - getattr(before, f"{key}_bytes")) / runs / GIB
-            row["launch_us"] = (
-                1e6
-                * (stats.launch_seconds - before.launch_seconds)
-                / max(1, stats.fetched_count + stats.stored_count - before.fetched_count - before.stored_count)
-            )
-            row["store_stall_ms"] = 1e3 * (stats.store_stall_seconds - before.store_stall_seconds) / runs
-            row["fetch_stall_ms"] = 1e3 * (stats.fetch_stall_seconds - before.fetch_stall_seconds) / runs
-            row["device_stall_ms"] = (
-                1e3
-                * (
-                    stats.device_store_stall_seconds
-                    + stats.device_fetch_stall_seconds
-                    - before.device_store_stall_seconds
-                    - before.device_fetch_stall_seconds
-                )
-                / runs
-            )
+            since = lambda *names: sum(getattr(stats, n) - getattr(before, n) for n in names)  # noqa: E731
+            row["launch_us"] = 1e6 * since("launch_seconds") / max(1, since("fetched_count", "stored_count"))
+            row["store_stall_ms"] = 1e3 * since("store_stall_seconds") / runs
+            row["fetch_stall_ms"] = 1e3 * since("fetch_stall_seconds") / runs
+            stalls = since("device_store_stall_seconds", "device_fetch_stall_seconds")
+            row["device_stall_ms"] = 1e3 * stalls / runs
         row["out"] = out
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
@@ -169,32 +159,13 @@ def measure(
     return row
 
 
+COLUMNS = (
+    "name ms temp_gib ring_gib saving host_gib same_bits copied_out_gib ring_hit_gib prefetched_gib demand_gib "
+    "launch_us store_stall_ms fetch_stall_ms device_stall_ms written_gib read_gib error"
+)
+
+
 def table(rows: list[dict[str, Any]]) -> None:
-    keys = [
-        "name",
-        "ms",
-        "temp_gib",
-        "ring_gib",
-        "saving",
-        "host_gib",
-        "same_bits",
-        "copied_out_gib",
-        "ring_hit_gib",
-        "prefetched_gib",
-        "demand_gib",
-        "launch_us",
-        "store_stall_ms",
-        "fetch_stall_ms",
-        "device_stall_ms",
-        "written_gib",
-        "read_gib",
-    ]
-    keys = [key for key in keys if any(key in row for row in rows)]
-    say("| " + " | ".join(keys) + " |")
-    say("|" + " --- |" * len(keys))
-    for row in rows:
-        cells = []
-        for key in keys:
-            value = row.get(key, "")
-            cells.append(f"{value:.3f}" if isinstance(value, float) else str(value))
-        say("| " + " | ".join(cells) + (f" | {row['error']}" if "error" in row else " |"))
+    keys = [key for key in COLUMNS.split() if any(key in row for row in rows)]
+    shown = lambda value: f"{value:.3f}" if isinstance(value, float) else str(value)  # noqa: E731
+    say(markdown(keys, ([shown(row.get(key, "")) for key in keys] for row in rows)))

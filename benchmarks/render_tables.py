@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import rgnn_report, speed_chart
+from benchmarks.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "docs" / "figures" / "rgnn_training_time.svg"
@@ -48,64 +49,57 @@ _DATASETS = {"stdlib": "code graph of the standard library", "aifb": "AIFB", "mu
 _MODELS = {"rgcn": "R-GCN", "rgat": "RGAT", "hgt": "HGT"}
 
 
+def _runs(results: Path, names: str, last: Callable[[dict[str, Any]], Any]) -> list[dict[str, Any]]:
+    """The stored results of training runs, by data set and model."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob(names))]
+    order = list(_DATASETS), list(_MODELS)
+    return sorted(runs, key=lambda r: (_place(order[0], r["dataset"]), _place(order[1], r["model"]), last(r)))
+
+
+def _which(run: dict[str, Any]) -> list[str]:
+    return [_DATASETS.get(run["dataset"], run["dataset"]), _MODELS.get(run["model"], run["model"])]
+
+
+def _test_accuracy(run: dict[str, Any]) -> str:
+    test = run["accuracy"]["test"]
+    return f"{100 * test['mean']:.1f} ± {100 * test['std']:.1f} ({len(test['runs'])})"
+
+
+def _where(run: dict[str, Any]) -> str:
+    return f"{run['machine']['kind']}, {run['machine']['backend']}, jax {run['versions']['jax']}"
+
+
 def accuracy_table(results: Path) -> str:
     """One row for each data set, model and machine."""
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("accuracy_*.json"))]
-    order = list(_DATASETS), list(_MODELS)
-    runs.sort(key=lambda r: (_place(order[0], r["dataset"]), _place(order[1], r["model"]), r["machine"]["kind"]))
-    lines = [
-        "| data set | model | test accuracy, % (seeds) | no edges | most frequent class | epoch, ms | job, s | on |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for run in runs:
-        test, baselines = run["accuracy"]["test"], run["baselines"]
+    rows = []
+    for run in _runs(results, "accuracy_*.json", lambda r: r["machine"]["kind"]):
+        baselines, time = run["baselines"], run["time"]
         no_edges = f"{100 * baselines['no_edges']['mean']:.1f}" if baselines["no_edges"] else "-"
-        versions, machine = run["versions"], run["machine"]
-        cells = [
-            _DATASETS.get(run["dataset"], run["dataset"]),
-            _MODELS.get(run["model"], run["model"]),
-            f"{100 * test['mean']:.1f} ± {100 * test['std']:.1f} ({len(test['runs'])})",
-            no_edges,
-            f"{100 * baselines['majority']:.1f}",
-            f"{run['time']['epoch_ms']:.3g}",
-            f"{run['time']['total_s']:.0f}",
-            f"{machine['kind']}, {machine['backend']}, jax {versions['jax']}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        times = [f"{time['epoch_ms']:.3g}", f"{time['total_s']:.0f}"]
+        rows.append(
+            [*_which(run), _test_accuracy(run), no_edges, f"{100 * baselines['majority']:.1f}", *times, _where(run)]
+        )
+    head = "data set | model | test accuracy, % (seeds) | no edges | most frequent class | epoch, ms | job, s | on"
+    return markdown(head, rows)
 
 
 def sampled_table(results: Path) -> str:
     """Mini-batches beside the full batch: the results.json of `dejax-train --sampled`, as sampled_*.json."""
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("sampled_*.json"))]
-    order = list(_DATASETS), list(_MODELS)
-    runs.sort(key=lambda r: (_place(order[0], r["dataset"]), _place(order[1], r["model"]), r["settings"]["full_batch"]))
-    lines = [
-        "| data set | model | a step sees | epochs, steps of each | test accuracy, % (seeds) | step, ms | on |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for run in runs:
-        settings, test, machine = run["settings"], run["accuracy"]["test"], run["machine"]
-        fan_outs = ", ".join(map(str, settings["fan_outs"]))
-        seeds = f"{settings['batch_size']:,} seeds, fan-out {fan_outs}"
-        steps = 1 if settings["full_batch"] else -(-run["graph"]["split_sizes"]["train"] // settings["batch_size"])
-        cells = [
-            _DATASETS.get(run["dataset"], run["dataset"]),
-            _MODELS.get(run["model"], run["model"]),
-            "the whole graph" if settings["full_batch"] else seeds,
-            f"{settings['epochs']}, {steps}",
-            f"{100 * test['mean']:.1f} ± {100 * test['std']:.1f} ({len(test['runs'])})",
-            f"{run['time']['step_ms']:.3g}",
-            f"{machine['kind']}, {machine['backend']}, jax {run['versions']['jax']}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    rows = []
+    for run in _runs(results, "sampled_*.json", lambda r: r["settings"]["full_batch"]):
+        settings, full = run["settings"], run["settings"]["full_batch"]
+        seeds = f"{settings['batch_size']:,} seeds, fan-out {', '.join(map(str, settings['fan_outs']))}"
+        steps = 1 if full else -(-run["graph"]["split_sizes"]["train"] // settings["batch_size"])
+        sees, epochs = "the whole graph" if full else seeds, f"{settings['epochs']}, {steps}"
+        rows.append([*_which(run), sees, epochs, _test_accuracy(run), f"{run['time']['step_ms']:.3g}", _where(run)])
+    head = "data set | model | a step sees | epochs, steps of each | test accuracy, % (seeds) | step, ms | on"
+    return markdown(head, rows)
 
 
 def means_table(results: Path) -> str:
     """README's table: each part against its peers, as geometric means over the cells of the full tables."""
     report = json.loads((results / PERFORMANCE).read_text(encoding="utf-8"))
-    lines = ["| what | against | result | over |", "| --- | --- | --- | --- |"]
+    rows: list[list[str]] = []
     peers = {"device": "fastest other on the GPU", "hector": "Hector"}
     for model, title in rgnn_report.MODELS.items():
         cells = [c for c in rgnn_report.cells(report, rgnn_report.BASE) if c[1] == model]
@@ -113,25 +107,26 @@ def means_table(results: Path) -> str:
             both = rgnn_report.known_ratios(report, rgnn_report.BASE, cells, against)
             means = [f"{rgnn_report.rounded(rgnn_report.geometric_mean(values), 2)}x" for values in both]
             if known := min(map(len, both)):
-                lines.append(f"| {title} layer, forward / training | {name} | {' / '.join(means)} | {known} graphs |")
+                rows.append([f"{title} layer, forward / training", name, " / ".join(means), f"{known} graphs"])
     sizes = _host_gather_sizes(results)
     for peer, name in (("torch", "PyTorch on 16 CPU threads, and a copy"), ("numpy", "`numpy.take`, and a copy")):
         ratios = [cell["auto"] / cell[peer] for cell in sizes if cell.get(peer)]
         if ratios:
             mean = rgnn_report.rounded(rgnn_report.geometric_mean(ratios), 2)
-            lines.append(f"| rows of a table in host memory | {name} | {mean}x | {len(ratios)} sizes |")
-    lines += _mini_batch_rows(results)
+            rows.append(["rows of a table in host memory", name, f"{mean}x", f"{len(ratios)} sizes"])
+    rows += _mini_batch_rows(results)
     saved, named = (_offload_row(results, "gpt", name) for name in ("saved", "names"))
     memory = f"{_gib(named):.1f} instead of {_gib(saved):.1f} GiB, {named['ms']:.0f} instead of {saved['ms']:.0f} ms"
-    lines.append(f"| activations of 6 GPT blocks, width 8,192 | everything saved | {memory} | |")
+    rows.append(["activations of 6 GPT blocks, width 8,192", "everything saved", memory, ""])
     for path in results.glob("accuracy_aifb_rgcn.json"):
         test = json.loads(path.read_text(encoding="utf-8"))["accuracy"]["test"]
-        accuracy = f"{100 * test['mean']:.1f} %, the paper 95.83 % | {len(test['runs'])} seeds"
-        lines.append(f"| test accuracy of R-GCN on AIFB | its paper (arXiv 1703.06103) | {accuracy} |")
-    return "\n".join(lines)
+        accuracy = f"{100 * test['mean']:.1f} %, the paper 95.83 %"
+        seeds = f"{len(test['runs'])} seeds"
+        rows.append(["test accuracy of R-GCN on AIFB", "its paper (arXiv 1703.06103)", accuracy, seeds])
+    return markdown("what | against | result | over", rows)
 
 
-def _mini_batch_rows(results: Path) -> list[str]:
+def _mini_batch_rows(results: Path) -> list[list[str]]:
     """Steps on mini-batches: against a pipeline of CPU threads, MLPerf's R-GAT, and two GPUs against one."""
     paths = [results / name for name in (MINI_BATCH, MINI_BATCH_PEER, SEVERAL_GPUS)]
     if not all(path.exists() for path in paths):
@@ -145,12 +140,13 @@ def _mini_batch_rows(results: Path) -> list[str]:
     rows = [row for run in several["runs"] for row in run.get("mini_batch", []) if row["shape"] == "igb"]
     two = [row["times_one"] for row in rows if row["devices"] == 2 and row["features"] == "host"]
     millions = f"{igb[0]['nodes'] / 1e6:,.0f} million nodes"
+    eight = "a GPU of MLPerf v5.1, which runs all of IGB on eight"
+    times = f"{steps[-1]['wall_ms']:.1f} instead of {theirs['step_ms']:.1f} ms"
+    rate = f"{newest['seeds_per_s']:,.0f} seeds/s, theirs 27,700"
     return [
-        "| mini-batch step of R-GAT, ogbn-mag's counts | PyTorch Geometric fed by 16 CPU threads | "
-        f"{steps[-1]['wall_ms']:.1f} instead of {theirs['step_ms']:.1f} ms | |",
-        f"| MLPerf's R-GAT, mini-batches, IGB's shape, {millions} | a GPU of MLPerf v5.1, "
-        f"which runs all of IGB on eight | {newest['seeds_per_s']:,.0f} seeds/s, theirs 27,700 | |",
-        f"| the same with a hundredth of IGB, two H100, features in host memory | one H100 | {two[-1]:.2f}x | |",
+        ["mini-batch step of R-GAT, ogbn-mag's counts", "PyTorch Geometric fed by 16 CPU threads", times, ""],
+        [f"MLPerf's R-GAT, mini-batches, IGB's shape, {millions}", eight, rate, ""],
+        ["the same with a hundredth of IGB, two H100, features in host memory", "one H100", f"{two[-1]:.2f}x", ""],
     ]
 
 
@@ -161,16 +157,13 @@ def performance_table(results: Path) -> str:
 
 def host_gather_table(results: Path) -> str:
     """One row for each table size and number of ids."""
-    lines = [
-        "| table, GiB | rows of 512 bytes | GB/s | of the copy engine | ids as they come | torch, 16 threads | numpy |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = "table, GiB | rows of 512 bytes | GB/s | of the copy engine | ids as they come | torch, 16 threads | numpy"
+    rows = []
     for cell in _host_gather_sizes(results):
         rates = [f"{cell[name]:.1f}" if cell.get(name) else "-" for name in ("given", "torch", "numpy")]
         share = f"{cell['auto'] / cell['engine']:.2f}"
-        cells = [f"{cell['gib']:g}", f"{cell['ids']:,}", f"{cell['auto']:.1f}", share, *rates]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([f"{cell['gib']:g}", f"{cell['ids']:,}", f"{cell['auto']:.1f}", share, *rates])
+    return markdown(head, rows)
 
 
 def _host_gather_sizes(results: Path) -> list[dict[str, Any]]:
@@ -185,7 +178,7 @@ def _host_gather_sizes(results: Path) -> list[dict[str, Any]]:
 def offload_table(results: Path) -> str:
     """One row for each way to train that offload was measured against."""
     cases = json.loads((results / OFFLOAD).read_text(encoding="utf-8"))["cases"]
-    lines = ["| program | how | step, ms | activation memory, GiB |", "| --- | --- | --- | --- |"]
+    cells = []
     for case, title, names in (
         ("gpt", "6 GPT blocks, width 8,192", _GPT),
         ("layers24", "24 layers, width 4,096", _LAYERS),
@@ -196,8 +189,8 @@ def offload_table(results: Path) -> str:
             if name in rows and "error" not in rows[name]:
                 row = rows[name]
                 when = " (earlier run)" if "note" in row else ""
-                lines.append(f"| {title} | {words}{when} | {row['ms']:.1f} | {_gib(row):.2f} |")
-    return "\n".join(lines)
+                cells.append([title, f"{words}{when}", f"{row['ms']:.1f}", f"{_gib(row):.2f}"])
+    return markdown("program | how | step, ms | activation memory, GiB", cells)
 
 
 def _offload_row(results: Path, case: str, name: str) -> dict[str, Any]:

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables
+from benchmarks.tables import columns
+
 KEYS = ("graph", "model", "implementation", "settings")
 PHASES = ("forward", "training")
 MODELS = {"rgcn": "RGCN", "rgat": "RGAT", "hgt": "HGT"}
@@ -182,17 +185,6 @@ def text(results: Results, settings: Any) -> str:
     return "\n\n".join(part for part in parts if part.strip())
 
 
-def _table(rows: list[list[str]], left: int = 2) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            value.ljust(width) if i < left else value.rjust(width)
-            for i, (value, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
-
-
 def rounded(value: float | None, digits: int = 3) -> str:
     """The value to `digits` significant digits, never in exponent notation; `-` where there is none."""
     if value is None or math.isnan(value):
@@ -224,7 +216,7 @@ def ours_table(results: Results, settings: dict[str, Any]) -> str:
              f"{t['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in t else "-", rounded(needed),
              rounded(f["first_call_s"] + t["first_call_s"]), rounded(cached), rounded(r.get("graph_s"))]
         )  # fmt: skip
-    return _table(rows)
+    return columns(rows)
 
 
 def ratio(results: Results, settings: dict[str, Any], cell: tuple[str, str], phase: str, against: str) -> float | None:
@@ -278,7 +270,9 @@ def sweep_table(results: Results, base: dict[str, Any]) -> str:
         s = r["settings"]
         sizes = [str(s[key]) for key in ("width", "heads", "dtype", "precision")]
         rows.append([r["graph"], r["model"], *sizes, *map(rounded, relative)])
-    return "Time for each byte of the row bound, relative to the first table.\n" + _table(rows) if len(rows) > 1 else ""
+    return (
+        "Time for each byte of the row bound, relative to the first table.\n" + columns(rows) if len(rows) > 1 else ""
+    )
 
 
 # --- Markdown
@@ -286,11 +280,8 @@ def sweep_table(results: Results, base: dict[str, Any]) -> str:
 
 def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
     """One row for each graph and model. A star marks a caller's time, where there is no device time."""
-    lines = [
-        "| graph | model | row bound | forward, ms | training, ms | best other, forward | best other, training "
-        "| faster by | Hector over ours |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = "graph | model | row bound | forward, ms | training, ms | best other, forward | best other, training"
+    rows = []
 
     def pair(cell: tuple[str, str], against: str) -> str:
         return " / ".join(rounded(ratio(results, settings, cell, phase, against), 2) for phase in PHASES)
@@ -308,7 +299,7 @@ def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
         star = lambda phase, r=r: "" if r[phase].get("device") else "*"  # noqa: E731
         times = [rounded(milliseconds(r, phase, "device")) + star(phase) if r else "-" for phase in PHASES]
         values = [cell[0], MODELS[cell[1]], bound, *times, *(best(cell, phase) for phase in PHASES)]
-        lines.append(f"| {' | '.join([*values, pair(cell, 'device'), pair(cell, 'hector')])} |")
+        rows.append([*values, pair(cell, "device"), pair(cell, "hector")])
     for model, title in MODELS.items():
         of_model = [c for c in cells(results, settings) if c[1] == model]
         if not of_model:
@@ -322,9 +313,9 @@ def markdown(results: Results, settings: dict[str, Any] = BASE) -> str:
             of = f" (of {known})" if known < len(of_model) else ""
             return " / ".join(rounded(geometric_mean(values), 2) for values in both) + of
 
-        lines.append(f"| geometric mean | {title} | | | | | | {mean('device')} | {mean('hector')} |")
+        rows.append(["geometric mean", title, *[""] * 5, mean("device"), mean("hector")])
         if plain := mean("plain"):
-            lines.append(f"| for a caller, over PyG and plain JAX alone | {title} | | | | | | {plain} | |")
+            rows.append(["for a caller, over PyG and plain JAX alone", title, *[""] * 5, plain, ""])
         if exact := mean("hector", settings={**settings, "precision": "f32"}):
-            lines.append(f"| with float32 products | {title} | | | | | | | {exact} |")
-    return "\n".join(lines)
+            rows.append(["with float32 products", title, *[""] * 6, exact])
+    return tables.markdown(f"{head} | faster by | Hector over ours", rows)

@@ -26,6 +26,7 @@ from benchmarks.peers import case, runner
 from benchmarks.peers.case import Settings
 from benchmarks.peers.timing import Limits
 from benchmarks.provenance import Save
+from benchmarks.tables import markdown
 
 CLASSES = {"aifb": 4, "mutag": 2, "bgs": 2, "am": 11, "mag": 349}
 """Number of classes of the real graphs; others get 16."""
@@ -96,14 +97,14 @@ def line(result: dict[str, Any]) -> str:
 def table(results: list[dict[str, Any]]) -> str:
     """A Markdown table: a row for each graph and model, epoch ms and peak MiB of each implementation."""
     names = list(dict.fromkeys(r["implementation"] for r in results))
-    lines = [f"| graph | model | {' | '.join(names)} |", f"| --- | --- |{' --- |' * len(names)}"]
+    rows = []
     for graph, model in dict.fromkeys((r["graph"], r["model"]) for r in results):
         row = [graph, model]
         for name in names:
             found = [r for r in results if (r["graph"], r["model"], r["implementation"]) == (graph, model, name)]
             row.append(_cell(found[0]) if found else "-")
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines)
+        rows.append(row)
+    return markdown(["graph", "model", *names], rows)
 
 
 def _cell(result: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import Save
+from benchmarks.tables import columns
 
 GB = 1e9
 
@@ -291,14 +292,7 @@ def table(rows: Sequence[Row]) -> str:
         times = [_seconds(row.step), _seconds(row.epoch)]
         bound = row.bound if row.fits else "memory: does not fit"
         lines.append([row.graph, row.way, str(row.hosts), *gib, *crossing, *times, bound])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = {0, 1, len(head) - 1}
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if n in left else cell.rjust(w) for n, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    return columns(lines, {0, 1, len(head) - 1})
 
 
 def _seconds(value: float) -> str:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.provenance import Save
+from benchmarks.tables import markdown
 from dejax import segment
 from dejax.segment import _cost
 
@@ -204,11 +205,10 @@ def measure(case: Case, peers: bool = True) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
     names = ("jax_ms", "ours_ms", "plan_ms", "predicted_ms", "bound_ms", "ratio", "plan_ratio")
-    lines = ["| case | entries | segments | width | " + " | ".join(names) + " |", "| --- " * (4 + len(names)) + "|"]
-    for r in rows:
-        figures = " | ".join(f"{r[n]:.3g}" if n in r else "" for n in names)
-        lines.append(f"| {r['label']} | {r['entries']} | {r['segments']} | {r['width']} | {figures} |")
-    return "\n".join(lines)
+    shape = ("label", "entries", "segments", "width")
+    figures = ([f"{r[n]:.3g}" if n in r else "" for n in names] for r in rows)
+    lines = [[*(str(r[n]) for n in shape), *each] for r, each in zip(rows, figures, strict=True)]
+    return markdown(["case", *shape[1:], *names], lines)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -32,6 +32,7 @@ import numpy as np
 from benchmarks.clock import rounds
 from benchmarks.peers import zoo_jax
 from benchmarks.provenance import Save
+from benchmarks.tables import markdown
 from dejax.rgnn import Options, RelGraph, zoo
 
 TORCH = Path(__file__).resolve().parent / "peers" / "zoo_torch.py"
@@ -195,24 +196,19 @@ def run_torch(senders: Any, receivers: Any, nodes: int, models: list[str], args:
 
 def table(rows: list[dict]) -> str:
     """One row for each graph and layer: training times, and how much faster than the better peer."""
-    lines = [
-        "| graph | layer | dejax, ms | JAX, ms | PyTorch Geometric, ms | faster |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    ratios = []
+    lines, ratios = [], []
     for row in rows:
         cells = [row.get(part, {}) for part in ("dejax", "jax", "pyg")]
         shown = [f"{c['training']:.2f}" if "training" in c else _failure(c) for c in cells]
         peers = [c["training"] for c in cells[1:] if "training" in c]
         ratio = min(peers) / cells[0]["training"] if peers and "training" in cells[0] else None
         ratios += [] if ratio is None else [ratio]
-        lines.append(
-            f"| {row['graph']} | {row['model']} | {' | '.join(shown)} | {'' if ratio is None else f'{ratio:.1f}x'} |"
-        )
+        lines.append([row["graph"], row["model"], *shown, "" if ratio is None else f"{ratio:.1f}x"])
+    text = markdown("graph | layer | dejax, ms | JAX, ms | PyTorch Geometric, ms | faster", lines)
     if ratios:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        lines.append(f"\nGeometric mean {mean:.1f}x, least {min(ratios):.1f}x.")
-    return "\n".join(lines)
+        text += f"\n\nGeometric mean {mean:.1f}x, least {min(ratios):.1f}x."
+    return text
 
 
 def _failure(cell: dict[str, Any]) -> str:
