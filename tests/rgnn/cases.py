@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,27 +49,44 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
+Shapes = dict[str, tuple[str, tuple[int, ...], float]]
+
+
+def shapes(arrays: str) -> Callable[[Size], Shapes]:
+    """Arrays of a case from "x y: node[k, h*n] / k; s: edge[] * 2": kinds of rows, shapes of a row, and scales.
+
+    The standard deviation of an array is 1, the number behind `*`, or one over the root of the number behind `/`.
+    """
+    each = [re.fullmatch(r"(.*): (\w+)\[(.*)\](?: ([/*]) (.*))?", one) for one in arrays.split("; ")]
+
+    def of(z: Size) -> Shapes:
+        number = lambda text: eval(text, {"k": z.k, "n": z.n, "h": z.h})  # noqa: E731
+        found = {}
+        for names, kind, row, by, size in (one.groups() for one in each if one):
+            scale = 1.0 if not by else float(number(size)) if by == "*" else number(size) ** -0.5
+            sides = number(f"({row},)") if row else ()
+            found |= dict.fromkeys(names.split(), (kind, sides, scale))
+        return found
+
+    return of
+
+
 def case(
-    arrays: Callable[[Size], dict[str, tuple[str, tuple[int, ...], float]]],
-    reference: Callable[[Reference, Arrays], Any],
+    arrays: str, reference: Callable[[Reference, Arrays], Any]
 ) -> Callable[[Callable[[Any, Arrays], Any]], Callable]:
     """Registers the decorated program function."""
 
     def register(function: Callable[[Any, Arrays], Any]) -> Callable:
-        program = rgnn.program(function)
-        name = function.__name__
-        CASES[name] = Case(name, lambda graph, a, options: program(graph, a, options=options), reference, arrays)
+        program, name = rgnn.program(function), function.__name__
+        run = lambda graph, a, options: program(graph, a, options=options)  # noqa: E731
+        CASES[name] = Case(name, run, reference, shapes(arrays))
         return function
 
     return register
 
 
-def _weight(size: int) -> float:
-    return size**-0.5
-
-
 @case(
-    lambda z: {"x": ("node", (z.k,), 1), "w": ("etype", (z.k, z.n), _weight(z.k))},
+    "x: node[k]; w: etype[k, n] / k",
     lambda r, a: jnp.einsum("ek,ekn->en", a["x"][r.s], a["w"][r.t]),
 )
 def linear_on_edges(g: Any, a: Arrays) -> Any:
@@ -76,7 +94,7 @@ def linear_on_edges(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {"x": ("node", (z.k,), 1), "w": ("etype", (z.h, z.k, z.n), _weight(z.k))},
+    "x: node[k]; w: etype[h, k, n] / k",
     lambda r, a: r.sum(jnp.einsum("ek,ehkn->ehn", a["x"][r.s], a["w"][r.t])),
 )
 def linear_by_edge_type_and_head(g: Any, a: Arrays) -> Any:
@@ -84,7 +102,7 @@ def linear_by_edge_type_and_head(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {"x": ("node", (z.h, z.k), 1), "w": ("etype", (z.h, z.k, z.n), _weight(z.k))},
+    "x: node[h, k]; w: etype[h, k, n] / k",
     lambda r, a: r.sum(jnp.einsum("ehk,ehkn->ehn", a["x"][r.d], a["w"][r.t]), r.s),
 )
 def linear_of_heads_to_src(g: Any, a: Arrays) -> Any:
@@ -92,11 +110,7 @@ def linear_of_heads_to_src(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {
-        "x": ("node", (z.h, z.k), 1),
-        "w": ("etype", (z.k, z.n), _weight(z.k)),
-        "v": ("shared", (z.n, z.k), _weight(z.n)),
-    },
+    "x: node[h, k]; w: etype[k, n] / k; v: shared[n, k] / n",
     lambda r, a: r.sum(jnp.einsum("ehk,ekn,nj->ehj", a["x"][r.s], a["w"][r.t], a["v"])),
 )
 def linear_with_one_weight_for_all_heads(g: Any, a: Arrays) -> Any:
@@ -104,11 +118,7 @@ def linear_with_one_weight_for_all_heads(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {
-        "x": ("node", (z.k,), 1),
-        "w": ("ntype", (z.k, z.n), _weight(z.k)),
-        "v": ("ntype", (z.h, z.n, z.k), _weight(z.n)),
-    },
+    "x: node[k]; w: ntype[k, n] / k; v: ntype[h, n, k] / n",
     lambda r, a: jnp.einsum("vk,vkn,vhnj->vhj", a["x"], a["w"][r.nt], a["v"][r.nt]),
 )
 def linear_by_node_type(g: Any, a: Arrays) -> Any:
@@ -116,12 +126,7 @@ def linear_by_node_type(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {
-        "x": ("node", (z.k,), 1),
-        "w": ("etype", (z.k, z.n), _weight(z.k)),
-        "v": ("etype", (z.n, z.n), _weight(z.n)),
-        "u": ("shared", (z.k, z.k), _weight(z.k)),
-    },
+    "x: node[k]; w: etype[k, n] / k; v: etype[n, n] / n; u: shared[k, k] / k",
     lambda r, a: r.sum(jnp.einsum("ek,kj,ejn,enm->em", a["x"][r.s], a["u"], a["w"][r.t], a["v"][r.t])),
 )
 def linear_chain(g: Any, a: Arrays) -> Any:
@@ -130,11 +135,7 @@ def linear_chain(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {
-        "x": ("node", (z.k,), 1),
-        "c": ("etype", (3,), 1),
-        "b": ("shared", (3, z.k, z.n), _weight(z.k)),
-    },
+    "x: node[k]; c: etype[3]; b: shared[3, k, n] / k",
     lambda r, a: r.sum(jnp.einsum("ek,eb,bkn->en", a["x"][r.s], a["c"][r.t], a["b"])),
 )
 def linear_with_a_computed_weight(g: Any, a: Arrays) -> Any:
@@ -145,12 +146,7 @@ def linear_with_a_computed_weight(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {
-        "x": ("node", (z.k,), 1),
-        "w": ("etype", (z.h, z.k, z.n), _weight(z.k)),
-        "p": ("etype", (z.h, z.n), _weight(z.n)),
-        "q": ("ntype", (z.k,), _weight(z.k)),
-    },
+    "x: node[k]; w: etype[h, k, n] / k; p: etype[h, n] / n; q: ntype[k] / k",
     lambda r, a: (
         jnp.einsum("ek,ehkn,ehn->eh", a["x"][r.s], a["w"][r.t], a["p"][r.t])
         + axis_after(jnp.einsum("ek,ek->e", a["x"][r.d], a["q"][r.nt][r.s]))
@@ -162,7 +158,7 @@ def dot_with_constants(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {"x": ("node", (z.h, z.k), _weight(z.k)), "y": ("node", (z.h, z.k), 1), "e": ("edge", (), 1)},
+    "x: node[h, k] / k; y: node[h, k]; e: edge[]",
     lambda r, a: r.mean(jnp.einsum("ehk,ehk->eh", a["x"][r.s], a["y"][r.d]) * axis_after(a["e"]), r.d),
 )
 def dot_of_both_ends(g: Any, a: Arrays) -> Any:
@@ -170,7 +166,7 @@ def dot_of_both_ends(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {"s": ("edge", (z.h,), 2), "x": ("node", (z.h, z.k), 1)},
+    "s: edge[h] * 2; x: node[h, k]",
     lambda r, a: (r.softmax(a["s"]), r.sum(axis_after(r.softmax(a["s"])) * a["x"][r.s])),
 )
 def softmax_over_incoming_edges(g: Any, a: Arrays) -> Any:
@@ -179,7 +175,7 @@ def softmax_over_incoming_edges(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {"s": ("edge", (), 2), "x": ("node", (z.k,), 1)},
+    "s: edge[] * 2; x: node[k]",
     lambda r, a: (r.softmax(a["s"], "relation"), r.sum(axis_after(r.softmax(a["s"], "relation")) * a["x"][r.s])),
 )
 def softmax_within_relations(g: Any, a: Arrays) -> Any:
@@ -188,7 +184,7 @@ def softmax_within_relations(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {"x": ("node", (z.k,), 1), "e": ("edge", (z.k,), 1)},
+    "x: node[k]; e: edge[k]",
     lambda r, a: tuple(
         reduce(a["x"][ends] * a["e"], rows)
         for reduce in (r.sum, r.mean, r.max)
@@ -208,7 +204,7 @@ def reductions(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {"x": ("node", (z.k,), 1), "y": ("node", (z.k,), 1), "e": ("edge", (1,), 1)},
+    "x: node[k]; y: node[k]; e: edge[1]",
     lambda r, a: r.max(a["x"][r.s] * a["e"] + 0.37 * a["y"][r.d] - a["y"][r.s] * a["e"], r.d),
 )
 def largest_computed_message(g: Any, a: Arrays) -> Any:
@@ -218,11 +214,7 @@ def largest_computed_message(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {
-        "x": ("node", (z.k,), 1),
-        "y": ("node", (z.h, z.n), 1),
-        "c": ("etype", (z.k,), 1),
-    },
+    "x: node[k]; y: node[h, n]; c: etype[k]",
     lambda r, a: r.sum(
         jnp.concatenate(
             [a["x"][r.s] * a["c"][r.t], a["y"][r.d].reshape(len(r.d), a["y"].shape[1] * a["y"].shape[2])], -1
@@ -235,7 +227,7 @@ def concatenation_and_slices(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {"x": ("node", (z.h, z.k), 1)},
+    "x: node[h, k]",
     lambda r, a: (
         a["x"].sum(1),
         a["x"].mean(1)[..., None],
@@ -249,13 +241,7 @@ def feature_axes(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {
-        "x": ("node", (z.k,), 1),
-        "c": ("etype", (), 1),
-        "d": ("ntype", (z.k,), 1),
-        "b": ("shared", (z.k,), 1),
-        "u": ("shared", (), 1),
-    },
+    "x: node[k]; c: etype[]; d: ntype[k]; b: shared[k]; u: shared[]",
     lambda r, a: (
         r.sum((a["x"][r.s] + a["b"]) * axis_after(a["c"][r.t]) * (2.0 - a["c"][r.t] * a["u"])[:, None]) * a["d"][r.nt]
         - a["d"][r.nt] / 3.0
@@ -268,7 +254,7 @@ def constants(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {"x": ("node", (z.k,), 1)},
+    "x: node[k]",
     lambda r, a: r.sum(
         a["x"][r.s]
         * axis_after(
@@ -283,7 +269,7 @@ def degrees(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {"p": ("source_pair", (z.k,), 1), "e": ("edge", (z.k,), 1)},
+    "p: source_pair[k]; e: edge[k]",
     lambda r, a: r.sum(a["p"][r.pair] * a["e"]),
 )
 def source_pairs(g: Any, a: Arrays) -> Any:
@@ -319,7 +305,7 @@ _JAX_FUNCTIONS: dict[str, Callable] = {
 
 
 @case(
-    lambda z: {"x": ("node", (z.k,), 1), "y": ("node", (z.k,), 1)},
+    "x: node[k]; y: node[k]",
     lambda r, a: r.sum(sum(_all_functions(a["x"][r.s], a["y"][r.d], _JAX_FUNCTIONS))),
 )
 def elementwise(g: Any, a: Arrays) -> Any:
@@ -328,11 +314,7 @@ def elementwise(g: Any, a: Arrays) -> Any:
 
 
 @case(
-    lambda z: {
-        "x": ("node", (z.k,), 1),
-        "w": ("etype", (z.k, z.k), _weight(z.k)),
-        "v": ("shared", (z.k, z.n), _weight(z.k)),
-    },
+    "x: node[k]; w: etype[k, k] / k; v: shared[k, n] / k",
     lambda r, a: (
         jnp.einsum(
             "ek,ekn->en",
@@ -352,91 +334,47 @@ def two_hops(g: Any, a: Arrays) -> Any:
 # --- library models --------------------------------------------------------------------------------------------------
 
 
-def _model(
-    name: str,
-    program: Any,
-    reference: Callable[..., Any],
-    arrays: Callable[[Size], dict[str, tuple[str, tuple[int, ...], float]]],
-    **keywords: Any,
-) -> None:
+def _model(name: str, program: Any, reference: Callable[..., Any], arrays: str, **keywords: Any) -> None:
     def run(graph: RelGraph, a: Arrays, options: Options) -> Any:
         params = {key: value for key, value in a.items() if key != "x"}
         return program(graph, a.get("x"), params, options=options, **keywords)
 
-    CASES[name] = Case(name, run, lambda r, a: reference(r, a, **keywords), arrays)
+    CASES[name] = Case(name, run, lambda r, a: reference(r, a, **keywords), shapes(arrays))
 
 
-def _rgcn_arrays(kind: str, *, featureless: bool = False, root: bool = True, bias: bool = True) -> Callable:
-    def arrays(z: Size) -> dict[str, tuple[str, tuple[int, ...], float]]:
-        scale, blocks = _weight(z.k), z.h
-        found = {} if featureless else {"x": ("node", (z.k * blocks if kind == "blocks" else z.k,), 1.0)}
-        n = z.n * blocks if kind == "blocks" else z.n
-        k = found["x"][1][0] if found else 0
-        if kind == "weight":
-            found["weight"] = ("source_pair", (n,), 1.0) if featureless else ("etype", (k, n), scale)
-        elif kind == "bases":
-            found["bases"] = ("node", (3, n), 1.0) if featureless else ("shared", (3, k, n), scale)
-            found["coefficients"] = ("etype", (3,), 1.0)
-        else:
-            found["blocks"] = ("etype", (blocks, z.k, z.n), scale)
-        if root:
-            found["root"] = ("node", (n,), 1.0) if featureless else ("shared", (k, n), scale)
-        return found | ({"bias": ("shared", (n,), 1.0)} if bias else {})
+for _name, _arrays, _keywords in (
+    ("mean", "x: node[k]; weight: etype[k, n] / k; root: shared[k, n] / k; bias: shared[n]", {}),
+    ("sum_bare", "x: node[k]; weight: etype[k, n] / k", {"normalization": "sum"}),
+    ("bases", "x: node[k]; bases: shared[3, k, n] / k; coefficients: etype[3]; root: shared[k, n] / k", {}),
+    (
+        "bases_sum",
+        "x: node[k]; bases: shared[3, k, n] / k; coefficients: etype[3]; bias: shared[n]",
+        {"normalization": "sum"},
+    ),
+    ("blocks", "x: node[k*h]; blocks: etype[h, k, n] / k; root: shared[k*h, n*h] / k; bias: shared[n*h]", {}),
+    ("featureless", "weight: source_pair[n]; root: node[n]; bias: shared[n]", {}),
+    ("featureless_bases", "bases: node[3, n]; coefficients: etype[3]; root: node[n]; bias: shared[n]", {}),
+):
+    _model(f"rgcn_{_name}", library.rgcn, rgcn_reference, _arrays, **_keywords)
 
-    return arrays
+_RGAT = "x: node[k]; weight: etype[h, k, n] / k; attention_src attention_dst: etype[h, n] / n"
+_ONE_HEAD = "x: node[k]; weight: etype[k, n] / k; attention_src attention_dst: etype[n] / n; edge_scale: edge[]"
+for _name, _arrays, _keywords in (
+    ("", _RGAT, {}),
+    ("_relation", f"{_RGAT}; bias: shared[h*n]", {"softmax": "relation"}),
+    ("_mean_heads", f"{_RGAT}; bias: shared[n]; edge_scale: edge[h]", {"concat_heads": False}),
+    ("_one_head", _ONE_HEAD, {"negative_slope": 0.1}),
+):
+    _model(f"rgat{_name}", library.rgat, rgat_reference, _arrays, **_keywords)
 
-
-def _rgat_arrays(*, heads: bool = True, bias: str = "", edge_scale: bool = False) -> Callable:
-    def arrays(z: Size) -> dict[str, tuple[str, tuple[int, ...], float]]:
-        lead = (z.h,) if heads else ()
-        found = {
-            "x": ("node", (z.k,), 1.0),
-            "weight": ("etype", (*lead, z.k, z.n), _weight(z.k)),
-            "attention_src": ("etype", (*lead, z.n), _weight(z.n)),
-            "attention_dst": ("etype", (*lead, z.n), _weight(z.n)),
-        }
-        if bias:
-            found["bias"] = ("shared", (z.h * z.n if bias == "concat" else z.n,), 1.0)
-        return found | ({"edge_scale": ("edge", lead, 1.0)} if edge_scale else {})
-
-    return arrays
-
-
-def _hgt_arrays(*, biases: bool = False, skip: bool = False) -> Callable:
-    def arrays(z: Size) -> dict[str, tuple[str, tuple[int, ...], float]]:
-        out = z.k if skip else z.k + 1
-        found = {
-            "x": ("node", (z.k,), 1.0),
-            **{name: ("ntype", (z.h, z.k, z.n), _weight(z.k)) for name in ("key", "query", "value")},
-            "relation_attention": ("etype", (z.h, z.n, z.n), _weight(z.n)),
-            "relation_message": ("etype", (z.h, z.n, z.n), _weight(z.n)),
-            "prior": ("etype", (z.h,), 1.0),
-            "out": ("ntype", (z.h * z.n, out), _weight(z.h * z.n)),
-        }
-        if biases:
-            found |= {f"{name}_bias": ("ntype", (z.h, z.n), 0.5) for name in ("key", "query", "value")}
-            found["out_bias"] = ("ntype", (out,), 0.5)
-        return found | ({"skip": ("ntype", (), 1.0)} if skip else {})
-
-    return arrays
-
-
-_model("rgcn_mean", library.rgcn, rgcn_reference, _rgcn_arrays("weight"))
-_model(
-    "rgcn_sum_bare", library.rgcn, rgcn_reference, _rgcn_arrays("weight", root=False, bias=False), normalization="sum"
+_HGT = (
+    "x: node[k]; key query value: ntype[h, k, n] / k; relation_attention relation_message: etype[h, n, n] / n; "
+    "prior: etype[h]; out: ntype[h*n, {}] / h*n"
 )
-_model("rgcn_bases", library.rgcn, rgcn_reference, _rgcn_arrays("bases", bias=False))
-_model("rgcn_bases_sum", library.rgcn, rgcn_reference, _rgcn_arrays("bases", root=False), normalization="sum")
-_model("rgcn_blocks", library.rgcn, rgcn_reference, _rgcn_arrays("blocks"))
-_model("rgcn_featureless", library.rgcn, rgcn_reference, _rgcn_arrays("weight", featureless=True))
-_model("rgcn_featureless_bases", library.rgcn, rgcn_reference, _rgcn_arrays("bases", featureless=True))
-_model("rgat", library.rgat, rgat_reference, _rgat_arrays())
-_model("rgat_relation", library.rgat, rgat_reference, _rgat_arrays(bias="concat"), softmax="relation")
-_model("rgat_mean_heads", library.rgat, rgat_reference, _rgat_arrays(bias="mean", edge_scale=True), concat_heads=False)
-_model("rgat_one_head", library.rgat, rgat_reference, _rgat_arrays(heads=False, edge_scale=True), negative_slope=0.1)
-_model("hgt", library.hgt, hgt_reference, _hgt_arrays())
-_model("hgt_biases", library.hgt, hgt_reference, _hgt_arrays(biases=True))
-_model("hgt_skip", library.hgt, hgt_reference, _hgt_arrays(biases=True, skip=True))
+_BIASES = "key_bias query_bias value_bias: ntype[h, n] * 0.5; out_bias: ntype[{}] * 0.5"
+_model("hgt", library.hgt, hgt_reference, _HGT.format("k+1"))
+_model("hgt_biases", library.hgt, hgt_reference, f"{_HGT}; {_BIASES}".format("k+1", "k+1"))
+_model("hgt_skip", library.hgt, hgt_reference, f"{_HGT}; {_BIASES}; skip: ntype[]".format("k", "k"))
 
 MODELS = tuple(name for name in CASES if name.startswith(("rgcn", "rgat", "hgt")))
 OPERATORS = tuple(name for name in CASES if name not in MODELS)

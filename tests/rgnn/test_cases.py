@@ -75,7 +75,7 @@ def test_kernels_bfloat16(name: str) -> None:
 
 
 @pytest.mark.parametrize("graph", ["one_node", "no_edges"])
-@pytest.mark.parametrize("name", ["rgcn_mean", "rgat", "rgat_relation", "hgt_skip", "reductions", "linear_on_edges"])
+@pytest.mark.parametrize("name", ["rgat_relation", "hgt_skip", "reductions"])
 def test_small_graphs(name: str, graph: str) -> None:
     want = expected(name, graph, Size(3, 3, 2), "float64")
     with jax.enable_x64(True), by_numpy():
@@ -269,18 +269,6 @@ def scores_made_again(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> Non
     monkeypatch.setattr(save, "_ARRAYS_IN_CACHE", 10**12)
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    slow_but([("rgcn_mean", "tf32")], itertools.product(("rgcn_mean", "rgat", "hgt_skip"), ("tf32", "f32"))),
-)
-@pytest.mark.usefixtures("rows_in_16_bits")
-def test_as_on_a_gpu(name: str, precision: str) -> None:
-    """With the graph's loop tables and, where products round to 10 bits, row-scaled float16 between kernels."""
-    options = Options(backend="pallas", precision=precision, interpret=True)
-    tolerance = F32 if precision == "f32" else TF32
-    check(name, "long_segments", Size(20, 17, 2), options, tolerance=tolerance, loop_tables=True)
-
-
 def test_what_the_graphs_cover() -> None:
     """The graphs of the cases have the structures that cause errors."""
     typical, long_segments = GRAPHS["typical"], GRAPHS["long_segments"]
@@ -294,43 +282,6 @@ def test_what_the_graphs_cover() -> None:
     assert {c[0] for c in chosen} == set(CASES) and {c[1] for c in chosen} == set(ORDINARY)
     assert {c[2].k for c in chosen} == {c[2].n for c in chosen} == {1, 3, 17, 100}
     assert {c[2].h for c in chosen} >= {1, 2, 8}
-
-
-@SLOW
-@pytest.mark.parametrize(("precision", "tolerance"), [("f32", F32), ("tf32", TF32)])
-def test_scores_by_the_product(precision: str, tolerance: float) -> None:
-    """With one head the epilogue of the GEMM computes the scores; with `tf32` rows are row-scaled float16."""
-    check("rgat", "typical", Size(16, 16, 1), dataclasses.replace(PALLAS, precision=precision), tolerance=tolerance)
-
-
-@SLOW  # test_contract.py has one of them
-@pytest.mark.parametrize("disable", [(), ("fold",)], ids=["folded", "not"])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["hgt", "hgt_skip"])
-def test_typed_sources(name: str, backend: str, disable: tuple[str, ...]) -> None:
-    """Where all edges of a type come from nodes of one type, keys and messages take one GEMM each."""
-    assert counts_of(graph_of("typed")).typed_sources and not counts_of(graph_of("typical")).typed_sources
-    check(name, "typed", Size(8, 4, 2), dataclasses.replace(BACKENDS[backend], disable=disable), tolerance=1e-5)
-
-
-@SLOW
-@pytest.mark.parametrize("backend", ["xla", "pallas"])
-@pytest.mark.usefixtures("scores_made_again")
-def test_scores_made_again(backend: str) -> None:
-    check("hgt", "long_segments", Size(8, 4, 2), BACKENDS[backend], tolerance=F32, loop_tables=backend == "pallas")
-
-
-@SLOW
-@pytest.mark.parametrize(
-    "size",
-    [Size(16, 16, 1), Size(20, 18, 2), Size(17, 20, 1)],
-    ids=str,
-)
-@pytest.mark.usefixtures("rows_in_16_bits")
-def test_keys_and_messages_in_one_array(size: Size) -> None:
-    """As on a GPU: both are row-scaled float16, with widths that are and are not powers of two."""
-    options = dataclasses.replace(PALLAS, precision="tf32")
-    check("hgt_skip", "typed", size, options, tolerance=TF32, loop_tables=True)
 
 
 @pytest.fixture
@@ -380,23 +331,64 @@ def test_scalars_that_one_traversal_stores_for_others(
     assert (2 in side_by_side) == (precision != "f32")
 
 
-@SLOW
+# What kernels do on a GPU or a large graph, on small ones: what is forced, cases with their graphs, sizes, precisions.
+FORCED: dict[str, tuple[tuple[str, ...], bool, list[tuple[str, str, Size]], tuple[str, ...]]] = {
+    "row-scaled float16 between kernels": (
+        ("rows_in_16_bits",),
+        True,
+        [(name, "long_segments", Size(20, 17, 2)) for name in ("rgcn_mean", "rgat", "hgt_skip")],
+        ("tf32", "f32"),
+    ),
+    "keys and messages in one array": (
+        ("rows_in_16_bits",),
+        True,
+        [("hgt_skip", "typed", size) for size in (Size(16, 16, 1), Size(20, 18, 2), Size(17, 20, 1))],
+        ("tf32",),
+    ),
+    "scores by the product": ((), False, [("rgat", "typical", Size(16, 16, 1))], ("f32", "tf32")),
+    "one product of keys and messages by type": (
+        (),
+        False,
+        [("hgt", "typed", Size(8, 4, 2)), ("hgt_skip", "typed", Size(8, 4, 2))],
+        ("f32",),
+    ),
+    "scores that backward computes again": (
+        ("scores_made_again",),
+        True,
+        [("hgt", "long_segments", Size(8, 4, 2))],
+        ("f32",),
+    ),
+    "scores by products with narrow matrices": (
+        ("as_on_a_large_graph",),
+        False,
+        [(n, "typical", z) for n, z in (("rgat_one_head", Size(16, 16, 1)), ("rgat", Size(20, 17, 2)))]
+        + [("rgat", "typical", Size(8, 3, 5))],
+        ("f32", "tf32"),
+    ),
+}
+FORCED_CASES = [(what, *case, p) for what, (_, _, cases, ps) in FORCED.items() for case in cases for p in ps]
+
+
 @pytest.mark.parametrize(
-    ("name", "size", "precision", "tolerance"),
-    [
-        ("rgat_one_head", Size(16, 16, 1), "f32", F32),
-        ("rgat", Size(20, 17, 2), "tf32", TF32),
-        ("rgat", Size(8, 3, 5), "f32", F32),
-        ("rgat_one_head", Size(16, 16, 1), "tf32", TF32),
-        ("rgat", Size(20, 17, 2), "f32", F32),
-        ("rgat", Size(8, 3, 5), "tf32", TF32),
-    ],
+    ("what", "name", "graph", "size", "precision"),
+    slow_but(
+        [("row-scaled float16 between kernels", "rgcn_mean", "long_segments", Size(20, 17, 2), "tf32")], FORCED_CASES
+    ),
     ids=str,
 )
-@pytest.mark.usefixtures("as_on_a_large_graph")
-def test_scores_by_products_with_narrow_matrices(name: str, size: Size, precision: str, tolerance: float) -> None:
-    """As where node rows do not fit in the cache; with many heads backward, too."""
-    check(name, "typical", size, dataclasses.replace(PALLAS, precision=precision), tolerance=tolerance)
+def test_kernels_as_on_a_gpu(
+    what: str, name: str, graph: str, size: Size, precision: str, request: pytest.FixtureRequest
+) -> None:
+    fixtures, loop_tables, *_ = FORCED[what]
+    for fixture in fixtures:
+        request.getfixturevalue(fixture)
+    options = dataclasses.replace(PALLAS, precision=precision)
+    check(name, graph, size, options, tolerance=F32 if precision == "f32" else TF32, loop_tables=loop_tables)
+
+
+def test_where_keys_and_messages_take_one_product() -> None:
+    """Where all edges of a type come from nodes of one type."""
+    assert counts_of(graph_of("typed")).typed_sources and not counts_of(graph_of("typical")).typed_sources
 
 
 @SLOW

@@ -1,7 +1,8 @@
-"""The numpy evaluator against `jax.numpy`: all operators, with first and second derivatives."""
+"""The numpy evaluator against `jax.numpy`: all operators and their gradients; gradients of gradients by differences."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,52 +17,52 @@ from tests.rgnn.references import graph_of
 from tests.rgnn.test_operators import OPERATORS, expected
 
 
-def results_and_derivatives(name: str, graph: str, arrays: dict[str, Any]) -> tuple[list, dict, dict]:
-    """Results of an operator's program, gradients of a sum of sines, and those of a sum of sines of the gradients."""
-    g = graph_of(graph)
-    program, inputs = trace(rgnn.program(OPERATORS[name].program), g, arrays)
-    inputs = {p: x.astype(np.float64) if x.dtype.kind == "f" else x for p, x in inputs.items()}
-    names = {program.ops[i].attr("position"): program.ops[i].attr("name") for i in program.inputs}
-    wrt = tuple(p for p, x in inputs.items() if x.dtype.kind == "f")
-    joint = differentiate(program, wrt)
-    results = evaluate(program, g, inputs)
-    first, count = 1 + max(names), len(results)
-    given = inputs | {first + n: 0.7 * np.cos(y * 0.7 + 0.3) for n, y in enumerate(results)}
-    gradients = evaluate(joint, g, given)[count:]
-    # The gradients depend on the inputs by the cotangents, too, whose derivative goes through the results.
-    cotangents = tuple(range(first, first + count))
-    twice = differentiate(joint, (*wrt, *cotangents))
-    into = 1 + max(given)
-    zeros = {into + n: np.zeros(y.shape) for n, y in enumerate(results)}
-    outer = given | zeros | {into + count + n: np.cos(x) for n, x in enumerate(gradients)}
-    found = evaluate(twice, g, outer)[count + len(wrt) :]
-    of_cotangents = found[len(wrt) :]
-    back = {
-        first + n: c * -0.49 * np.sin(y * 0.7 + 0.3)
-        for n, (c, y) in enumerate(zip(of_cotangents, results, strict=True))
-    }
-    through = evaluate(joint, g, inputs | back)[count:]
-    second = [x + y for x, y in zip(found[: len(wrt)], through, strict=True)]
-    user = lambda p, x: from_rows(g, program.ops[program.by_position()[p]].space, x)  # noqa: E731
-    key = lambda p: names[p].partition("['")[2].rstrip("]'")  # noqa: E731
-    return (
-        [from_rows(g, program.ops[o].space, y) for o, y in zip(program.outputs, results, strict=True)],
-        {key(p): user(p, x) for p, x in zip(wrt, gradients, strict=True)},
-        {key(p): user(p, x) for p, x in zip(wrt, second, strict=True)},
-    )
+def floats(inputs: Mapping[int, Any]) -> tuple[int, ...]:
+    return tuple(p for p, x in inputs.items() if x.dtype.kind == "f")
+
+
+def moved(inputs: Mapping[int, Any], by: float) -> dict[int, Any]:
+    """The inputs, their floats moved along one direction, the same for each step."""
+    rng = np.random.default_rng(2)
+    return {p: x + by * rng.normal(size=x.shape) if x.dtype.kind == "f" else x for p, x in inputs.items()}
+
+
+def inner(xs: Sequence[Any], ys: Sequence[Any]) -> float:
+    return float(sum(np.vdot(x, y) for x, y in zip(xs, ys, strict=True)))
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_with_two_derivatives(name: str) -> None:
+    """Results and gradients are those of `jax.numpy`, and gradients of gradients those of differences."""
     arrays, want = expected(name, "typical")
-    got = results_and_derivatives(name, "typical", arrays)
-    assert len(got[0]) == len(want[0])
-    for y, w in zip(got[0], want[0], strict=True):
+    g = graph_of("typical")
+    program, inputs = trace(rgnn.program(OPERATORS[name].program), g, arrays)
+    inputs = {p: x.astype(np.float64) if x.dtype.kind == "f" else x for p, x in inputs.items()}
+    wrt = floats(inputs)
+    joint, results = differentiate(program, wrt), evaluate(program, g, inputs)
+    first = 1 + max(inputs)
+    given = inputs | {first + n: 0.7 * np.cos(y * 0.7 + 0.3) for n, y in enumerate(results)}
+    gradients = evaluate(joint, g, given)[len(results) :]
+    users = lambda p, x: from_rows(g, program.ops[program.by_position()[p]].space, x)  # noqa: E731
+    names = {program.ops[i].attr("position"): program.ops[i].attr("name") for i in program.inputs}
+    found = {names[p].partition("['")[2].rstrip("]'"): users(p, x) for p, x in zip(wrt, gradients, strict=True)}
+    shown = [from_rows(g, program.ops[o].space, y) for o, y in zip(program.outputs, results, strict=True)]
+    pairs = [*zip(shown, want[0], strict=True), *((found.get(key, 0), w) for key, w in want[1].items())]
+    for y, w in pairs:  # an array that the program does not use has no gradient
         np.testing.assert_allclose(y, w, rtol=1e-9, atol=1e-9 * (1 + np.abs(w).max()))
-    for found, right in zip(got[1:], want[1:], strict=True):
-        for key, w in right.items():
-            y = found.get(key, 0)  # an array that the program does not use
-            np.testing.assert_allclose(y, w, rtol=1e-9, atol=1e-9 * (1 + np.abs(w).max()), err_msg=key)
+
+    # The derivative along a direction of the gradients' product with fixed arrays. Of moved inputs none are equal.
+    given, step = moved(given, 0.01), 1e-6
+    with_respect_to = floats(given)
+    into = 1 + max(given)
+    weights = [np.cos(1.3 * np.arange(x.size)).reshape(x.shape) for x in gradients]
+    of_outputs = {into + n: np.zeros(y.shape) for n, y in enumerate(results)}
+    of_outputs |= {into + len(results) + n: w for n, w in enumerate(weights)}
+    twice = evaluate(differentiate(joint, with_respect_to), g, given | of_outputs)[-len(with_respect_to) :]
+    direction = [moved(given, 1.0)[p] - given[p] for p in with_respect_to]
+    ahead, behind = (inner(evaluate(joint, g, moved(given, by))[len(results) :], weights) for by in (step, -step))
+    scale = 1 + sum(np.abs(x * d).sum() for x, d in zip(twice, direction, strict=True))
+    assert abs((ahead - behind) / (2 * step) - inner(twice, direction)) <= 1e-6 * scale
 
 
 def test_every_operator_has_a_definition() -> None:

@@ -17,7 +17,6 @@ from dejax.rgnn import linen
 from dejax.rgnn import nnx as rnnx
 from dejax.rgnn.interop import from_graphs_tuple
 from dejax.rgnn.jraph_layers import apply_to_graphs_tuple, graphs_tuple_layer
-from tests.cases import slow_but
 
 jraph = pytest.importorskip("jraph")
 R, K = 3, 4
@@ -57,15 +56,13 @@ def layer_of(name: str) -> Any:
     rngs = nnx.Rngs(0)
     if name == "rgcn":
         return rnnx.RGCNConv(K, 3, R, rngs=rngs)
-    if name == "rgat":
-        return rnnx.RGATConv(K, 3, R, num_heads=2, rngs=rngs)
     module = linen.HGTConv(3)
     graphs = batched()
     variables = module.init(jax.random.key(0), from_graphs_tuple(graphs, num_edge_types=R), graphs.nodes["features"])
     return functools.partial(module.apply, variables)
 
 
-@pytest.mark.parametrize("name", ["rgcn", "rgat", "hgt"])
+@pytest.mark.parametrize("name", ["rgcn", "hgt"])
 def test_a_layer_gives_a_graphs_tuple(name: str) -> None:
     layer, graphs = layer_of(name), batched()
     out = apply_to_graphs_tuple(layer, graphs, num_edge_types=R, node_key="features")
@@ -80,9 +77,8 @@ def test_a_layer_gives_a_graphs_tuple(name: str) -> None:
         np.testing.assert_allclose(part.nodes["features"], alone.nodes["features"], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", slow_but(["rgcn"], ["rgcn", "rgat", "hgt"]))
-def test_padded_inside_jit_as_outside(name: str) -> None:
-    layer, graphs = layer_of(name), batched()
+def test_padded_inside_jit_as_outside() -> None:
+    layer, graphs = layer_of("rgcn"), batched()
     padded = jraph.pad_with_graphs(graphs, n_node=17, n_edge=25, n_graph=5)
     want = apply_to_graphs_tuple(layer, graphs, num_edge_types=R, node_key="features")
 

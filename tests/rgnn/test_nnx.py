@@ -38,59 +38,6 @@ def same(a: Any, b: Any, **tolerance: float) -> None:
     )
 
 
-def layers() -> dict[str, nnx.Module]:
-    rngs = nnx.Rngs(0)
-    return {
-        **{f"rgcn_{form}": RGCNConv(4, 6, R, rngs=rngs, **keywords) for form, keywords in RGCN_FORMS.items()},
-        "rgcn_bare": RGCNConv(4, 6, R, use_root=False, use_bias=False, normalization="sum", rngs=rngs),
-        "rgat": RGATConv(4, 5, R, num_heads=2, rngs=rngs),
-        "rgat_mean": RGATConv(4, 5, R, num_heads=2, concat_heads=False, softmax="relation", rngs=rngs),
-        "hgt": HGTConv(4, 6, T, R, num_heads=2, rngs=rngs),
-        "hgt_skip": HGTConv(4, 4, T, R, num_heads=2, head_features=3, use_bias=False, rngs=rngs),
-    }
-
-
-SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
-    "rgcn_full": {"weight": (R, 4, 6), "root": (4, 6), "bias": (6,)},
-    "rgcn_bases": {"bases": (2, 4, 6), "coefficients": (R, 2), "root": (4, 6), "bias": (6,)},
-    "rgcn_blocks": {"blocks": (R, 2, 2, 3), "root": (4, 6), "bias": (6,)},
-    "rgcn_bare": {"weight": (R, 4, 6)},
-    "rgat": {"weight": (R, 2, 4, 5), "attention_src": (R, 2, 5), "attention_dst": (R, 2, 5), "bias": (10,)},
-    "rgat_mean": {"weight": (R, 2, 4, 5), "attention_src": (R, 2, 5), "attention_dst": (R, 2, 5), "bias": (5,)},
-    "hgt": {
-        **dict.fromkeys(("key", "query", "value"), (T, 2, 4, 3)),
-        **{f"{name}_bias": (T, 2, 3) for name in ("key", "query", "value")},
-        **dict.fromkeys(("relation_attention", "relation_message"), (R, 2, 3, 3)),
-        "prior": (R, 2),
-        "out": (T, 6, 6),
-        "out_bias": (T, 6),
-    },
-    "hgt_skip": {
-        **dict.fromkeys(("key", "query", "value"), (T, 2, 4, 3)),
-        **dict.fromkeys(("relation_attention", "relation_message"), (R, 2, 3, 3)),
-        "prior": (R, 2),
-        "out": (T, 6, 4),
-        "skip": (T,),
-    },
-}
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_parameters_and_result(name: str) -> None:
-    layer: Any = layers()[name]
-    params = pure(layer)
-    assert {key: value.shape for key, value in params.items()} == SHAPES[name]
-    x = features(GRAPH, 4)
-    keywords: dict[str, Any] = {
-        "rgcn_bare": {"normalization": "sum"},
-        "rgat_mean": {"softmax": "relation", "concat_heads": False},
-    }.get(name, {})
-    want = getattr(library, name.split("_")[0])(GRAPH, x, params, **keywords)
-    out = layer(GRAPH, x)
-    assert out.dtype == jnp.float32 and bool(jnp.any(out != 0))
-    same(out, want)
-
-
 @pytest.mark.parametrize("num_bases", [None, 2])
 def test_featureless(num_bases: int | None) -> None:
     layer = RGCNConv.featureless(GRAPH, 6, num_bases=num_bases, rngs=nnx.Rngs(0))
@@ -152,32 +99,15 @@ def test_dtypes() -> None:
     same(in_bfloat16(GRAPH, x), full(GRAPH, x), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("name", slow_but(["rgat"], ["rgcn_full", "rgcn_blocks", "rgat", "hgt_skip"]))
-def test_bfloat16_in_bfloat16_out(name: str) -> None:
-    layer: Any = layers()[name]
-    spec = dataclasses.replace(layer.spec, dtype=jnp.bfloat16)
-    x, params = features(GRAPH, 4), pure(layer)
+def test_bfloat16_in_bfloat16_out() -> None:
+    """Gradients of float32 parameters are float32."""
+    layer = RGATConv(4, 5, R, num_heads=2, rngs=nnx.Rngs(0))
+    spec, x, params = dataclasses.replace(layer.spec, dtype=jnp.bfloat16), features(GRAPH, 4), pure(layer)
     out = spec(GRAPH, x, params)
     assert out.dtype == jnp.bfloat16
     same(out, layer(GRAPH, x), rtol=0.1, atol=0.1)
     grads = jax.grad(lambda p: (spec(GRAPH, x, p).astype(jnp.float32) ** 2).sum())(params)
     assert all(g.dtype == jnp.float32 and bool(jnp.any(g != 0)) for g in jax.tree.leaves(grads))
-
-
-@pytest.mark.slow
-def test_kernels_and_xla_give_the_same_step() -> None:
-    """Dropout's masks enter kernels as edge values: loss and gradients agree between the backends."""
-    x, found = features(GRAPH, 4), []
-    for options in (Options(backend="xla"), Options(backend="pallas", precision="f32", interpret=True)):
-        layer = RGCNConv(4, 6, R, edge_dropout=0.3, self_loop_dropout=0.2, options=options, rngs=nnx.Rngs(0))
-
-        @nnx.jit
-        def step(layer: RGCNConv) -> Any:
-            return nnx.value_and_grad(lambda m: (m(GRAPH, x) ** 2).sum())(layer)
-
-        value, grads = step(layer)
-        found.append((value, nnx.to_pure_dict(grads)))
-    jax.tree.map(lambda a, b: same(a, b, rtol=1e-4, atol=1e-4), *found)
 
 
 def test_options_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,60 +222,29 @@ def test_dropout_follows_train_and_eval(make: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("traced", [False, True])
-def test_padding_has_no_effect(traced: bool) -> None:
-    """Padding rows are zero and give no gradient, also with dropout."""
-    senders, receivers, edge_type = GRAPH.to_edges()
-    edges = [np.concatenate([np.asarray(a), np.zeros(5, np.int32)]) for a in (senders, receivers, edge_type)]
-    x = features(GRAPH, 4)
-    more_x = jnp.concatenate([x, jnp.full((3, 4), 7.0)])
-    node_type = np.concatenate([np.asarray(GRAPH.node_type), [0, 0, 0]])
-
-    def padded(*edges: Any) -> RelGraph:
-        kind: Any = {"num_node_types": T, "num_edge_types": R, "num_nodes": N + 3, "node_type": node_type}
-        if traced:
-            return RelGraph.build_traced(*edges, num_valid_edges=GRAPH.num_edges, num_valid_nodes=N, **kind)
-        masks = {"edge_mask": np.arange(GRAPH.num_edges + 5) < GRAPH.num_edges, "node_mask": np.arange(N + 3) < N}
-        return RelGraph.from_edges(*edges, **masks, **kind)
-
-    for name in ("rgcn_full", "rgcn_blocks", "rgat", "hgt_skip"):
-        layer: Any = layers()[name]
-        spec, params = layer.spec, pure(layer)
-
-        def run(graph: RelGraph, x: Any, params: Any, spec: Any = spec) -> Any:
-            def loss(params: Any) -> Any:
-                out = spec(graph, x, params)
-                return (out**2).sum(), out
-
-            return jax.grad(loss, has_aux=True)(params)
-
-        grads, out = run(GRAPH, x, params)
-        if traced:
-            more_grads, more_out = jax.jit(lambda x, p, *e: run(padded(*e), x, p))(more_x, params, *edges)
-        else:
-            more_grads, more_out = run(padded(*edges), more_x, params)
-        same(more_out[:N], out)
-        assert not jnp.any(more_out[N:])
-        jax.tree.map(same, more_grads, grads)
+def test_padding_has_no_effect_with_dropout() -> None:
+    """Padding rows are zero; test_cases.py checks results and gradients without dropout."""
+    edges = [np.concatenate([np.asarray(a), np.zeros(5, np.int32)]) for a in GRAPH.to_edges()]
+    masks = {"edge_mask": np.arange(GRAPH.num_edges + 5) < GRAPH.num_edges, "node_mask": np.arange(N + 3) < N}
+    kinds = {"node_type": np.concatenate([np.asarray(GRAPH.node_type), [0, 0, 0]]), "num_node_types": T}
+    graph = RelGraph.from_edges(*edges, num_nodes=N + 3, num_edge_types=R, **masks, **kinds)
     for module in (
         RGCNConv(4, 4, R, edge_dropout=0.5, self_loop_dropout=0.2, rngs=nnx.Rngs(0)),
         RGATConv(4, 4, R, attention_dropout=0.5, rngs=nnx.Rngs(0)),
         HGTConv(4, 4, T, R, dropout=0.5, rngs=nnx.Rngs(0)),
     ):
-        if not traced:
-            out = module(padded(*edges), more_x)
-            assert not jnp.any(out[N:]) and bool(jnp.all(jnp.isfinite(out)))
+        out = module(graph, jnp.concatenate([features(GRAPH, 4), jnp.full((3, 4), 7.0)]))
+        assert not jnp.any(out[N:]) and bool(jnp.all(jnp.isfinite(out)))
 
 
 def test_a_jitted_optax_step_learns() -> None:
     class Model(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.first = RGCNConv.featureless(GRAPH, 8, edge_dropout=0.1, rngs=rngs)
-            self.second = RGATConv(8, 3, R, num_heads=2, concat_heads=False, attention_dropout=0.1, rngs=rngs)
-            self.third = HGTConv(3, 3, T, R, dropout=0.1, rngs=rngs)
+            self.second = RGCNConv(8, 3, R, num_bases=2, edge_dropout=0.1, rngs=rngs)
 
         def __call__(self, graph: RelGraph) -> jax.Array:
-            return self.third(graph, self.second(graph, nnx.relu(self.first(graph))))
+            return self.second(graph, nnx.relu(self.first(graph)))
 
     labels = jax.random.randint(jax.random.key(9), (N,), 0, 3)
     model = Model(nnx.Rngs(0))
@@ -375,17 +274,13 @@ def test_a_jitted_optax_step_learns() -> None:
 
 
 def test_state_round_trip() -> None:
-    x = features(GRAPH, 4)
-    for (name, layer), other in zip(layers().items(), layers().values(), strict=True):
-        for value in jax.tree.leaves(nnx.state(layer, nnx.Param)):
-            assert value is not None
-        state = jax.tree.map(lambda a: a + 0.25, pure(layer))
-        nnx.update(other, state)
-        jax.tree.map(lambda a, b: same(a, b, rtol=0, atol=0), pure(other), state)
-        graphdef, split = nnx.split(other)
-        merged: Any = nnx.merge(graphdef, split)
-        same(merged(GRAPH, x), other(GRAPH, x), rtol=0, atol=0)  # type: ignore[operator]
-        assert type(merged) is type(layer), name
+    layer, x = HGTConv(4, 6, T, R, num_heads=2, rngs=nnx.Rngs(0)), features(GRAPH, 4)
+    state = jax.tree.map(lambda a: a + 0.25, pure(layer))
+    nnx.update(layer, state)
+    jax.tree.map(lambda a, b: same(a, b, rtol=0, atol=0), pure(layer), state)
+    merged: Any = nnx.merge(*nnx.split(layer))
+    same(merged(GRAPH, x), layer(GRAPH, x), rtol=0, atol=0)
+    assert type(merged) is HGTConv
 
 
 def test_orbax_round_trip(tmp_path: Path) -> None:

@@ -132,7 +132,6 @@ SHARES = {
 SHARES |= {"kernels": 4, "kernels_scaled": 2, "kernels_float16": 2, "kernels_bfloat16": 2}
 SHARDS = 20  # of a hundred programs each
 # Each operator and each pass has its test by numpy; of XLA and kernels, one program that differs in each run is quick.
-SOME = [("xla", 2), *(pytest.param(name, 4, marks=pytest.mark.slow) for name in RUNS)]
 
 
 def random_runs(name: str, programs: int, shard: int | None = None) -> None:
@@ -148,9 +147,8 @@ def random_runs(name: str, programs: int, shard: int | None = None) -> None:
         (test if shard is None else seed(shard)(test))()
 
 
-@pytest.mark.parametrize(("name", "programs"), SOME)
-def test_some(name: str, programs: int) -> None:
-    random_runs(name, programs)
+def test_some() -> None:
+    random_runs("xla", 2)
 
 
 @pytest.mark.slow
@@ -174,27 +172,6 @@ def test_lowering_for_a_gpu(recipe: Recipe, edges: EdgeList, narrow: str) -> Non
         return sum(jnp.sum(jnp.sin(y.astype("float32"))) for y in program(graph, arrays, options=options))
 
     stablehlo(jax.value_and_grad(loss), arrays)
-
-
-@pytest.mark.slow
-@settings(max_examples=8)
-@given(recipe=recipes(max_steps=6), edges=edge_lists(max_edges=12))
-def test_gradients_of_gradients(recipe: Recipe, edges: EdgeList) -> None:
-    """The gradient of a squared gradient, by the compiler and by JAX's autodiff."""
-    graph, program = edges.build(long_segment_chunk=CHUNK), recipe.program()
-
-    def twice(options: Options) -> Any:
-        arrays = recipe.cast(recipe.arrays(edges), "float64")
-        floats = {i: a for i, a in enumerate(arrays) if jnp.issubdtype(a.dtype, jnp.floating)}
-
-        def loss(a: dict[int, Any]) -> Any:
-            results = program(graph, [a.get(i, x) for i, x in enumerate(arrays)], options=options)
-            return sum(jnp.sum(jnp.sin(y)) for y in results)
-
-        return jax.jit(jax.grad(lambda a: sum(jnp.sum(g**2) for g in jax.grad(loss)(a).values())))(floats)
-
-    with jax.enable_x64(True):
-        assert_same(twice(Options(backend="xla")), twice(PLAIN), 1e-8)
 
 
 # Arguments of the grammar, and the tolerance for its programs in float64.

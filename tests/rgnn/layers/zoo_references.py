@@ -5,8 +5,9 @@ The other layers are compared with PyTorch Geometric's own results in test_pyg_w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -184,7 +185,7 @@ class Layer:
 
     program: Any
     arrays: dict[str, tuple[str, tuple[int, ...]]]
-    keywords: dict[str, Any] = field(default_factory=dict)
+    keywords: dict[str, Any]
 
     def run(self, graph: Any, a: Arrays, options: Any) -> Any:
         """The program's result; arrays that are no parameters are its other arguments."""
@@ -197,144 +198,112 @@ class Layer:
         return self.program(graph, x, params, **more, **self.keywords, options=options)
 
 
-def shared(**shapes: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {name: ("shared", shape) for name, shape in shapes.items()}
+def arrays(text: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Arrays from "x: node[K]; weight root[K, N]": the kind of their rows, if they have any, and the shape of a row."""
+    found = {}
+    for names, kind, row in re.findall(r"([\w ]+?)(?:: (\w+))?\[(.*?)\]", text.replace("; ", ";")):
+        shape = eval(f"({row},)" if row else "()", {"K": K, "N": N, "H": H, "C": C})
+        found |= dict.fromkeys(names.split(), (kind or "shared", shape))
+    return found
 
 
-X = {"x": ("node", (K,))}
-EDGES = {"edge_features": ("edge", (C,))}
-X_DST = {"x_dst": ("node", (K - 2,))}
-SCALE = {"edge_scale": ("edge", (H,))}
-_SAGE = shared(neighbour=(K, N), root=(K, N), bias=(N,))
-_GIN = shared(weight_1=(K, 6), weight_2=(6, N), bias_1=(6,), bias_2=(N,))
-_PNA = shared(
-    message_dst=(2, K, 3),
-    message_src=(2, K, 3),
-    message_bias=(2, 3),
-    update=(2, K, N),
-    update_bias=(2, N),
-    aggregate=(3, 2, 12, N),
-    out=(2 * N, 7),
-    bias=(7,),
+_GIN = "x: node[K]; weight_1[K, 6]; weight_2[6, N]; bias_1[6]; bias_2[N]"
+_PNA = (
+    "x: node[K]; message_dst message_src[2, K, 3]; message_bias[2, 3]; update[2, K, N]; update_bias[2, N]; "
+    "aggregate[3, 2, 12, N]; out[2 * N, 7]; bias[7]"
 )
-_GAT = shared(weight=(H, K, N), attention_src=(H, N), attention_dst=(H, N))
-_GATV2 = shared(weight_src=(H, K, N), attention=(H, N))
-_TRANSFORMER = shared(
-    query=(H, K, N), key=(H, K, N), value=(H, K, N), query_bias=(H, N), key_bias=(H, N), value_bias=(H, N)
-)
-_GRU = shared(input=(3, K, K), hidden=(3, K, K), input_bias=(3, K), hidden_bias=(3, K))
-_COMP = X | {"relation": ("etype", (K,))} | shared(weight=(2, K, N), bias=(N,))
+_EDGES = "edge_features: edge[C]; "
+_PAIR = "x: node[K]; x_dst: node[K - 2]; " + _EDGES
+_GAT = "weight[H, K, N]; attention_src attention_dst[H, N]"
+_SCALE = "; edge_scale: edge[H]"
+_TRANSFORMER = "query key value[H, K, N]; query_bias key_bias value_bias[H, N]"
+_GRU = "input hidden[3, K, K]; input_bias hidden_bias[3, K]"
+_COMP = "x: node[K]; relation: etype[K]; weight[2, K, N]; bias[N]"
 _HGN = (
-    X
-    | shared(weight=(H, K, N), attention_src=(H, N), attention_dst=(H, N), weight_edge=(H, C, 6), attention_edge=(H, 6))
-    | {"edge_embedding": ("etype", (C,))}
-    | shared(residual=(K, H * N), bias=(H * N,))
+    "x: node[K]; weight[H, K, N]; attention_src attention_dst[H, N]; weight_edge[H, C, 6]; attention_edge[H, 6]; "
+    "edge_embedding: etype[C]; residual[K, H * N]; bias[H * N]"
 )
-_RGAT = X | {"weight": ("etype", (K, H * N))} | shared(query=(H * N, H), key=(H * N, H))
+_RGAT = "x: node[K]; weight: etype[K, H * N]; query key[H * N, H]"
+_OF_EDGES = "; weight_edge[C, H * N]; attention_edge[H * N, H]"
 _HEAT = (
-    X
-    | EDGES
-    | {"weight": ("ntype", (K, N)), "node_bias": ("ntype", (N,)), "edge_embedding": ("etype", (2,))}
-    | shared(weight_edge=(C, 3), attention_dst=(N, H), attention_src=(N, H), attention_type=(2, H))
-    | shared(attention_edge=(3, H), value=(N, N), value_edge=(3, N), value_bias=(N,))
+    "x: node[K]; edge_features: edge[C]; weight: ntype[K, N]; node_bias: ntype[N]; edge_embedding: etype[2]; "
+    "weight_edge[C, 3]; attention_dst attention_src[N, H]; attention_type[2, H]; attention_edge[3, H]; value[N, N]; "
+    "value_edge[3, N]; value_bias[N]"
 )
-_GATED = shared(gate_dst=(K, N), gate_src=(K, N), gate_edge=(C, N), gate_bias=(N,))
+_GATED = "gate_dst gate_src[K, N]; gate_edge[C, N]; gate_bias[N]; value[K, N]; value_bias[N]; root[K, N]; bias[N]"
 
-LAYERS: dict[str, Layer] = {
-    "gcn": Layer(zoo.gcn, X | shared(weight=(K, N), bias=(N,))),
-    "gcn_weighted": Layer(
-        zoo.gcn,
-        X | shared(weight=(K, N), bias=(N,)) | {"edge_weight": ("edge", ())},
-        {"add_self_loops": False},
-    ),
-    "sage_mean": Layer(zoo.graphsage, X | _SAGE),
-    "sage_pool": Layer(
+# Program, arrays and keywords.
+_LAYERS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "gcn": (zoo.gcn, "x: node[K]; weight[K, N]; bias[N]", {}),
+    "gcn_weighted": (zoo.gcn, "x: node[K]; weight[K, N]; bias[N]; edge_weight: edge[]", {"add_self_loops": False}),
+    "sage_mean": (zoo.graphsage, "x: node[K]; neighbour root[K, N]; bias[N]", {}),
+    "sage_pool": (
         zoo.graphsage,
-        X | shared(neighbour=(6, N), root=(K, N), bias=(N,), pool=(K, 6), pool_bias=(6,)),
+        "x: node[K]; neighbour[6, N]; root[K, N]; bias[N]; pool[K, 6]; pool_bias[6]",
         {"aggregation": "max", "normalize": True},
     ),
-    "sage_sum_wider": Layer(
-        zoo.graphsage, X | shared(neighbour=(K, 7), root=(K, 7), bias=(7,)), {"aggregation": "sum"}
-    ),
-    "gin": Layer(zoo.gin, X | _GIN),
-    "gine": Layer(zoo.gin, X | EDGES | _GIN | shared(epsilon=(), edge=(C, K))),
-    "gated_gcn": Layer(
-        zoo.gated_gcn,
-        X | EDGES | _GATED | shared(value=(K, N), value_bias=(N,), root=(K, N), bias=(N,)),
-    ),
-    "pna": Layer(zoo.pna, X | _PNA, {"mean_log_degree": 1.5}),
-    "pna_edges": Layer(zoo.pna, X | EDGES | _PNA | shared(message_edge=(2, C, 3))),
-    "gat": Layer(zoo.gat, X | _GAT | shared(bias=(H * N,)) | SCALE),
-    "gat_pair_edges": Layer(
+    "sage_sum_wider": (zoo.graphsage, "x: node[K]; neighbour root[K, 7]; bias[7]", {"aggregation": "sum"}),
+    "gin": (zoo.gin, _GIN, {}),
+    "gine": (zoo.gin, _EDGES + _GIN + "; epsilon[]; edge[C, K]", {}),
+    "gated_gcn": (zoo.gated_gcn, "x: node[K]; " + _EDGES + _GATED, {}),
+    "pna": (zoo.pna, _PNA, {"mean_log_degree": 1.5}),
+    "pna_edges": (zoo.pna, _EDGES + _PNA + "; message_edge[2, C, 3]", {}),
+    "gat": (zoo.gat, "x: node[K]; " + _GAT + "; bias[H * N]" + _SCALE, {}),
+    "gat_pair_edges": (
         zoo.gat,
-        X
-        | X_DST
-        | EDGES
-        | _GAT
-        | shared(weight_dst=(H, K - 2, N), weight_edge=(H, C, N), attention_edge=(H, N))
-        | shared(residual=(K - 2, N)),
+        _PAIR + _GAT + "; weight_dst[H, K - 2, N]; weight_edge[H, C, N]; attention_edge[H, N]; residual[K - 2, N]",
         {"concat_heads": False},
     ),
-    "gatv2": Layer(zoo.gatv2, X | _GATV2 | shared(bias=(N,)), {"concat_heads": False}),
-    "gatv2_pair_edges": Layer(
+    "gatv2": (zoo.gatv2, "x: node[K]; weight_src[H, K, N]; attention[H, N]; bias[N]", {"concat_heads": False}),
+    "gatv2_pair_edges": (
         zoo.gatv2,
-        X
-        | X_DST
-        | EDGES
-        | _GATV2
-        | SCALE
-        | shared(weight_dst=(H, K - 2, N), bias_src=(H, N), bias_dst=(H, N), weight_edge=(H, C, N)),
+        _PAIR + "weight_src[H, K, N]; attention[H, N]; weight_dst[H, K - 2, N]; bias_src bias_dst[H, N]; "
+        "weight_edge[H, C, N]" + _SCALE,
+        {},
     ),
-    "transformer": Layer(
+    "transformer": (
         zoo.graph_transformer,
-        X | _TRANSFORMER | shared(root=(K, H * N), root_bias=(H * N,), gate=(3, H * N)),
+        "x: node[K]; " + _TRANSFORMER + "; root[K, H * N]; root_bias[H * N]; gate[3, H * N]",
+        {},
     ),
-    "transformer_pair_edges": Layer(
+    "transformer_pair_edges": (
         zoo.graph_transformer,
-        X
-        | X_DST
-        | EDGES
-        | SCALE
-        | _TRANSFORMER
-        | shared(query=(H, K - 2, N), edge=(H, C, N), root=(K - 2, N), root_bias=(N,)),
+        _PAIR + _TRANSFORMER + "; query[H, K - 2, N]; edge[H, C, N]; root[K - 2, N]; root_bias[N]" + _SCALE,
         {"concat_heads": False},
     ),
-    "rggnn": Layer(
-        zoo.rggnn,
-        X | {"weight": ("etype", (K, K)), "edge_bias": ("etype", (K,))} | _GRU,
-        {"steps": 2},
-    ),
-    "rggnn_shared": Layer(zoo.rggnn, X | shared(weight=(K, K)) | _GRU),
-    "compgcn_multiply": Layer(
+    "rggnn": (zoo.rggnn, "x: node[K]; weight: etype[K, K]; edge_bias: etype[K]; " + _GRU, {"steps": 2}),
+    "rggnn_shared": (zoo.rggnn, "x: node[K]; weight[K, K]; " + _GRU, {}),
+    "compgcn_multiply": (
         zoo.compgcn,
-        _COMP | shared(loop=(K,), weight_loop=(K, N), relation_update=(K, N)),
+        _COMP + "; loop[K]; weight_loop relation_update[K, N]",
         {"directions": "alternate", "return_relation": True},
     ),
-    "compgcn_subtract": Layer(
+    "compgcn_subtract": (
         zoo.compgcn,
-        _COMP | shared(weight=(1, K, N)),
+        _COMP + "; weight[1, K, N]",
         {"composition": "subtract", "aggregation": "mean"},
     ),
-    "compgcn_correlate": Layer(
+    "compgcn_correlate": (
         zoo.compgcn,
-        _COMP | shared(loop=(K,), weight_loop=(K, N)),
+        _COMP + "; loop[K]; weight_loop[K, N]",
         {"composition": "correlate", "directions": "alternate"},
     ),
-    "simple_hgn": Layer(zoo.simple_hgn, _HGN | {"previous_attention": ("edge", (H,))}, {"return_attention": True}),
-    "simple_hgn_unit": Layer(zoo.simple_hgn, _HGN, {"normalize": True}),
-    "rgat_shared": Layer(zoo.rgat_shared, _RGAT | SCALE | shared(bias=(H * N,))),
-    "rgat_shared_within_edges": Layer(
+    "simple_hgn": (zoo.simple_hgn, _HGN + "; previous_attention: edge[H]", {"return_attention": True}),
+    "simple_hgn_unit": (zoo.simple_hgn, _HGN, {"normalize": True}),
+    "rgat_shared": (zoo.rgat_shared, _RGAT + "; bias[H * N]" + _SCALE, {}),
+    "rgat_shared_within_edges": (
         zoo.rgat_shared,
-        _RGAT | EDGES | shared(bias=(N,), weight_edge=(C, H * N), attention_edge=(H * N, H)),
+        _EDGES + _RGAT + "; bias[N]" + _OF_EDGES,
         {"softmax": "relation", "concat_heads": False},
     ),
-    "rgat_shared_multiply": Layer(
+    "rgat_shared_multiply": (
         zoo.rgat_shared,
-        _RGAT | EDGES | shared(bias=(H * N,), weight_edge=(C, H * N), attention_edge=(H * N, H)),
+        _EDGES + _RGAT + "; bias[H * N]" + _OF_EDGES,
         {"mode": "multiplicative"},
     ),
-    "heat": Layer(zoo.heat, _HEAT),
-    "distmult": Layer(zoo.distmult, X | {"relation": ("etype", (K,))}),
-    "complex": Layer(zoo.complex_, {"x": ("node", (6,)), "relation": ("etype", (6,))}),
-    "rotate": Layer(zoo.rotate, {"x": ("node", (6,)), "phase": ("etype", (3,))}, {"margin": 6.0}),
+    "heat": (zoo.heat, _HEAT, {}),
+    "distmult": (zoo.distmult, "x: node[K]; relation: etype[K]", {}),
+    "complex": (zoo.complex_, "x: node[6]; relation: etype[6]", {}),
+    "rotate": (zoo.rotate, "x: node[6]; phase: etype[3]", {"margin": 6.0}),
 }
+LAYERS = {name: Layer(program, arrays(text), keywords) for name, (program, text, keywords) in _LAYERS.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +23,17 @@ class Idiom:
 
     written: Any
     by_hand: Any
-    arrays: dict[str, tuple[Any, ...]]
+    arrays: str
 
     def shapes(self, g: RelGraph) -> list[tuple[int, ...]]:
-        rows = {"N": g.num_nodes, "E": g.num_edges, "R": g.num_edge_types}
-        return [tuple(rows.get(side, side) for side in shape) for shape in self.arrays.values()]
+        sides = {"N": g.num_nodes, "E": g.num_edges, "R": g.num_edge_types, "K": K, "H": H, "D": D, "B": B}
+        return [eval(f"({shape},)", sides) for shape in re.findall(r"\[(.*?)\]", self.arrays)]
 
 
 IDIOMS: dict[str, Idiom] = {}
 
 
-def idiom(by_hand: Any, **arrays: tuple[Any, ...]) -> Any:
+def idiom(by_hand: Any, arrays: str) -> Any:
     def register(written: Any) -> Any:
         IDIOMS[written.__name__] = Idiom(rgnn.program(written), rgnn.program(by_hand), arrays)
         return written
@@ -46,7 +47,7 @@ def _message_by_hand(g: Any, x: Any, e: Any, w: Any, v: Any) -> Any:
     return g.sum_to_dst(m) @ g.shared(v)
 
 
-@idiom(_message_by_hand, x=("N", K), e=("E", 16), w=(2 * K + 16, K), v=(K, K))
+@idiom(_message_by_hand, "x[N, K] e[E, 16] w[2*K+16, K] v[K, K]")
 def message_of_a_concatenation(g: Any, x: Any, e: Any, w: Any, v: Any) -> Any:
     m = rgnn.relu(rgnn.concatenate([g.src(x), g.dst(x), g.edge(e)]) @ g.shared(w))
     return g.sum_to_dst(m @ g.shared(v))
@@ -57,7 +58,7 @@ def _typed_by_hand(g: Any, x: Any, w: Any) -> Any:
     return g.sum_to_dst(g.src(x) @ w[:K] + g.dst(x) @ w[K:])
 
 
-@idiom(_typed_by_hand, x=("N", K), w=("R", 2 * K, K))
+@idiom(_typed_by_hand, "x[N, K] w[R, 2*K, K]")
 def typed_message_of_a_concatenation(g: Any, x: Any, w: Any) -> Any:
     return g.sum_to_dst(rgnn.concatenate([g.src(x), g.dst(x)]) @ g.per_edge_type(w))
 
@@ -68,7 +69,7 @@ def _score_by_hand(g: Any, x: Any, w: Any, a: Any) -> Any:
     return g.sum_to_dst(rgnn.edge_softmax(rgnn.leaky_relu(score)) * g.src(z))
 
 
-@idiom(_score_by_hand, x=("N", K), w=(K, K), a=(2 * K,))
+@idiom(_score_by_hand, "x[N, K] w[K, K] a[2*K]")
 def score_of_a_concatenation(g: Any, x: Any, w: Any, a: Any) -> Any:
     z = g.node(x) @ g.shared(w)
     score = rgnn.concatenate([g.dst(z), g.src(z)]) @ g.shared(a)
@@ -77,10 +78,7 @@ def score_of_a_concatenation(g: Any, x: Any, w: Any, a: Any) -> Any:
 
 @idiom(
     lambda g, x, e, w, b: g.sum_to_dst(g.src(x) * g.edge(e)) @ g.shared(w) + g.sum_to_dst(1.0) * g.shared(b),
-    x=("N", K),
-    e=("E",),
-    w=(K, K),
-    b=(K,),
+    "x[N, K] e[E] w[K, K] b[K]",
 )
 def shared_product_of_messages(g: Any, x: Any, e: Any, w: Any, b: Any) -> Any:
     return g.sum_to_dst((g.src(x) * g.edge(e)) @ g.shared(w) + g.shared(b))
@@ -98,7 +96,7 @@ def _transformer_by_hand(g: Any, x: Any, q: Any, k: Any, v: Any) -> Any:
     return _transformer(g, *(g.node(x) @ rgnn.concatenate(parts, axis=0) for parts in stacked))
 
 
-@idiom(_transformer_by_hand, x=("N", K), q=(K, K), k=(K, K), v=(K, K))
+@idiom(_transformer_by_hand, "x[N, K] q[K, K] k[K, K] v[K, K]")
 def heads_by_reshape(g: Any, x: Any, q: Any, k: Any, v: Any) -> Any:
     return _transformer(g, *((g.node(x) @ g.shared(w)).reshape(H, K // H) for w in (q, k, v)))
 
@@ -115,7 +113,7 @@ def _rotation_by_hand(g: Any, x: Any, phase: Any) -> Any:
     return rgnn.sqrt((real * real + imaginary * imaginary).sum() + 1e-9)
 
 
-@idiom(_rotation_by_hand, x=("N", K), phase=("R", K // 2))
+@idiom(_rotation_by_hand, "x[N, K] phase[R, K//2]")
 def rotation_of_a_concatenation(g: Any, x: Any, phase: Any) -> Any:
     h, real, imaginary = _turned(g, x, phase)
     apart = rgnn.concatenate([real, imaginary]) - g.dst(h)
@@ -130,9 +128,7 @@ def cat(*values, axis=-1):
     lambda g, x, e, c: (lambda s: g.sum_to_dst(s[0] * g.src(x) + s[1] * g.dst(x) + s[2] * g.edge(e)))(
         [g.shared(c)[i] for i in range(3)]
     ),
-    x=("N", K),
-    e=("E", K),
-    c=(3,),
+    "x[N, K] e[E, K] c[3]",
 )
 def stack_weighted(g, x, e, c):
     m = rgnn.stack([g.src(x), g.dst(x), g.edge(e)])
@@ -143,9 +139,7 @@ def stack_weighted(g, x, e, c):
     lambda g, x, e, c: (lambda s: g.sum_to_dst(s[0] * g.src(x) + s[1] * g.dst(x) + s[2] * g.edge(e)))(
         [g.shared(c)[i] for i in range(3)]
     ),
-    x=("N", K),
-    e=("E", K),
-    c=(3,),
+    "x[N, K] e[E, K] c[3]",
 )
 def stack_mean_last(g, x, e, c):
     m = rgnn.stack([g.src(x), g.dst(x), g.edge(e)], axis=-1)
@@ -173,14 +167,14 @@ def _qkv_hand(g, x, w):
     return att(g, *(h @ cat(*[u[:, i * D : (i + 1) * D][None] for i in range(H)], axis=0) for u in ws))
 
 
-@idiom(_qkv_hand, x=("N", K), w=(K, 3 * K))
+@idiom(_qkv_hand, "x[N, K] w[K, 3*K]")
 def qkv_slices(g, x, w):
     y = g.node(x) @ g.shared(w)
     q, k, v = y[:K], y[K : 2 * K], y[2 * K :]
     return att(g, *(t.reshape(H, D) for t in (q, k, v)))
 
 
-@idiom(_qkv_hand, x=("N", K), w=(K, 3 * K))
+@idiom(_qkv_hand, "x[N, K] w[K, 3*K]")
 def qkv_reshape(g, x, w):
     q, k, v = (g.node(x) @ g.shared(w)).reshape(3, H, D)
     return att(g, q, k, v)
@@ -196,7 +190,7 @@ def _kv_hand(g, x, q, w):
     return g.sum_to_dst(a[:, None] * (g.src(x) @ hd(w[:, K:]))).reshape(K)
 
 
-@idiom(_kv_hand, x=("N", K), q=(K, K), w=("R", K, 2 * K))
+@idiom(_kv_hand, "x[N, K] q[K, K] w[R, K, 2*K]")
 def kv_typed_slices(g, x, q, w):
     kv = g.src(x) @ g.per_edge_type(w)
     k, v = kv[:K].reshape(H, D), kv[K:].reshape(H, D)
@@ -206,9 +200,7 @@ def kv_typed_slices(g, x, q, w):
 
 @idiom(
     lambda g, x, w, b: rgnn.relu(g.mean_to_dst(g.src(x) @ g.per_edge_type(w)) + g.mean_to_dst(g.per_edge_type(b))),
-    x=("N", K),
-    w=("R", K, K),
-    b=("R", K),
+    "x[N, K] w[R, K, K] b[R, K]",
 )
 def typed_bias_mean(g, x, w, b):
     return rgnn.relu(g.mean_to_dst(g.src(x) @ g.per_edge_type(w) + g.per_edge_type(b)))
@@ -216,17 +208,13 @@ def typed_bias_mean(g, x, w, b):
 
 @idiom(
     lambda g, x, w, b: g.sum_to_dst(rgnn.relu(g.src(x) @ g.per_edge_type(w) + g.per_edge_type(b))),
-    x=("N", K),
-    w=("R", K, K),
-    b=("R", K),
+    "x[N, K] w[R, K, K] b[R, K]",
 )
 def typed_bias_relu(g, x, w, b):
     return g.sum_to_dst(rgnn.relu(g.per_edge_type(b) + g.src(x) @ g.per_edge_type(w)))
 
 
-@idiom(
-    lambda g, x, w: g.mean_to_dst(g.src(x)) @ g.shared(w)[:K] + g.node(x) @ g.shared(w)[K:], x=("N", K), w=(2 * K, K)
-)
+@idiom(lambda g, x, w: g.mean_to_dst(g.src(x)) @ g.shared(w)[:K] + g.node(x) @ g.shared(w)[K:], "x[N, K] w[2*K, K]")
 def sage_concat(g, x, w):
     return cat(g.mean_to_dst(g.src(x)), g.node(x)) @ g.shared(w)
 
@@ -237,7 +225,7 @@ def _gcn_hand(g, x, w):
     return g.sum_to_dst(g.src(h)) * rgnn.rsqrt(rgnn.maximum(inn, 1.0))
 
 
-@idiom(_gcn_hand, x=("N", K), w=(K, K))
+@idiom(_gcn_hand, "x[N, K] w[K, K]")
 def gcn_pow(g, x, w):
     d = g.node(1.0) if 0 else rgnn.maximum(g.sum_to_src(1.0), 1.0)
     e = rgnn.maximum(g.sum_to_dst(1.0), 1.0)
@@ -251,39 +239,41 @@ def sc(g, z, a):
     return rgnn.leaky_relu(g.src(z @ a[:K]) + g.dst(z @ a[K:]))
 
 
-@idiom(lambda g, x, a: g.sum_to_dst(rgnn.edge_softmax(sc(g, x, a)) * g.src(x)), x=("N", K), a=(2 * K,))
+def _softmax_hand(g, x, a):
+    return g.sum_to_dst(rgnn.edge_softmax(sc(g, x, a)) * g.src(x))
+
+
+@idiom(_softmax_hand, "x[N, K] a[2*K]")
 def softmax_explicit(g, x, a):
     s = sc(g, x, a)
     p = rgnn.exp(s - g.dst(g.max_to_dst(s)))
     return g.sum_to_dst(p / g.dst(g.sum_to_dst(p)) * g.src(x))
 
 
-@idiom(lambda g, x, a: g.sum_to_dst(rgnn.edge_softmax(sc(g, x, a)) * g.src(x)), x=("N", K), a=(2 * K,))
+@idiom(_softmax_hand, "x[N, K] a[2*K]")
 def softmax_explicit_eps(g, x, a):
     s = sc(g, x, a)
     p = rgnn.exp(s - rgnn.stop_gradient(g.dst(g.max_to_dst(s))))
     return g.sum_to_dst(p / (g.dst(g.sum_to_dst(p)) + 1e-16) * g.src(x))
 
 
-@idiom(lambda g, x, a: g.sum_to_dst(rgnn.edge_softmax(sc(g, x, a)) * g.src(x)), x=("N", K), a=(2 * K,))
+@idiom(_softmax_hand, "x[N, K] a[2*K]")
 def softmax_no_max(g, x, a):
     p = rgnn.exp(sc(g, x, a))
     return g.sum_to_dst(p / g.dst(g.sum_to_dst(p)) * g.src(x))
 
 
-@idiom(lambda g, x, a: g.sum_to_dst(rgnn.edge_softmax(sc(g, x, a)) * g.src(x)), x=("N", K), a=(2 * K,))
+@idiom(_softmax_hand, "x[N, K] a[2*K]")
 def softmax_late_division(g, x, a):
     p = rgnn.exp(sc(g, x, a))
     return g.sum_to_dst(p * g.src(x)) / (g.sum_to_dst(p) + 1e-16)
 
 
-@idiom(
-    lambda g, x, q, k, v: att(g, *(g.node(x) @ whead(g, w) for w in (q, k, v))),
-    x=("N", K),
-    q=(K, K),
-    k=(K, K),
-    v=(K, K),
-)
+def _heads_hand(g, x, q, k, v):
+    return att(g, *(g.node(x) @ whead(g, w) for w in (q, k, v)))
+
+
+@idiom(_heads_hand, "x[N, K] q[K, K] k[K, K] v[K, K]")
 def qk_mul_sum(g, x, q, k, v):
     q, k, v = ((g.node(x) @ g.shared(w)).reshape(H, D) for w in (q, k, v))
     s = (g.dst(q) * g.src(k)).sum(-1) / 4.0
@@ -291,13 +281,7 @@ def qk_mul_sum(g, x, q, k, v):
     return g.sum_to_dst((g.src(v) * a[:, None]).reshape(K))
 
 
-@idiom(
-    lambda g, x, q, k, v: att(g, *(g.node(x) @ whead(g, w) for w in (q, k, v))),
-    x=("N", K),
-    q=(K, K),
-    k=(K, K),
-    v=(K, K),
-)
+@idiom(_heads_hand, "x[N, K] q[K, K] k[K, K] v[K, K]")
 def heads_on_edges(g, x, q, k, v):
     q = (g.dst(x) @ g.shared(q)).reshape(H, D)
     k = (g.src(x) @ g.shared(k)).reshape(H, D)
@@ -306,13 +290,7 @@ def heads_on_edges(g, x, q, k, v):
     return g.sum_to_dst(rgnn.edge_softmax(s) * v).reshape(K)
 
 
-@idiom(
-    lambda g, x, q, k, v: att(g, *(g.node(x) @ whead(g, w) for w in (q, k, v))),
-    x=("N", K),
-    q=(K, K),
-    k=(K, K),
-    v=(K, K),
-)
+@idiom(_heads_hand, "x[N, K] q[K, K] k[K, K] v[K, K]")
 def heads_loop_slices(g, x, q, k, v):
     q, k, v = (g.node(x) @ g.shared(w) for w in (q, k, v))
     out = []
@@ -325,10 +303,7 @@ def heads_loop_slices(g, x, q, k, v):
 
 @idiom(
     lambda g, x, q, k, v: att(g, *(g.node(x) @ g.shared(w) for w in (q, k, v))),
-    x=("N", K),
-    q=(H, K, D),
-    k=(H, K, D),
-    v=(H, K, D),
+    "x[N, K] q[H, K, D] k[H, K, D] v[H, K, D]",
 )
 def heads_loop_weights(g, x, q, k, v):
     q, k, v = (g.shared(w) for w in (q, k, v))
@@ -346,7 +321,7 @@ def _rgat_hand(g, x, w, a):
     return g.sum_to_dst(rgnn.edge_softmax(s)[:, None] * z).reshape(K)
 
 
-@idiom(_rgat_hand, x=("N", K), w=("R", H, K, D), a=("R", H, D))
+@idiom(_rgat_hand, "x[N, K] w[R, H, K, D] a[R, H, D]")
 def rgat_heads_loop(g, x, w, a):
     w, a = g.per_edge_type(w), g.per_edge_type(a)
     out = []
@@ -357,7 +332,7 @@ def rgat_heads_loop(g, x, w, a):
     return cat(*out)
 
 
-@idiom(_rgat_hand, x=("N", K), w=("R", H, K, D), a=("R", H, D))
+@idiom(_rgat_hand, "x[N, K] w[R, H, K, D] a[R, H, D]")
 def rgat_mul_sum(g, x, w, a):
     z = g.src(x) @ g.per_edge_type(w)
     s = rgnn.leaky_relu((z * g.per_edge_type(a)).sum(-1))
@@ -366,9 +341,7 @@ def rgat_mul_sum(g, x, w, a):
 
 @idiom(
     lambda g, x, r, w: g.sum_to_dst(g.src(x) @ g.per_edge_type(w) + g.per_edge_type(r) @ g.per_edge_type(w)),
-    x=("N", K),
-    r=("R", K),
-    w=("R", K, K),
+    "x[N, K] r[R, K] w[R, K, K]",
 )
 def relation_added_then_typed(g, x, r, w):
     return g.sum_to_dst((g.src(x) + g.per_edge_type(r)) @ g.per_edge_type(w))
@@ -376,24 +349,18 @@ def relation_added_then_typed(g, x, r, w):
 
 @idiom(
     lambda g, x, r, w: g.max_to_dst(g.src(g.node(x) @ g.shared(w)) + g.per_edge_type(r) @ g.shared(w)),
-    x=("N", K),
-    r=("R", K),
-    w=(K, K),
+    "x[N, K] r[R, K] w[K, K]",
 )
 def compgcn_add_max(g, x, r, w):
     return g.max_to_dst((g.src(x) + g.per_edge_type(r)) @ g.shared(w))
 
 
-@idiom(lambda g, x, r: rgnn.dot(g.src(x) * g.per_edge_type(r), g.dst(x)), x=("N", K), r=("R", K))
+@idiom(lambda g, x, r: rgnn.dot(g.src(x) * g.per_edge_type(r), g.dst(x)), "x[N, K] r[R, K]")
 def distmult(g, x, r):
     return (g.src(x) * g.per_edge_type(r) * g.dst(x)).sum(-1)
 
 
-@idiom(
-    lambda g, x, r: rgnn.sqrt(rgnn.square(g.src(x) + g.per_edge_type(r) - g.dst(x)).sum() + 1e-9),
-    x=("N", K),
-    r=("R", K),
-)
+@idiom(lambda g, x, r: rgnn.sqrt(rgnn.square(g.src(x) + g.per_edge_type(r) - g.dst(x)).sum() + 1e-9), "x[N, K] r[R, K]")
 def transe(g, x, r):
     d = g.src(x) + (g.per_edge_type(r) - g.dst(x))
     return rgnn.sqrt((d**2).sum(-1) + 1e-9)
@@ -401,8 +368,7 @@ def transe(g, x, r):
 
 @idiom(
     lambda g, x, w: g.sum_to_dst(rgnn.relu(g.src(g.node(x) @ g.shared(w)) + g.dst(g.node(x) @ g.shared(w)))),
-    x=("N", K),
-    w=(K, K),
+    "x[N, K] w[K, K]",
 )
 def shared_sum(g, x, w):
     return g.sum_to_dst(rgnn.relu((g.src(x) + g.dst(x)) @ g.shared(w)))
@@ -418,19 +384,19 @@ def _basis(g, x, a, v):
     return g.sum_to_dst(g.src(x) @ w)
 
 
-@idiom(_basis, x=("N", K), a=("R", B), v=(B, K, K))
+@idiom(_basis, "x[N, K] a[R, B] v[B, K, K]")
 def basis_mul_sum(g, x, a, v):
     return g.sum_to_dst(g.src(x) @ (g.per_edge_type(a)[:, None, None] * g.shared(v)).sum(0))
 
 
-@idiom(_basis, x=("N", K), a=("R", B), v=(B, K, K))
+@idiom(_basis, "x[N, K] a[R, B] v[B, K, K]")
 def basis_of_messages(g, x, a, v):
     a, v = g.per_edge_type(a), g.shared(v)
     m = sum(a[b] * (g.src(x) @ v[b]) for b in range(B))
     return g.sum_to_dst(m)
 
 
-@idiom(_basis, x=("N", K), a=("R", B), v=(B, K, K))
+@idiom(_basis, "x[N, K] a[R, B] v[B, K, K]")
 def loop_over_relations(g, x, a, v):
     total = 0.0
     for b in range(B):
@@ -438,22 +404,18 @@ def loop_over_relations(g, x, a, v):
     return total
 
 
-@idiom(_basis, x=("N", K), a=("R", B), v=(B, K, K))
+@idiom(_basis, "x[N, K] a[R, B] v[B, K, K]")
 def basis_of_nodes(g, x, a, v):
     y = g.node(x) @ g.shared(v)
     return g.sum_to_dst((g.src(y) * g.per_edge_type(a)[:, None]).sum(0))
 
 
-@idiom(_basis, x=("N", K), a=("R", B), v=(B, K, K))
+@idiom(_basis, "x[N, K] a[R, B] v[B, K, K]")
 def basis_on_edges(g, x, a, v):
     return g.sum_to_dst((g.per_edge_type(a)[:, None] * (g.src(x) @ g.shared(v))).sum(0))
 
 
-@idiom(
-    lambda g, x, w: g.sum_to_dst(g.src(x).reshape(4, 16) @ g.per_edge_type(w)).reshape(K),
-    x=("N", K),
-    w=("R", 4, 16, 16),
-)
+@idiom(lambda g, x, w: g.sum_to_dst(g.src(x).reshape(4, 16) @ g.per_edge_type(w)).reshape(K), "x[N, K] w[R, 4, 16, 16]")
 def block_diagonal_loop(g, x, w):
     w = g.per_edge_type(w)
     x = g.src(x)
@@ -466,7 +428,7 @@ def _gated(g, x, a, b, v):
     return g.sum_to_dst(gate * g.src(h @ g.shared(v))) / (g.sum_to_dst(gate) + 1e-6)
 
 
-@idiom(_gated, x=("N", K), a=(K, K), b=(K, K), v=(K, K))
+@idiom(_gated, "x[N, K] a[K, K] b[K, K] v[K, K]")
 def gated_on_edges(g, x, a, b, v):
     gate = rgnn.sigmoid(g.src(x) @ g.shared(a) + g.dst(x) @ g.shared(b))
     eta = gate / (g.dst(g.sum_to_dst(gate)) + 1e-6)
@@ -482,7 +444,7 @@ def _cg(g, x, e, f, s):
     return g.sum_to_dst(rgnn.sigmoid(p(f)) * rgnn.softplus(p(s)))
 
 
-@idiom(_cg, x=("N", K), e=("E", 8), f=(2 * K + 8, K), s=(2 * K + 8, K))
+@idiom(_cg, "x[N, K] e[E, 8] f[2*K+8, K] s[2*K+8, K]")
 def cgcnn(g, x, e, f, s):
     z = cat(g.dst(x), g.src(x), g.edge(e))
     return g.sum_to_dst(rgnn.sigmoid(z @ g.shared(f)) * rgnn.softplus(z @ g.shared(s)))
@@ -494,7 +456,7 @@ def _glu(g, x, w):
     return g.sum_to_dst(rgnn.sigmoid(a) * b)
 
 
-@idiom(_glu, x=("N", K), w=(2 * K, 2 * K))
+@idiom(_glu, "x[N, K] w[2*K, 2*K]")
 def glu(g, x, w):
     y = cat(g.dst(x), g.src(x)) @ g.shared(w)
     return g.sum_to_dst(rgnn.sigmoid(y[:K]) * y[K:])
@@ -502,28 +464,20 @@ def glu(g, x, w):
 
 @idiom(
     lambda g, x, e, w1, w2: g.sum_to_dst(rgnn.relu(g.edge(e) @ g.shared(w1))) @ g.shared(w2) + g.sum_to_dst(g.src(x)),
-    x=("N", K),
-    e=("E", 8),
-    w1=(8, 16),
-    w2=(16, K),
+    "x[N, K] e[E, 8] w1[8, 16] w2[16, K]",
 )
 def edge_mlp_added(g, x, e, w1, w2):
     return g.sum_to_dst(g.src(x) + rgnn.relu(g.edge(e) @ g.shared(w1)) @ g.shared(w2))
 
 
-@idiom(
-    lambda g, x, e, w: g.sum_to_dst(g.src(x)) + g.sum_to_dst(g.edge(e)) @ g.shared(w), x=("N", K), e=("E", 8), w=(8, K)
-)
+@idiom(lambda g, x, e, w: g.sum_to_dst(g.src(x)) + g.sum_to_dst(g.edge(e)) @ g.shared(w), "x[N, K] e[E, 8] w[8, K]")
 def gine_linear(g, x, e, w):
     return g.sum_to_dst(g.src(x) + g.edge(e) @ g.shared(w))
 
 
 @idiom(
     lambda g, x, e, w, n: g.sum_to_dst(g.src(x) * g.edge(n)) + g.sum_to_dst(g.edge(e) * g.edge(n)) @ g.shared(w),
-    x=("N", K),
-    e=("E", 8),
-    w=(8, K),
-    n=("E",),
+    "x[N, K] e[E, 8] w[8, K] n[E]",
 )
 def gine_linear_scaled(g, x, e, w, n):
     return g.sum_to_dst((g.src(x) + g.edge(e) @ g.shared(w)) * g.edge(n))
@@ -533,9 +487,7 @@ def gine_linear_scaled(g, x, e, w, n):
     lambda g, x, e, w: (
         g.sum_to_dst(g.src(x) @ g.per_edge_type(w)) + g.sum_to_dst(g.edge(e)) @ g.shared(jnp.ones((8, K), np.float32))
     ),
-    x=("N", K),
-    e=("E", 8),
-    w=("R", K, K),
+    "x[N, K] e[E, 8] w[R, K, K]",
 )
 def typed_plus_edge(g, x, e, w):
     return g.sum_to_dst(g.src(x) @ g.per_edge_type(w) + g.edge(e) @ g.shared(jnp.ones((8, K), np.float32)))
@@ -547,12 +499,12 @@ def ln(h):
     return (h - m) * rgnn.rsqrt(v + 1e-5)
 
 
-@idiom(lambda g, x, w: g.sum_to_dst(g.src(ln(g.node(x))) @ g.per_edge_type(w)), x=("N", K), w=("R", K, K))
+@idiom(lambda g, x, w: g.sum_to_dst(g.src(ln(g.node(x))) @ g.per_edge_type(w)), "x[N, K] w[R, K, K]")
 def ln_on_edges(g, x, w):
     return g.sum_to_dst(ln(g.src(x)) @ g.per_edge_type(w))
 
 
-@idiom(lambda g, x: g.sum_to_dst(g.src(ln(g.node(x)))), x=("N", K))
+@idiom(lambda g, x: g.sum_to_dst(g.src(ln(g.node(x)))), "x[N, K]")
 def ln_on_edges_sum(g, x):
     return g.sum_to_dst(ln(g.src(x)))
 
@@ -561,7 +513,7 @@ def ln_on_edges_sum(g, x):
     lambda g, x: (lambda u: g.sum_to_dst(rgnn.edge_softmax(rgnn.dot(g.src(u), g.dst(u))) * g.src(x)))(
         g.node(x) / rgnn.sqrt(rgnn.square(g.node(x)).sum(-1, keepdims=True) + 1e-9)
     ),
-    x=("N", K),
+    "x[N, K]",
 )
 def cosine_on_edges(g, x):
     def n(v):
@@ -574,8 +526,7 @@ def cosine_on_edges(g, x):
     lambda g, x, a: g.sum_to_dst(
         rgnn.edge_softmax(sc(g, x, a)) * g.src(g.node(x).astype(jnp.bfloat16)).astype(jnp.float32)
     ),
-    x=("N", K),
-    a=(2 * K,),
+    "x[N, K] a[2*K]",
 )
 def cast_values(g, x, a):
     return g.sum_to_dst(rgnn.edge_softmax(sc(g, x, a)) * g.src(x).astype(jnp.bfloat16).astype(jnp.float32))
@@ -586,35 +537,29 @@ def _heads_T_hand(g, x, w):
     return g.node(x) @ cat(*[w[:, :, i].reshape(1, K, D) for i in range(H)], axis=0)
 
 
-@idiom(
-    lambda g, x, q, k, v: att(g, *(_heads_T_hand(g, x, w) for w in (q, k, v))), x=("N", K), q=(K, K), k=(K, K), v=(K, K)
-)
+@idiom(lambda g, x, q, k, v: att(g, *(_heads_T_hand(g, x, w) for w in (q, k, v))), "x[N, K] q[K, K] k[K, K] v[K, K]")
 def heads_transposed(g, x, q, k, v):
     return att(g, *((g.node(x) @ g.shared(w)).reshape(D, H).T for w in (q, k, v)))
 
 
-@idiom(
-    lambda g, x, w, n: g.sum_to_dst(g.edge(n) * (g.src(x) @ g.per_edge_type(w))), x=("N", K), w=("R", K, K), n=("E",)
-)
+@idiom(lambda g, x, w, n: g.sum_to_dst(g.edge(n) * (g.src(x) @ g.per_edge_type(w))), "x[N, K] w[R, K, K] n[E]")
 def scaled_before_typed(g, x, w, n):
     return g.sum_to_dst((g.edge(n) * g.src(x)) @ g.per_edge_type(w))
 
 
-@idiom(lambda g, x, w, n: g.max_to_dst(g.edge(n) * g.src(g.node(x) @ g.shared(w))), x=("N", K), w=(K, K), n=("E",))
+@idiom(lambda g, x, w, n: g.max_to_dst(g.edge(n) * g.src(g.node(x) @ g.shared(w))), "x[N, K] w[K, K] n[E]")
 def scaled_before_shared_max(g, x, w, n):
     return g.max_to_dst((g.edge(n) * g.src(x)) @ g.shared(w))
 
 
-@idiom(lambda g, x, w: g.sum_to_dst(rgnn.relu(g.src(g.node(x) @ g.shared(w)) / g.in_degree())), x=("N", K), w=(K, K))
+@idiom(lambda g, x, w: g.sum_to_dst(rgnn.relu(g.src(g.node(x) @ g.shared(w)) / g.in_degree())), "x[N, K] w[K, K]")
 def divided_before(g, x, w):
     return g.sum_to_dst(rgnn.relu((g.src(x) / g.in_degree()) @ g.shared(w)))
 
 
 @idiom(
     lambda g, x, w, b: g.sum_to_dst(rgnn.sigmoid(g.per_edge_type(b)) * (g.src(x) @ g.per_edge_type(w))),
-    x=("N", K),
-    w=("R", K, K),
-    b=("R",),
+    "x[N, K] w[R, K, K] b[R]",
 )
 def gate_by_type(g, x, w, b):
     return g.sum_to_dst((rgnn.sigmoid(g.per_edge_type(b)) * g.src(x)) @ g.per_edge_type(w))
@@ -622,9 +567,7 @@ def gate_by_type(g, x, w, b):
 
 @idiom(
     lambda g, x, y, w: g.sum_to_dst(rgnn.relu(g.src(g.node(x) + g.node(y)) @ g.per_edge_type(w))),
-    x=("N", K),
-    y=("N", K),
-    w=("R", K, K),
+    "x[N, K] y[N, K] w[R, K, K]",
 )
 def same_weight_twice(g, x, y, w):
     return g.sum_to_dst(rgnn.relu(g.src(x) @ g.per_edge_type(w) + g.src(y) @ g.per_edge_type(w)))
@@ -632,9 +575,7 @@ def same_weight_twice(g, x, y, w):
 
 @idiom(
     lambda g, x, w, u: g.sum_to_dst(rgnn.relu(g.src(x) @ (g.per_edge_type(w) + g.shared(u)))),
-    x=("N", K),
-    w=("R", K, K),
-    u=(K, K),
+    "x[N, K] w[R, K, K] u[K, K]",
 )
 def same_rows_twice(g, x, w, u):
     return g.sum_to_dst(rgnn.relu(g.src(x) @ g.per_edge_type(w) + g.src(x) @ g.shared(u)))
@@ -642,9 +583,7 @@ def same_rows_twice(g, x, w, u):
 
 @idiom(
     lambda g, x, w, u: g.sum_to_dst(g.src(x) @ g.per_edge_type(w)) + g.sum_to_dst(g.src(x)) @ g.shared(u),
-    x=("N", K),
-    w=("R", K, K),
-    u=(K, K),
+    "x[N, K] w[R, K, K] u[K, K]",
 )
 def typed_plus_shared(g, x, w, u):
     return g.sum_to_dst(g.src(x) @ g.per_edge_type(w) + g.src(x) @ g.shared(u))
@@ -652,8 +591,7 @@ def typed_plus_shared(g, x, w, u):
 
 @idiom(
     lambda g, x, w: (lambda m: g.sum_to_dst(rgnn.relu(m)) + g.max_to_dst(m))(g.src(x) @ g.per_edge_type(w)),
-    x=("N", K),
-    w=("R", K, K),
+    "x[N, K] w[R, K, K]",
 )
 def shared_projection(g, x, w):
     return g.sum_to_dst(rgnn.relu(g.src(x) @ g.per_edge_type(w))) + g.max_to_dst(g.src(x) @ g.per_edge_type(w))
@@ -663,9 +601,7 @@ def shared_projection(g, x, w):
     lambda g, x, w, p: (lambda m: g.node(p) * g.max_to_dst(m) + (1 - g.node(p)) * g.mean_to_dst(m))(
         g.src(x) @ g.per_edge_type(w)
     ),
-    x=("N", K),
-    w=("R", K, K),
-    p=("N",),
+    "x[N, K] w[R, K, K] p[N]",
 )
 def max_mean_mixture(g, x, w, p):
     m = g.src(x) @ g.per_edge_type(w)
@@ -678,7 +614,7 @@ def _film(g, x, w, f):
     return g.sum_to_dst(rgnn.relu((g.dst(x) @ f[:, :K]) * (g.src(x) @ g.per_edge_type(w)) + g.dst(x) @ f[:, K:]))
 
 
-@idiom(_film, x=("N", K), w=("R", K, K), f=("R", K, 2 * K))
+@idiom(_film, "x[N, K] w[R, K, K] f[R, K, 2*K]")
 def film(g, x, w, f):
     y = g.dst(x) @ g.per_edge_type(f)
     gamma, beta = y[:K], y[K:]
@@ -696,7 +632,7 @@ def _gru_hand(g, x, w, wi, wh):
     return (1 - z) * n + z * h
 
 
-@idiom(_gru_hand, x=("N", K), w=("R", K, K), wi=(K, 3 * K), wh=(K, 3 * K))
+@idiom(_gru_hand, "x[N, K] w[R, K, K] wi[K, 3*K] wh[K, 3*K]")
 def gru_slices(g, x, w, wi, wh):
     m = g.sum_to_dst(g.src(x) @ g.per_edge_type(w))
     h = g.node(x)
@@ -709,8 +645,7 @@ def gru_slices(g, x, w, wi, wh):
 
 @idiom(
     lambda g, x, r: (lambda h: g.sum_to_dst(g.src(cat(h[1:], h[:1])) * g.per_edge_type(r)))(g.node(x)),
-    x=("N", K),
-    r=("R", K),
+    "x[N, K] r[R, K]",
 )
 def roll_on_edges(g, x, r):
     m = g.src(x)
@@ -726,7 +661,7 @@ def _rot_pairs_hand(g, x, p):
     return cat(a[:, None], b[:, None], axis=1).reshape(K)
 
 
-@idiom(_rot_pairs_hand, x=("N", K), p=("R", K // 2))
+@idiom(_rot_pairs_hand, "x[N, K] p[R, K//2]")
 def rotation_pairs(g, x, p):
     h = g.src(x).reshape(K // 2, 2)
     re, im = h[:, 0], h[:, 1]
@@ -744,11 +679,7 @@ def _schnet(g, x, pos, mu, f1, f2, w):
     lambda g, x, w1, b, w2, c: (lambda m: g.sum_to_dst(g.src(m)) @ g.shared(w2) + g.sum_to_dst(1.0) * g.shared(c))(
         rgnn.relu(g.node(x) @ g.shared(w1) + g.shared(b))
     ),
-    x=("N", K),
-    w1=(K, K),
-    b=(K,),
-    w2=(K, K),
-    c=(K,),
+    "x[N, K] w1[K, K] b[K] w2[K, K] c[K]",
 )
 def message_mlp(g, x, w1, b, w2, c):
     m = rgnn.relu(g.src(x) @ g.shared(w1) + g.shared(b)) @ g.shared(w2) + g.shared(c)
@@ -757,9 +688,7 @@ def message_mlp(g, x, w1, b, w2, c):
 
 @idiom(
     lambda g, x, w, n: g.sum_to_dst((g.src(x) @ g.per_edge_type(w)) * g.edge(n)[:, None]).reshape(K),
-    x=("N", K),
-    w=("R", H, K, D),
-    n=("E", H),
+    "x[N, K] w[R, H, K, D] n[E, H]",
 )
 def heads_scalar_broadcast(g, x, w, n):
     m = g.src(x) @ g.per_edge_type(w)
@@ -768,9 +697,7 @@ def heads_scalar_broadcast(g, x, w, n):
 
 @idiom(
     lambda g, x, w, n: g.sum_to_dst((g.src(x) @ g.per_edge_type(w)) * g.edge(n)[:, None]).reshape(K),
-    x=("N", K),
-    w=("R", H, K, D),
-    n=("E", H),
+    "x[N, K] w[R, H, K, D] n[E, H]",
 )
 def heads_scalar_flat(g, x, w, n):
     m = (g.src(x) @ g.per_edge_type(w)) * g.edge(n)[:, None]
@@ -781,7 +708,7 @@ def heads_scalar_flat(g, x, w, n):
     lambda g, x: (lambda h: 0.9 * g.mean_to_dst(g.src(h)) + 0.1 * g.node(x))(
         0.9 * g.mean_to_dst(g.src(x)) + 0.1 * g.node(x)
     ),
-    x=("N", K),
+    "x[N, K]",
 )
 def appnp(g, x):
     h = g.node(x)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dejax import rgnn
-from dejax.rgnn import Options, Program, passes
+from dejax.rgnn import Options, Program, RelGraph, passes
 from dejax.rgnn.compiler import execute
 from dejax.rgnn.ir.inter import Builder
 from dejax.rgnn.ir.intra import Kernels, Traversal, in_order
@@ -31,9 +31,9 @@ def arrays(width: int = 8) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(rng.normal(size=s) * s[-1] ** -0.5, jnp.float32) for s in shapes)
 
 
-def plans(program: Program, *given: Any) -> list[Kernels]:
+def plans(program: Program, *given: Any, graph: RelGraph = GRAPH, disable: tuple[str, ...] = ()) -> list[Kernels]:
     """The kernels without gradients, of both halves for all gradients, and of both halves for gradients of those."""
-    task, _, _ = program._prepare(GRAPH, PALLAS, given, {})
+    task, _, _ = program._prepare(graph, replace(PALLAS, disable=disable), given, {})
     found = [task]
     for _ in range(2):
         found += execute.training_tasks(found[-1], execute.differentiable_positions(found[-1]))[1:]
@@ -79,6 +79,31 @@ def test_one_softmax_in_several_hops(backend: str) -> None:
     want = gradients(Options(backend="xla", precision="f32", disable=("backward",)))
     got = gradients(replace(PALLAS, backend=backend))
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5), got, want)
+
+
+@rgnn.program
+def shared_by_a_product(g: Any, x: Any, w: Any, b: Any, mask: Any, scale: Any, factor: Any, some: Any) -> Any:
+    """XLA makes the product's gradient of edges, and what it reads shares the mask with what reads that gradient."""
+    z = g.src(rgnn.tanh(g.node(x).reshape(6) @ g.per_node_type(w) + g.per_node_type(b))).reshape(2, 3)
+    product = g.prod_to_src(rgnn.where(g.edge(mask) > 0, 0.5 + rgnn.sigmoid(z), rgnn.tanh(z)))
+    score = g.per_edge_type(scale) * g.in_degree()
+    mean = g.mean_to_dst(rgnn.edge_softmax(score, "dst") * z)
+    other = rgnn.where(g.src(some) > 0, rgnn.rsqrt(g.out_degree()) * g.shared(factor), -np.inf)
+    return product, mean, g.sum_to_dst(rgnn.edge_softmax(other, "dst") * score)
+
+
+# Programs differ by the passes that are off, and by what the graph's numbers of nodes, edges and types let pay.
+@pytest.mark.parametrize("disable", [(), ("combine_products", "compact", "cse", "gemm", "hoist", "unit_axes")], ids=len)
+@pytest.mark.parametrize(("nodes", "edges", "types"), [(1, 0, 1), (4, 9, 2), (2, 6, 4)])
+def test_a_traversal_stores_what_another_would_store_too_late(
+    nodes: int, edges: int, types: int, disable: tuple[str, ...]
+) -> None:
+    rng = np.random.default_rng(0)
+    ends = rng.integers(0, nodes, (2, edges))
+    graph = RelGraph.from_edges(*ends, rng.integers(0, types, edges), num_nodes=nodes, num_edge_types=types)
+    shapes = ((nodes, 2, 3), (1, 6, 1), (1, 6), (edges,), (types,), (), (nodes,))
+    given = [jnp.zeros(shape) for shape in shapes]
+    assert all(kernels.instances for kernels in plans(shared_by_a_product, *given, graph=graph, disable=disable))
 
 
 def test_rows_that_are_read_twice_at_each_step() -> None:
