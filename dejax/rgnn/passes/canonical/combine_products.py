@@ -65,7 +65,7 @@ class _Combine(Rewrite):
             term = self.term(index, negative=False)
             if term.product is None or not term.scales or term.product.attr("via") != "etype":
                 return None
-            return as_dtype(builder, self.product(builder, [term], op), op.dtype)
+            return as_dtype(builder, self.product(builder, [term]), op.dtype)
         if op.name not in ("add", "sub"):
             return None
         terms = self.terms(index)
