@@ -11,6 +11,7 @@
 #include "driver/host_memory.h"
 #include "driver/thread_pool.h"
 #include "state/bindings.h"
+#include "tables/drive/bindings.h"
 #include "tables/table_gather.h"
 #include "testing/bindings.h"
 
@@ -82,6 +83,7 @@ NB_MODULE(_dejax_native, m) {
   DefineProbe(m);
   dejax::DefineHostMemory(m);
   DefineKernels(m);
+  dejax::DefineRowReader(m);
   dejax::offload::BindActivations(m);
   dejax::offload::BindState(m);
   dejax::offload::BindTesting(m);

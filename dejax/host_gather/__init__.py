@@ -11,6 +11,7 @@ docs/host_gather.md is the guide, docs/performance/host_gather.md has the measur
 
 from dejax.host_gather._lifetime import TableClosedError
 from dejax.host_gather.cached import CachedTable, count_ids
+from dejax.host_gather.drive import DriveTable
 from dejax.host_gather.gather import check_errors, gather
 from dejax.host_gather.gradient import RowGradient, value_and_grad
 from dejax.host_gather.host import HostTable
@@ -22,6 +23,7 @@ from dejax.host_gather.update import Optimizer, OptimizerState, adagrad, adam, s
 __all__ = [
     "CachedTable",
     "DeviceTable",
+    "DriveTable",
     "HostTable",
     "Optimizer",
     "OptimizerState",

@@ -13,7 +13,6 @@ import numpy as np
 from jax import Array
 
 from dejax import _native
-from dejax.host_gather import _spec
 from dejax.host_gather._spec import TableSpec
 
 _DLPACK_CPU, _DLPACK_CUDA_HOST = 1, 3
@@ -56,8 +55,8 @@ class Exporter:
         return self._device
 
     def __dlpack__(self, **_: Any) -> Any:
-        shape = list(self._spec.leaf.shape)
-        return self._memory.dlpack(shape, _spec.word_bits(self._spec.dtype), *self._device)
+        leaf = self._spec.leaf
+        return self._memory.dlpack(list(leaf.shape), 8 * leaf.dtype.itemsize, *self._device)
 
 
 def array_of(memory: Any, spec: TableSpec, device: Any) -> Array:

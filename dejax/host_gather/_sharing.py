@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dejax import _compat
 from dejax.host_gather import _storage
+from dejax.host_gather._drive_files import keep_reader
 from dejax.host_gather._memory import array_of, copy_rows, memory_of, numpy_of
 from dejax.host_gather._spec import TableSpec, platform_of
 
@@ -51,6 +52,8 @@ def share_leaf(leaf: Array, spec: TableSpec, mesh: Mesh, writable: bool) -> tupl
         raise ValueError(f"{what}: in `mesh` the devices of a process must stand next to each other, as many of each")
     sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
     whole = jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
+    if spec.on_drive:
+        keep_reader(whole, memory)
     return whole, dataclasses.replace(spec, read_only=not writable, shared=True, sharers=sharers)
 
 

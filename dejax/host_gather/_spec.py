@@ -79,6 +79,7 @@ class TableSpec:
     # Rows of the leaf, where the others lie in the device's memory (`SplitTable`); None where all lie in the leaf.
     leaf_rows: int | None = None
     on_device: bool = False  # the leaf lies in the device's memory (`DeviceTable`)
+    on_drive: bool = False  # the rows lie in files; the leaf is the number of their reader (`DriveTable`)
 
     @property
     def plain(self) -> TableSpec:
@@ -108,26 +109,35 @@ class TableSpec:
 
     def device_part(self, rows: int) -> TableSpec:
         """The spec of `rows` rows in device memory as a table of their own."""
-        return dataclasses.replace(self, rows=rows, leaf_rows=None, on_device=True, sharers=1)
+        return dataclasses.replace(self, rows=rows, leaf_rows=None, on_device=True, on_drive=False, sharers=1)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the rows in host memory."""
-        rows = self.rows if self.leaf_rows is None else self.leaf_rows
-        return 0 if self.on_device else rows * self.row_bytes
+        return 0 if self.on_device or self.on_drive else self._leaf_rows * self.row_bytes
+
+    @property
+    def drive_bytes(self) -> int:
+        """Bytes of the rows in files."""
+        return self._leaf_rows * self.row_bytes if self.on_drive else 0
+
+    @property
+    def _leaf_rows(self) -> int:
+        return self.rows if self.leaf_rows is None else self.leaf_rows
 
     @property
     def leaf(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype of the leaf array: unsigned integers, so that jax never asks for a derivative of a table."""
-        words = words_per_row(self.row, self.dtype)
-        rows = self.rows if self.leaf_rows is None else self.leaf_rows
-        return jax.ShapeDtypeStruct((rows, words), np.dtype(f"uint{word_bits(self.dtype)}"))
+        if self.on_drive:
+            return jax.ShapeDtypeStruct((2,), np.dtype(np.uint32))
+        return jax.ShapeDtypeStruct((self._leaf_rows, *self.words.row), self.words.dtype)
 
     def to_words(self, rows: np.ndarray) -> np.ndarray:
         """Rows [n, *row] as the unsigned integers [n, words] that carry them."""
-        leaf = self.leaf
+        words = self.words
         # A view of one axis: of several, numpy could not see the words of a row without elements.
-        return np.ascontiguousarray(rows, self.dtype).reshape(-1).view(leaf.dtype).reshape(len(rows), leaf.shape[1])
+        flat = np.ascontiguousarray(rows, self.dtype).reshape(-1).view(words.dtype)
+        return flat.reshape(len(rows), *words.row)
 
     def to_rows(self, words: np.ndarray) -> np.ndarray:
         """The rows [n, *row] that unsigned integers [n, words] carry; a view where they are contiguous."""
@@ -136,8 +146,8 @@ class TableSpec:
     @property
     def words(self) -> TableSpec:
         """The spec of the same memory as a table of unsigned integers."""
-        leaf = self.leaf
-        return dataclasses.replace(self, row=leaf.shape[1:], dtype=leaf.dtype)
+        row, dtype = (words_per_row(self.row, self.dtype),), np.dtype(f"uint{word_bits(self.dtype)}")
+        return dataclasses.replace(self, row=row, dtype=dtype)
 
 
 def table_spec(shape: Any, dtype: Any, device: jax.Device | None, what: str) -> TableSpec:

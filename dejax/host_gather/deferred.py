@@ -15,10 +15,11 @@ from jax import Array
 from jax.extend import core
 
 from dejax import _compat
+from dejax.host_gather._native_call import GatherCall
 from dejax.host_gather._operands import Table
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather._tracing import current_trace, inside, is_recorded
-from dejax.host_gather.gather import GatherCall, GatherOptions, batched_gather, gather, prepare_gather
+from dejax.host_gather.gather import GatherOptions, batched_gather, gather, prepare_gather
 from dejax.host_gather.pipeline import GatherSource, PendingRows, start_alone
 
 __all__ = ["OpenRead", "deferrable_gather", "deferring", "open_read"]

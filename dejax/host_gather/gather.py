@@ -13,11 +13,12 @@ from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from dejax import _compat, _native
-from dejax._ffi import ffi_call
-from dejax.host_gather import _cost, _kernels, _spec
+from dejax import _native
+from dejax.host_gather import _cost, _spec
+from dejax.host_gather._drive_reads import drive_gather
 from dejax.host_gather._ids import checked_ids, in_range, nearest
 from dejax.host_gather._lifetime import reporting_closed
+from dejax.host_gather._native_call import GatherCall, memory_gather
 from dejax.host_gather._operands import Table, TableOperands, table_of
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather._tracing import is_recorded, record
@@ -38,7 +39,6 @@ OVERLAP_SMS = 4
 # Where some rows lie on the device, so many times as many. One multiprocessor copies 13 GB/s of these rows: four would
 # take longer for them than the bus takes for the others.
 MIXED = 4
-_LINE = 128  # bytes of one request over the bus
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -60,22 +60,6 @@ class GatherOptions:
         if unknown := set(given).difference(known):
             raise TypeError(f"{what}: unknown options {sorted(unknown)}; the options are {sorted(known)}")
         return cls(**given)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GatherCall:
-    """The static part of one gather, from which the attributes of the native call follow."""
-
-    spec: TableSpec
-    out_dtype: np.dtype
-    convert: bool  # elements, rather than move bytes
-    mean: bool
-    clip: bool
-    raises: bool
-    fill_value: float  # where elements are converted
-    fill: bytes  # 16 bytes of repeated elements, where bytes are moved
-    ordered: bool
-    num_sms: int
 
 
 def gather(
@@ -140,10 +124,12 @@ def read_rows(what: str, operands: TableOperands, ids: Any, options: GatherOptio
         raise ValueError(f"{what}: the gradient of scaled rows is not defined; multiply the gathered rows instead")
     ids, call, factor = prepare_gather(what, operands, ids, options)
     leaf, cache, slots = operands.leaf, operands.cache, operands.slots
-    if call.mean and not (call.ordered or recorded):
+    if call.mean and not (call.ordered or recorded or call.spec.on_drive):
         with reporting_closed(leaf, what):
             return batched_gather(call, ids.shape[-1])(leaf, cache, slots, ids, factor)
     plain = dataclasses.replace(call, mean=False, fill_value=0.0) if call.mean else call
+    if call.mean and call.spec.on_drive:
+        plain = dataclasses.replace(plain, out_dtype=np.dtype(np.float32))
     with reporting_closed(leaf, what):
         rows = batched_gather(plain, 1)(leaf, cache, slots, ids, factor)
     rows = record(operands.spec, leaf, nearest(ids, call.spec.rows) if call.clip else ids, rows)
@@ -310,7 +296,9 @@ def batched_gather(call: GatherCall, fan_out: int) -> Any:
     @custom_vmap
     @jax.jit
     def rows_of(leaf: Array, cache: Array, slots: Array, ids: Array, scale: Array) -> Array:
-        return native_gather(call, fan_out, leaf, ids, scale, slots, cache)
+        if call.spec.on_drive:
+            return drive_gather(call, leaf, ids, scale, slots, cache)
+        return memory_gather(call, fan_out, leaf, ids, scale, slots, cache)
 
     @rows_of.def_vmap
     def over_ids(
@@ -326,84 +314,3 @@ def batched_gather(call: GatherCall, fan_out: int) -> Any:
         return jnp.stack([rows_of(*example) for example in examples]), True
 
     return rows_of
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class NativeArguments:
-    """Arguments of a native call that start and synchronous gathers share."""
-
-    ids: Array  # flat
-    perm: Array  # the result row of each id, for sorted ids; else int32[0]
-    attributes: dict[str, Any]
-    shape: tuple[int, ...]  # of the result
-
-
-def native_arguments(
-    call: GatherCall, fan_out: int, ids: Array, cached: bool, *, ticket: bool = False
-) -> NativeArguments:
-    """Sorts the ids if the call says so, and compiles the kernel.
-
-    Args:
-        call: the static part of the gather.
-        fan_out: ids of one result row.
-        ids: int[...].
-        cached: whether the table has a cache.
-        ticket: whether warps of a kernel for unsorted ids take their work by ticket, as those for sorted ids do.
-    """
-    spec = call.spec
-    flat = ids.reshape(-1)
-    ordered = call.ordered and flat.size > 1
-    perm = jnp.zeros((0,), jnp.int32)
-    if ordered:
-        flat, perm = jax.lax.sort((flat, jnp.arange(flat.size, dtype=jnp.int32)), num_keys=1)
-    source = _spec.ELEMENT_CODES[spec.dtype.name] if call.convert else _spec.MOVE_BYTES
-    result = _spec.RESULT_CODES[call.out_dtype.name] if call.convert else _spec.MOVE_BYTES
-    kernel = 0
-    if spec.platform == "cuda":
-        if call.raises:
-            _kernels.prepare_errors()
-        kernel = _kernels.prepare(
-            "gather.cu",
-            ID="int" if flat.dtype == jnp.int32 else "long long",
-            UNIT=_spec.store_unit(spec.row_bytes),
-            SORTED=int(ordered),
-            TICKET=int(ordered or ticket),
-            CACHED=int(cached),
-            SPLIT=int(spec.is_split),
-            SOURCE=source,
-            RESULT=result,
-            MEAN=int(call.mean),
-            POSITION="int" if flat.size * (spec.row_bytes // 16 + 16) < 2**31 else "long long",
-        )
-    attributes = {
-        "source": np.int64(source),
-        "result": np.int64(result),
-        "row_bytes": np.int64(spec.row_bytes),
-        "fan_out": np.int64(fan_out),
-        "mean": call.mean,
-        "clip": call.clip,
-        "raises": call.raises,
-        "split": spec.is_split,
-        "fill_value": np.float32(call.fill_value),
-        "fill": np.frombuffer(call.fill, np.uint8),
-        "kernel": np.int64(kernel),
-        "grid": np.int64(call.num_sms),
-        # Short rows gain nothing from whole lines: most of a line would be other rows.
-        "align": np.int64(_LINE if spec.row_bytes >= 2 * _LINE and spec.row_bytes % _LINE else 16),
-    }
-    shape = (flat.size // fan_out, *spec.row) if call.mean else (flat.size, *spec.row)
-    return NativeArguments(flat, perm, attributes, shape)
-
-
-def native_gather(
-    call: GatherCall, fan_out: int, leaf: Array, ids: Array, scale: Array, slots: Array, cache: Array
-) -> Array:
-    """The synchronous native call."""
-    arguments = native_arguments(call, fan_out, ids, slots.size > 0)
-    types = [jax.typeof(x) for x in (leaf, ids, scale, slots, cache)]
-    out = _compat.varying_result(arguments.shape, call.out_dtype, *types)
-    scratch = _compat.varying_result((2,), jnp.uint32, *types)
-    operands = leaf, arguments.ids, arguments.perm, slots, cache, scale
-    rows, _ = ffi_call("dejax_table_gather", (out, scratch), operands, fixed=[0], **arguments.attributes)
-    lead = ids.shape[:-1] if call.mean else ids.shape
-    return rows.reshape(lead + call.spec.row)

@@ -20,10 +20,12 @@ from dejax import _compat
 from dejax._ffi import ffi_call
 from dejax._int32 import entering_jit
 from dejax._pytrees import pytree
+from dejax.host_gather._drive_reads import drive_gather, drive_start
 from dejax.host_gather._ids import checked_ids
+from dejax.host_gather._native_call import GatherCall, memory_gather, native_arguments
 from dejax.host_gather._operands import Table, TableOperands, table_of
 from dejax.host_gather._tracing import is_recorded
-from dejax.host_gather.gather import GatherCall, GatherOptions, gather, native_arguments, native_gather, prepare_gather
+from dejax.host_gather.gather import GatherOptions, gather, prepare_gather
 
 Carry = TypeVar("Carry")
 _sites = itertools.count(1)
@@ -37,7 +39,7 @@ class PendingRows:
     Attributes:
         ticket: in a program for a GPU a small array that orders start before done, and whose address identifies the
             start; elsewhere the rows themselves.
-        held: the arrays on the device that the gather reads until it is done.
+        held: the arrays on the device that the gather reads until it is done; of a table on a drive all that it reads.
 
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> from dejax.host_gather import HostTable, gather_done, gather_start
@@ -58,7 +60,9 @@ class PendingRows:
     site: int = dataclasses.field(metadata={"static": True})
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
-    there: bool = dataclasses.field(metadata={"static": True})  # `ticket` has the rows: on the CPU, and outside of jit
+    # `ticket` has the rows: of tables in memory on the CPU, and outside of jit.
+    there: bool = dataclasses.field(metadata={"static": True})
+    of_drive: GatherCall | None = dataclasses.field(default=None, metadata={"static": True})  # a table on a drive
 
 
 def gather_start(table: Table, ids: ArrayLike, *, before: Any = None, **options: Any) -> Any:
@@ -119,10 +123,12 @@ def gather_done(pending: PendingRows, *, after: Any = None) -> Any:
     >>> rows, sines
     (Array([[2., 3.]], dtype=float32), Array([0., 0., 0.], dtype=float32))
     """
+    last = [jnp.asarray(x) for x in jax.tree.leaves(after)]
     if pending.there:
         rows = pending.ticket
+    elif pending.of_drive is not None:
+        rows = drive_gather(pending.of_drive, *pending.held, ticket=pending.ticket, site=pending.site, after=last)
     else:
-        last = [jnp.asarray(x) for x in jax.tree.leaves(after)]
         done = _Done.alone(pending.site, pending.shape, pending.dtype)
         rows = done([pending.ticket], [*last, *pending.held])
     return rows if after is None else (rows, after)
@@ -142,10 +148,11 @@ def gather_done_joined(
         [rows, *row]; with `after`, (rows, after).
     """
     row, dtype = pending[0].shape[1:], pending[0].dtype
-    if pending[0].there:
-        rows = jnp.concatenate([pending[n].ticket[first : first + count] for n, first, count in pieces])
-        return rows if after is None else (rows, after)
     last = [jnp.asarray(x) for x in jax.tree.leaves(after)]
+    if pending[0].there or pending[0].of_drive is not None:
+        found = [gather_done(some, after=last) for some in pending]
+        rows = jnp.concatenate([found[n][0][first : first + count] for n, first, count in pieces])
+        return rows if after is None else (rows, after)
     row_bytes = math.prod(row) * dtype.itemsize
     total = sum(count for _, _, count in pieces)
     done = _Done(
@@ -213,6 +220,8 @@ def prefetched_scan(
     everything = jax.tree.leaves((operands.leaf, operands.slots, operands.cache, chosen.scale, init, ids, xs))
     if not any(isinstance(x, jax.core.Tracer) for x in everything):
         return jax.jit(functools.partial(prefetched_scan, step, depth=depth, **options))(init, table, ids, xs)
+    if operands.spec.on_drive:
+        return _scan_ahead_on_drive(step, init, source, padded, xs, depth)
     if operands.spec.platform != "cuda":
         return jax.lax.scan(lambda carry, x: step(carry, gather(table, x[0], **options), x[1]), init, (ids, xs))
     return _scan_ahead(step, init, source, padded, xs, depth)
@@ -250,6 +259,47 @@ def _scan_ahead(
     last: list[Array] = []
     for _ in range(depth):  # frees the memory of the starts beyond the last step
         last = [done([ticket], [*last, *held])]
+    return carry, ys
+
+
+def _scan_ahead_on_drive(
+    step: Callable[[Any, Array, Any], tuple[Any, Any]],
+    init: Any,
+    source: GatherSource,
+    padded: Array,
+    xs: Any,
+    depth: int,
+) -> tuple[Any, Any]:
+    """The loop of `prefetched_scan` over a table on a drive; `padded` as in `_scan_ahead`."""
+    site, call = next(_sites), source.call
+    Open = tuple[tuple[Array, Array], ...]
+
+    def start(open_reads: Open, ids: Array, last: Array) -> Open:
+        place = _Place.NEXT if open_reads else _Place.FIRST
+        ticket, _ = drive_start(call, source.leaf, ids, source.slots, site, place, [last])
+        return (*open_reads, (ticket, ids))
+
+    def done(open_reads: Open) -> tuple[Array, Open]:
+        (first, ids), *others = open_reads
+        # On a GPU the address of the last ticket finds the reads of the loop, elsewhere a number finds each of them.
+        ticket = open_reads[-1][0] if call.spec.platform == "cuda" else first
+        held = (source.leaf, ids, source.scale, source.slots, source.cache)
+        return drive_gather(call, *held, ticket=ticket, site=site), tuple(others)
+
+    open_reads: Open = ()
+    for k in range(depth):
+        open_reads = start(open_reads, padded[k], open_reads[-1][0] if k else jnp.zeros((2,), jnp.uint32))
+
+    def body(state: tuple[Any, Open], x: Any) -> tuple[tuple[Any, Open], Any]:
+        carry, open_reads = state
+        ahead, x = x
+        rows, rest = done(start(open_reads, ahead, open_reads[-1][0]))
+        carry, y = step(carry, rows, x)
+        return (carry, rest), y
+
+    (carry, open_reads), ys = jax.lax.scan(body, (init, open_reads), (padded[depth:], xs))
+    while open_reads:  # those beyond the last step
+        _, open_reads = done(open_reads)
     return carry, ys
 
 
@@ -319,8 +369,13 @@ def _start(
     """Begins a gather. The call returns `through` unchanged, so that compute which uses it runs after the start."""
     call, scale, slots, cache = source.call, source.scale, source.slots, source.cache
     shape = ids.shape + call.spec.row
+    if call.spec.on_drive and _compat.staging_trace() is not None:
+        ticket, through = drive_start(call, source.leaf, ids, slots, site, place, through)
+        held = (source.leaf, ids, scale, slots, cache)
+        return PendingRows(ticket, held, site, shape, call.out_dtype, False, call), through
     if call.spec.platform != "cuda" or _compat.staging_trace() is None:
-        rows = native_gather(call, 1, source.leaf, ids, scale, slots, cache)
+        read = drive_gather if call.spec.on_drive else functools.partial(memory_gather, fan_out=1)
+        rows = read(call=call, leaf=source.leaf, ids=ids, scale=scale, slots=slots, cache=cache)
         return PendingRows(rows, (), site, shape, call.out_dtype, True), through
     arguments = native_arguments(call, 1, ids, slots.size > 0, ticket=True)
     types = [jax.typeof(x) for x in (source.leaf, arguments.ids, scale, slots, cache)]

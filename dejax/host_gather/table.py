@@ -1,4 +1,4 @@
-"""`LocalTable`: the table of one device, whose rows lie in host memory, in device memory, or in both."""
+"""`LocalTable`: the table of one device, whose rows lie in host memory, on the device, on a drive, or in two places."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ NATIVE_CALLS = "the calls that read it hold addresses of this process. Export a 
 
 
 class LocalTable(Table):
-    """A table of one device. `HostTable`, `DeviceTable`, `SplitTable` and `CachedTable` make it, one a placement.
+    """A table of one device. Its subclasses are its constructors, one for each placement.
 
     A pytree of up to three arrays, which say where a row lies. Kernels read all of them by the same call.
 
     Attributes of instances, for dejax itself:
-        _leaf: uint[rows, words] in host memory, or of a `DeviceTable` in device memory.
+        _leaf: uint[rows, words] in host memory, or of a `DeviceTable` in device memory; of rows on a drive uint32[2] in
+            host memory, the number of their reader.
         _hot: uint[hot rows, words] in device memory, or None.
         _slots: int32[rows], the row of `_hot` that holds each row; below 0 where none does: -1 of a `CachedTable`, `~k`
             for row k of `_leaf` of a `SplitTable`. None without `_hot`.
@@ -102,10 +103,11 @@ class LocalTable(Table):
     def placement(self) -> str:
         if self._spec.on_device:
             return "device"
+        place = "drive, cached in host memory" if self._spec.on_drive else "host"
         if self._hot is None:
-            return "host"
+            return place
         rows = f"({self._hot.shape[0]:,} rows)"
-        return f"host and device {rows}" if self._spec.is_split else f"host, cached on the device {rows}"
+        return f"{place} and device {rows}" if self._spec.is_split else f"{place}, cached on the device {rows}"
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
@@ -121,8 +123,8 @@ class LocalTable(Table):
 
     @property
     def _host_part(self) -> LocalTable:
-        """The rows in host memory as a table of their own."""
-        return _TABLES["host"]._of(self._leaf, self._spec.host_part)
+        """The rows in host memory, or on a drive, as a table of their own."""
+        return _TABLES["drive" if self._spec.on_drive else "host"]._of(self._leaf, self._spec.host_part)
 
     @property
     def _device_part(self) -> LocalTable:
@@ -158,7 +160,7 @@ class LocalTable(Table):
         leaf, spec = self._concrete("numpy"), self._spec
         if spec.on_device:
             return spec.to_rows(numpy_copy(leaf))
-        rows = self._host_rows(leaf)
+        rows = self._host_part._host_rows(leaf)
         if not spec.is_split:
             return rows
         out, slots = np.empty(spec.shape, spec.dtype), numpy_copy(self._slots)
@@ -167,7 +169,7 @@ class LocalTable(Table):
         return out
 
     def _host_rows(self, leaf: Array) -> np.ndarray:
-        """A read-only view of the rows in host memory."""
+        """A read-only view of the rows in host memory, or in files."""
         with reporting_closed(leaf, "HostTable.numpy"):
             leaf.block_until_ready()
             memory = memory_of(leaf)
@@ -200,9 +202,9 @@ class LocalTable(Table):
     def _operands(self, what: str) -> TableOperands:
         spec, leaf = self._spec, checked_leaf(self._leaf, self._spec, what)
         if self._hot is None:
-            return TableOperands(spec, leaf, jnp.zeros((0,), spec.leaf.dtype), jnp.zeros((0,), jnp.int32))
-        if spec.is_split:
-            check_array(what, self._hot, spec.device_part(spec.rows - spec.leaf.shape[0]).leaf)
+            return TableOperands(spec, leaf, jnp.zeros((0,), spec.words.dtype), jnp.zeros((0,), jnp.int32))
+        if spec.leaf_rows is not None:
+            check_array(what, self._hot, spec.device_part(spec.rows - spec.leaf_rows).leaf)
         return TableOperands(spec, leaf, self._hot, self._slots)
 
     def _read(self, what: str, ids: Any, options: Any, capacity: int | None = None) -> tuple[Array, int]:
@@ -373,7 +375,7 @@ class LocalTable(Table):
 
 
 _TABLES: dict[str, Any] = {}
-"""The tables of one array, by the memory in which they lie: `HostTable` and `DeviceTable` enter themselves."""
+"""The tables of one array, by the place of their rows: `HostTable`, `DeviceTable`, `DriveTable` enter themselves."""
 
 
 def numpy_copy(array: Array) -> np.ndarray:

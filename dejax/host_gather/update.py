@@ -329,6 +329,11 @@ def _after_all_devices(
 def _check_writable(what: str, spec: TableSpec) -> None:
     if not spec.read_only:
         return
+    if spec.on_drive:
+        raise ValueError(
+            f"{what}: the table lies on a drive, and is for reading: tables that are trained stay in memory; copy it "
+            "with HostTable.from_numpy(table.numpy()) to write to it"
+        )
     if spec.shared:
         raise ValueError(
             f"{what}: the table is shared by several devices for reading; use table.share(mesh, writable=True)"

@@ -49,7 +49,7 @@ class PendingFeatures:
 
     def gather_done_joined(self, layout: SampleLayout, *, after: Any = None) -> Any:
         """As `gather_done`, but JoinedFeatures. Rows that need no further arithmetic are copied once."""
-        kinds = {(some.shape[1:], some.dtype, some.there) for some in self.rows.values()}
+        kinds = {(some.shape[1:], some.dtype, some.there, some.of_drive is None) for some in self.rows.values()}
         if len(kinds) != 1 or any(scale is not None for scale in self.column_scales.values()):
             found = self.gather_done(after=after)
             rows, after = (found, None) if after is None else found

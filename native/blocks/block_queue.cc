@@ -1,7 +1,10 @@
 #include "blocks/block_queue.h"
 
+#include <sys/mman.h>
+
 #include <chrono>
 #include <cstring>
+#include <new>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -23,16 +26,30 @@ void Await(const Event& event) {
 
 Chunk& ChunkOf(const ChunkJob& job) { return (*job.io->chunks)[job.chunk]; }
 
+// Memory of whole pages for the chunks that a thread has under way.
+class Pages {
+ public:
+  explicit Pages(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
+    data_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data_ == MAP_FAILED) throw std::bad_alloc();
+  }
+  ~Pages() { munmap(data_, bytes_); }
+  Pages(const Pages&) = delete;
+  char* data() const { return static_cast<char*>(data_); }
+
+ private:
+  const size_t bytes_;
+  void* data_;
+};
+
 }  // namespace
 
-void BlockQueue::StartThreads(const char* name) {
+void BlockQueue::StartThread(const char* name, int wanted, std::function<void()> work) {
   try {
-    for (int i = 0; i < options_.num_threads; ++i) {
-      threads_.emplace_back([this, name] {
-        NameThisThread(name);
-        Work();
-      });
-    }
+    threads_.emplace_back([name, work = std::move(work)] {
+      NameThisThread(name);
+      work();
+    });
   } catch (const std::system_error& error) {
     {
       const Lock lock(monitor_->mutex);
@@ -40,8 +57,19 @@ void BlockQueue::StartThreads(const char* name) {
     }
     Join();
     throw std::runtime_error("offload: I/O thread " + std::to_string(threads_.size() + 1) + " of " +
-                             std::to_string(options_.num_threads) + " cannot be started (" + error.what() +
+                             std::to_string(wanted) + " cannot be started (" + error.what() +
                              "); give a smaller io_threads, or raise the limits of the process");
+  }
+}
+
+void BlockQueue::StartThreads(const char* name) {
+  for (int i = 0; i < options_.num_threads; ++i) StartThread(name, options_.num_threads, [this] { Work(); });
+}
+
+void BlockQueue::StartRings(const char* name, std::vector<std::unique_ptr<ReadRing>> rings) {
+  rings_ = std::move(rings);
+  for (const auto& ring : rings_) {
+    StartThread(name, static_cast<int>(rings_.size()), [this, own = ring.get()] { WorkRing(own); });
   }
 }
 
@@ -81,10 +109,12 @@ bool BlockQueue::Pop(ChunkJob* job) {
     writing_ += job->write;
     if (job->io->IsWanted()) {
       const Chunk& chunk = ChunkOf(*job);
-      job->interceptor = disk_->interceptor();
+      job->interceptor = source_->interceptor();
       job->path = chunk.path;
       job->index = chunk.offset;
-      job->data = job->io->data + static_cast<int64_t>(job->chunk) * options_.chunk_bytes;
+      if (job->io->data != nullptr) {
+        job->data = job->io->data + static_cast<int64_t>(job->chunk) * options_.chunk_bytes;
+      }
       job->bytes = chunk.bytes;
       return true;
     }
@@ -97,7 +127,7 @@ void BlockQueue::End(const ChunkJob& job, const std::string& error) {
   --running_;
   writing_ -= job.write;
   if (job.write && most_writes_ < options_.num_threads) ready_.notify_all();
-  job.io->ChunkEnded(job.bytes, error);
+  job.io->ChunkEnded(job.chunk, job.bytes, error);
   monitor_->changed.notify_all();
 }
 
@@ -119,7 +149,7 @@ void BlockQueue::Begin(const ChunkJob& job) {
 
 void BlockQueue::RequireSame(const ChunkJob& job) const {
   if (!options_.checksum || Checksum(job.data, job.bytes) == ChunkOf(job).checksum) return;
-  throw std::runtime_error("offload: " + disk_->Name(ChunkOf(job)) +
+  throw std::runtime_error("offload: " + source_->Name(ChunkOf(job)) +
                            " is damaged: it does not hold what was written to it (its checksum differs); look after the "
                            "drive, and restore training state from a checkpoint");
 }
@@ -130,11 +160,12 @@ std::string BlockQueue::Do(const ChunkJob& job) {
     Begin(job);
     Chunk& chunk = ChunkOf(job);
     if (job.write) {
-      disk_->Write(chunk, job.data);
+      source_->Write(chunk, job.data);
       if (job.interceptor) job.interceptor->Written(&chunk);
     } else {
-      disk_->Read(chunk, job.data);
+      source_->Read(chunk, job.data);
       RequireSame(job);
+      job.io->Arrived(job.chunk, job.data);
     }
   } catch (const std::exception& error) {
     return error.what();
@@ -143,12 +174,17 @@ std::string BlockQueue::Do(const ChunkJob& job) {
 }
 
 void BlockQueue::Work() {
+  std::unique_ptr<Pages> own;
   Lock lock(monitor_->mutex);
   while (true) {
     {
       ChunkJob job;
       if (Pop(&job)) {
         lock.unlock();
+        if (job.data == nullptr) {
+          if (!own) own = std::make_unique<Pages>(options_.chunk_bytes);
+          job.data = own->data();
+        }
         const std::string error = Do(job);
         lock.lock();
         End(job, error);
@@ -157,6 +193,86 @@ void BlockQueue::Work() {
     }
     if (closing_ && reads_.empty() && writes_.empty()) return;
     ready_.wait(lock);
+  }
+}
+
+// The reads of one ring: each has a place, with memory of its own.
+struct BlockQueue::Flight {
+  std::vector<ChunkJob> jobs;
+  std::vector<size_t> free, fresh;  // places without a job, and those whose job has not begun
+  std::vector<std::pair<size_t, std::string>> ended;
+
+  bool empty() const { return free.size() == jobs.size(); }
+};
+
+// Hands new jobs to the ring, without the mutex. What the ring does not take ends at once.
+void BlockQueue::BeginFlights(ReadRing* ring, Flight* flight) {
+  for (const size_t place : flight->fresh) {
+    const ChunkJob& job = flight->jobs[place];
+    const int file = job.write ? -1 : source_->Descriptor(ChunkOf(job));
+    if (file < 0) {
+      flight->ended.emplace_back(place, Do(job));
+      continue;
+    }
+    try {
+      Begin(job);
+    } catch (const std::exception& error) {
+      flight->ended.emplace_back(place, error.what());
+      continue;
+    }
+    ring->Prepare(file, job.data, static_cast<unsigned>(job.bytes), ChunkOf(job).offset, place);
+  }
+  flight->fresh.clear();
+  const bool wait = flight->ended.empty() && flight->free.size() < flight->jobs.size();
+  if (!ring->Submit(wait)) std::this_thread::sleep_for(kPoll);  // the kernel has no room: it makes some
+}
+
+// A read of the ring has ended. Returns what went wrong.
+std::string BlockQueue::Land(const ChunkJob& job, int64_t result) {
+  try {
+    // The end of a file, a signal, an error: a read by itself goes on, or says what is wrong.
+    if (result != job.bytes) source_->Read(ChunkOf(job), job.data);
+    RequireSame(job);
+    job.io->Arrived(job.chunk, job.data);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void BlockQueue::WorkRing(ReadRing* ring) {
+  const Pages memory(options_.chunk_bytes * ring->depth());
+  Flight flight;
+  flight.jobs.resize(ring->depth());
+  for (size_t place = ring->depth(); place-- > 0;) flight.free.push_back(place);
+  Lock lock(monitor_->mutex);
+  while (true) {
+    ChunkJob job;
+    while (!flight.free.empty() && Pop(&job)) {
+      const size_t place = flight.free.back();
+      if (job.data == nullptr) job.data = memory.data() + static_cast<int64_t>(place) * options_.chunk_bytes;
+      flight.jobs[place] = std::move(job);
+      flight.free.pop_back();
+      flight.fresh.push_back(place);
+    }
+    if (flight.empty()) {
+      if (closing_ && reads_.empty() && writes_.empty()) return;
+      ready_.wait(lock);
+      continue;
+    }
+    lock.unlock();
+    BeginFlights(ring, &flight);
+    uint64_t place = 0;
+    for (int result = 0; ring->Take(&place, &result);) {
+      flight.ended.emplace_back(place, Land(flight.jobs[place], result));
+    }
+    lock.lock();
+    for (auto& [ended, error] : flight.ended) {
+      End(flight.jobs[ended], error);
+      flight.jobs[ended] = ChunkJob();
+      flight.free.push_back(ended);
+    }
+    flight.ended.clear();
   }
 }
 

@@ -1,20 +1,23 @@
 // Blocks of host memory on their way to a drive and back: queues, threads, checksums. What a block is, and who waits for
-// it, is its owner's affair: tensors of activations, units of training state.
+// it, is its owner's affair: tensors of activations, units of training state, rows of tables.
 #pragma once
 
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
+#include "blocks/block_source.h"
 #include "blocks/disk.h"
 #include "blocks/interceptor.h"
 #include "blocks/monitor.h"
+#include "blocks/read_ring.h"
 #include "driver/cuda_calls.h"
 
 namespace dejax::offload {
@@ -24,12 +27,14 @@ struct BlockIo {
   virtual ~BlockIo() = default;
   // With the mutex. Where nobody needs the block any more, its chunks end before they begin.
   virtual bool IsWanted() const { return true; }
+  // Without the mutex: a chunk was read into `data`. May throw std::runtime_error: then the read has failed.
+  virtual void Arrived(size_t, const char*) {}
   // done: bytes that were written or read; 0 where the chunk was not wanted. error: why it failed; empty where it did not.
-  virtual void ChunkEnded(int64_t done, const std::string& error) = 0;
+  virtual void ChunkEnded(size_t chunk, int64_t done, const std::string& error) = 0;
 
   bool write = false;
   std::vector<Chunk>* chunks = nullptr;
-  char* data = nullptr;       // memory of whole pages
+  char* data = nullptr;       // memory of whole pages; null: each chunk is read into memory of the thread that reads it
   int64_t bytes = 0;          // the block's own; a write fills the last page with zeros
   Event after[2];             // the GPU's work that must end first; null: none
   Context context = nullptr;  // of these events
@@ -53,11 +58,13 @@ struct ChunkJob {
 class BlockQueue {
  public:
   // most_writes: threads that may write at a time. Writes may wait for the GPU, and the other threads are left to reads.
-  BlockQueue(const DiskOptions& options, Disk* disk, Monitor* monitor, int most_writes)
-      : options_(options), disk_(disk), monitor_(monitor), most_writes_(most_writes) {}
+  BlockQueue(const DiskOptions& options, BlockSource* source, Monitor* monitor, int most_writes)
+      : options_(options), source_(source), monitor_(monitor), most_writes_(most_writes) {}
 
   // Without the mutex. Throws std::runtime_error, after it ended the threads that it had started.
   void StartThreads(const char* name);
+  // The same for a queue without writes. A thread for each ring keeps as many reads in flight as the ring can hold.
+  void StartRings(const char* name, std::vector<std::unique_ptr<ReadRing>> rings);
   void Push(const BlockIoPtr& io);
   bool idle() const { return running_ == 0 && writes_.empty() && reads_.empty(); }
   // Drops what has not begun.
@@ -77,15 +84,21 @@ class BlockQueue {
     size_t chunk;
   };
 
+  struct Flight;
+
+  void StartThread(const char* name, int wanted, std::function<void()> work);
   void Work();
+  void WorkRing(ReadRing* ring);
+  void BeginFlights(ReadRing* ring, Flight* flight);
   bool Pop(ChunkJob* job);
   void Begin(const ChunkJob& job);
   std::string Do(const ChunkJob& job);
+  std::string Land(const ChunkJob& job, int64_t result);
   void RequireSame(const ChunkJob& job) const;
   void End(const ChunkJob& job, const std::string& error);
 
   const DiskOptions options_;
-  Disk* const disk_;
+  BlockSource* const source_;
   Monitor* const monitor_;
   const int most_writes_;
   bool closing_ = false;
@@ -94,6 +107,7 @@ class BlockQueue {
   std::unordered_map<int64_t, ChunkJob> external_;  // that engines outside have
   int64_t next_id_ = 1;
   int running_ = 0, writing_ = 0;
+  std::vector<std::unique_ptr<ReadRing>> rings_;
   std::vector<std::thread> threads_;
 };
 

@@ -117,16 +117,6 @@ void Disk::Free(std::vector<Chunk>* chunks) {
   chunks->clear();
 }
 
-void Disk::Intercept(std::shared_ptr<Interceptor> interceptor) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  interceptor_ = std::move(interceptor);
-}
-
-std::shared_ptr<Interceptor> Disk::interceptor() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return interceptor_;
-}
-
 // The smallest free extent that is large enough.
 bool Disk::TakeFree(File* file, int64_t bytes, Chunk* chunk) {
   auto best = file->free.end();

@@ -12,12 +12,11 @@
 #include <string>
 #include <vector>
 
+#include "blocks/block_source.h"
+
 namespace dejax::offload {
 
-constexpr int64_t kPage = 4096;
 constexpr int kFilesPerPath = 16;
-
-constexpr int64_t WholePages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 // What every store with files is told.
 struct DiskOptions {
@@ -28,28 +27,15 @@ struct DiskOptions {
   bool checksum = true;
 };
 
-struct Chunk {
-  int path = 0;
-  int file = 0;        // direct engine only
-  int64_t offset = 0;  // in that file; external engine: the number of the chunk's own file
-  int64_t bytes = 0;   // whole pages
-  uint64_t checksum = 0;
-};
-
-// 64-bit hash of memory, about as fast as one core reads it. It finds damage, not an adversary's changes.
-uint64_t Checksum(const void* data, int64_t bytes);
-
-class Interceptor;
-
-class Disk {
+class Disk : public BlockSource {
  public:
   // Creates `folder`/chunks* in each folder. Throws std::runtime_error that names the path.
   // external: chunks only get numbers here; an engine outside reads and writes them in files with the names of Name.
   Disk(const DiskOptions& options, bool external);
-  ~Disk();
+  ~Disk() override;
   Disk(const Disk&) = delete;
 
-  std::string Name(const Chunk& chunk) const;
+  std::string Name(const Chunk& chunk) const override;
   // The files' size, used or not.
   int64_t bytes_held() const;
 
@@ -60,12 +46,8 @@ class Disk {
   // Gives free space at the end of files back to the file system.
   void Trim();
 
-  // `data` is aligned to kPage and has chunk.bytes. Throw std::runtime_error with the file and the cause.
-  void Write(const Chunk& chunk, const void* data);
-  void Read(const Chunk& chunk, void* data);
-
-  void Intercept(std::shared_ptr<Interceptor> interceptor);
-  std::shared_ptr<Interceptor> interceptor() const;
+  void Write(const Chunk& chunk, const void* data) override;
+  void Read(const Chunk& chunk, void* data) override;
 
  private:
   // Direct engine.
@@ -102,7 +84,6 @@ class Disk {
   std::vector<File> files_;  // the first of each path, then the second of each, ...: neighbours lie on different drives
   std::vector<Shelf> shelves_;
   int64_t held_ = 0;
-  std::shared_ptr<Interceptor> interceptor_;
 };
 
 }  // namespace dejax::offload

@@ -1,7 +1,7 @@
 // An observer of a store's operations that may make them fail. Only tests and benchmarks attach one.
 #pragma once
 
-#include "blocks/disk.h"
+#include "blocks/block_source.h"
 
 namespace dejax::offload {
 

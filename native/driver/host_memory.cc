@@ -21,6 +21,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "driver/cuda_launch.h"
@@ -47,7 +48,8 @@ struct Block {
   void* map_begin = nullptr;        // for munmap
   size_t map_bytes = 0;
   bool registered = false;
-  PyObject* owner = nullptr;  // of foreign memory
+  PyObject* owner = nullptr;    // of foreign memory
+  std::shared_ptr<void> user;  // what works in the memory, and ends before it
   pid_t process = getpid();
 
   Block() = default;
@@ -55,6 +57,11 @@ struct Block {
   Block& operator=(const Block&) = delete;
 
   ~Block() {
+    if (process == getpid()) {
+      user.reset();
+    } else {  // a forked child has none of the user's threads
+      static_cast<void>(new std::shared_ptr<void>(std::move(user)));
+    }
     // A forked child cannot call the driver, and has no pinned pages.
     const bool unpinned = !pinned || (process == getpid() && Unpin());
     if (file >= 0) close(file);
@@ -292,6 +299,10 @@ struct HostMemory {
 };
 
 }  // namespace
+
+void SetUserOfMemory(nb::handle memory, std::shared_ptr<void> user) {
+  nb::cast<HostMemory&>(memory).block->user = std::move(user);
+}
 
 void DefineHostMemory(nb::module_& m) {
   nb::class_<HostMemory>(m, "HostMemory")

@@ -4,8 +4,13 @@
 
 #include <nanobind/nanobind.h>
 
+#include <memory>
+
 namespace dejax {
 
 void DefineHostMemory(nanobind::module_& m);
+
+// Gives a `HostMemory` something that works in it: it lives as long as the memory, and ends first.
+void SetUserOfMemory(nanobind::handle memory, std::shared_ptr<void> user);
 
 }  // namespace dejax

@@ -29,7 +29,7 @@ struct StateArray;
 
 // A unit that is read or written.
 struct StateIo : BlockIo {
-  void ChunkEnded(int64_t done, const std::string& error) override;
+  void ChunkEnded(size_t chunk, int64_t done, const std::string& error) override;
 
   StateDisk* disk = nullptr;
   std::shared_ptr<StateArray> array;

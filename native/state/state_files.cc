@@ -65,7 +65,7 @@ void StateDisk::Intercept(std::shared_ptr<Interceptor> interceptor) {
   if (disk_) disk_->Intercept(std::move(interceptor));
 }
 
-void StateIo::ChunkEnded(int64_t bytes_done, const std::string& why) {
+void StateIo::ChunkEnded(size_t, int64_t bytes_done, const std::string& why) {
   (write ? disk->stats_.written_bytes : disk->stats_.read_bytes) += bytes_done;
   if (!why.empty()) error = why;
   if (--left > 0) return;

@@ -24,6 +24,8 @@ constexpr int64_t kColumns = 1024;  // of a mean, summed at once on the stack: t
 
 struct GatherRows {
   const uint8_t* table;
+  int64_t table_rows;     // without `slots`
+  const uint8_t* beyond;  // the rows after them
   const uint8_t* cache;
   const int32_t* slots;  // where rows lie, as in table_gather.h; null if all lie in the table
   const void* ids;
@@ -48,7 +50,9 @@ int64_t Row(const GatherRows& g, int64_t i) {
 }
 
 const uint8_t* At(const GatherRows& g, int64_t row) {
-  if (g.slots == nullptr) return g.table + row * g.row_bytes;
+  if (g.slots == nullptr) {
+    return row < g.table_rows ? g.table + row * g.row_bytes : g.beyond + (row - g.table_rows) * g.row_bytes;
+  }
   const int64_t slot = g.slots[row];
   return slot >= 0 ? g.cache + slot * g.row_bytes : g.table + ~slot * g.row_bytes;
 }
@@ -202,6 +206,21 @@ Body ForTypes(int64_t source, int64_t result, bool mean) {
   }
 }
 
+// What the attributes say, and the loop over `results` rows.
+void Run(GatherRows* g, const GatherAttributes& how, int64_t results, bool ids_are_wide) {
+  g->fill = how.fill.begin();
+  g->row_bytes = how.row_bytes;
+  g->width = how.source < 0 ? 0 : how.row_bytes / ElementBytes(how.source);
+  g->fan_out = how.mean ? how.fan_out : 1;
+  g->fill_value = how.fill_value;
+  const Body body = ids_are_wide ? ForTypes<int64_t>(how.source, how.result, how.mean)
+                                 : ForTypes<int32_t>(how.source, how.result, how.mean);
+  if (body == nullptr) throw CallError(ffi::ErrorCode::kInvalidArgument, "no such conversion");
+  if (results == 0 || how.row_bytes == 0) return;
+  const int64_t grain = std::max<int64_t>(1, kBytesPerRange / (how.row_bytes * g->fan_out));
+  ThreadPool::Get().ParallelFor(results, grain, [&](int64_t begin, int64_t end) { body(*g, begin, end); });
+}
+
 void Gather(const GatherCall& call, ffi::AnyBuffer out) {
   if (const char* misfit = call.Misfit(static_cast<int64_t>(out.size_bytes()))) {
     throw CallError(ffi::ErrorCode::kInvalidArgument, misfit);
@@ -209,29 +228,20 @@ void Gather(const GatherCall& call, ffi::AnyBuffer out) {
   const GatherAttributes& how = call.how;
   std::atomic<int64_t> outside{-1};
   std::atomic<bool> found{false};
-  GatherRows g;
+  GatherRows g = {};
   g.table = static_cast<const uint8_t*>(call.table.untyped_data());
   g.cache = static_cast<const uint8_t*>(call.cache.untyped_data());
   g.slots = how.split ? static_cast<const int32_t*>(call.slots.untyped_data()) : nullptr;
   g.ids = call.ids.untyped_data();
   g.scale = call.scale.typed_data();
   g.out = static_cast<uint8_t*>(out.untyped_data());
-  g.fill = how.fill.begin();
   g.rows = call.num_rows();
-  g.row_bytes = how.row_bytes;
-  g.width = how.source < 0 ? 0 : how.row_bytes / ElementBytes(how.source);
+  g.table_rows = g.rows;
   g.scale_count = static_cast<int64_t>(call.scale.element_count());
-  g.fan_out = how.mean ? how.fan_out : 1;
   g.clip = how.clip;
-  g.fill_value = how.fill_value;
   g.outside = &outside;
   g.found = &found;
-  const Body body = call.ids_are_wide() ? ForTypes<int64_t>(how.source, how.result, how.mean)
-                                        : ForTypes<int32_t>(how.source, how.result, how.mean);
-  if (body == nullptr) throw CallError(ffi::ErrorCode::kInvalidArgument, "no such conversion");
-  if (call.num_results() == 0 || how.row_bytes == 0) return;
-  const int64_t grain = std::max<int64_t>(1, kBytesPerRange / (how.row_bytes * g.fan_out));
-  ThreadPool::Get().ParallelFor(call.num_results(), grain, [&](int64_t begin, int64_t end) { body(g, begin, end); });
+  Run(&g, how, call.num_results(), call.ids_are_wide());
   if (how.raises && found) {
     throw CallError(ffi::ErrorCode::kOutOfRange, "id " + std::to_string(outside.load()) +
                                                      " is out of range for a table of " + std::to_string(g.rows) +
@@ -249,4 +259,22 @@ DEJAX_FFI_HANDLER("dejax_table_gather", "cpu",
                   ffi::Ffi::Bind() DEJAX_GATHER_OPERANDS DEJAX_GATHER_RESULTS.Attrs<GatherAttributes>().To(OnCpu));
 
 }  // namespace
+
+void GatherFound(const FoundRows& rows, const GatherAttributes& how, const float* scale, void* out) {
+  std::atomic<int64_t> outside{-1};
+  std::atomic<bool> found{false};
+  GatherRows g = {};
+  g.table = reinterpret_cast<const uint8_t*>(rows.near);
+  g.table_rows = rows.near_rows;
+  g.beyond = reinterpret_cast<const uint8_t*>(rows.beyond);
+  g.rows = rows.near_rows + rows.beyond_rows;
+  g.ids = rows.places;
+  g.scale = scale;
+  g.scale_count = scale == nullptr ? 0 : 1;
+  g.out = static_cast<uint8_t*>(out);
+  g.outside = &outside;
+  g.found = &found;
+  Run(&g, how, rows.count, /*ids_are_wide=*/true);
+}
+
 }  // namespace dejax

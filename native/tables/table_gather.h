@@ -111,6 +111,20 @@ struct GatherCall {
   }
 };
 
+// Rows that a reader of a table on a drive has found: for each id its place, among `near` rows and then among those beyond;
+// below 0 for a row of fill.
+struct FoundRows {
+  const char* near;
+  int64_t near_rows;
+  const char* beyond;
+  int64_t beyond_rows;
+  const int64_t* places;
+  int64_t count;
+};
+
+// Gathers them on the CPU's threads. scale: one for all rows, or null.
+void GatherFound(const FoundRows& found, const GatherAttributes& how, const float* scale, void* out);
+
 // The gathers of host_gather fail with an error that begins so, and mostly with this code.
 template <typename Body>
 xla::ffi::Error ReportedGather(const Body& body) {

@@ -14,6 +14,7 @@
 #include "activations/store.h"
 #include "state/pieces.h"
 #include "state/state_disk.h"
+#include "tables/drive/row_reader.h"
 #include "testing/interceptor.h"
 
 namespace nb = nanobind;
@@ -100,6 +101,14 @@ void BindTesting(nb::module_& parent) {
             return interceptor;
           },
           nb::arg("disk"), "One that is attached to a store of state.")
+      .def_static(
+          "of_reader",
+          [](RowReader& reader) {
+            auto interceptor = std::make_shared<TestInterceptor>();
+            reader.Intercept(interceptor);
+            return interceptor;
+          },
+          nb::arg("reader"), "One that is attached to the reader of a table on a drive.")
       .def("inject", &TestInterceptor::Inject, nb::arg("kind"), nb::arg("count"))
       .def("slow", &TestInterceptor::Slow, nb::arg("seconds"));
   // The work of the CUDA handlers, by addresses: for a driver made for tests.

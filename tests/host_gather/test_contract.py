@@ -28,7 +28,7 @@ from dejax.host_gather import (
     shardings,
     value_and_grad,
 )
-from tests.host_gather.rows import HOT, IDS, ROWS
+from tests.host_gather.rows import HOT, IDS, ROWS, on_drive
 
 RNG = np.random.default_rng(1)
 PLACES = {
@@ -37,6 +37,12 @@ PLACES = {
     "split": lambda rows: SplitTable.from_numpy(rows, HOT, writable=True),
     "device": lambda rows: DeviceTable.from_numpy(rows, writable=True),
 }
+ON_A_DRIVE = {
+    "drive": on_drive,
+    "drive, split": lambda rows: SplitTable.from_parts(
+        on_drive(np.delete(rows, HOT, axis=0)), DeviceTable.from_numpy(rows[HOT]), HOT
+    ),
+}
 
 
 def looked_up(rows: np.ndarray, ids: np.ndarray, fill: float = 0) -> np.ndarray:
@@ -44,9 +50,9 @@ def looked_up(rows: np.ndarray, ids: np.ndarray, fill: float = 0) -> np.ndarray:
     return np.where(there[..., None], rows[np.where(there, ids, 0)], fill)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", PLACES | ON_A_DRIVE)
 def test_rows_are_those_of_numpy_wherever_they_lie(place: str) -> None:
-    table, scale = PLACES[place](ROWS), RNG.standard_normal(50).astype(np.float32)
+    table, scale = (PLACES | ON_A_DRIVE)[place](ROWS), RNG.standard_normal(50).astype(np.float32)
 
     @jax.jit
     def reads(table, ids):

@@ -6,7 +6,7 @@ namespace dejax::offload {
 
 struct IoQueue::EntryIo : BlockIo {
   bool IsWanted() const override { return entry->live; }
-  void ChunkEnded(int64_t done, const std::string& error) override { queue->End(entry, slot, write, done, error); }
+  void ChunkEnded(size_t, int64_t done, const std::string& error) override { queue->End(entry, slot, write, done, error); }
 
   IoQueue* queue = nullptr;
   EntryPtr entry;

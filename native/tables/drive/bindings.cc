@@ -1,0 +1,99 @@
+#include "tables/drive/bindings.h"
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "driver/host_memory.h"
+#include "driver/thread_pool.h"
+#include "tables/drive/row_reader.h"
+
+namespace nb = nanobind;
+
+namespace dejax {
+namespace {
+
+std::vector<uint64_t> Words(uintptr_t address, int64_t count) {
+  const auto* begin = reinterpret_cast<const uint64_t*>(address);
+  return std::vector<uint64_t>(begin, begin + count);
+}
+
+// memory: of the number, and of the cache, which begins at `cache`. The reader lives as long.
+std::shared_ptr<RowReader> OpenReader(nb::object memory, std::vector<std::string> paths, int64_t rows, int64_t row_bytes,
+                                      int64_t stride, int64_t first, int64_t stripe_rows, uintptr_t cache, int64_t slots,
+                                      std::pair<uintptr_t, int64_t> wanted, std::pair<uintptr_t, int64_t> checksums,
+                                      std::vector<int64_t> pages, bool direct, bool use_ring, int threads, int depth) {
+  RowReader::Options options;
+  options.paths = std::move(paths);
+  options.layout = {rows, row_bytes, stride, first, stripe_rows};
+  options.cache = reinterpret_cast<char*>(cache);
+  options.slots = slots;
+  options.wanted = Words(wanted.first, wanted.second);
+  options.checksums = Words(checksums.first, checksums.second);
+  options.pages = std::move(pages);
+  options.direct = direct;
+  options.use_ring = use_ring;
+  options.threads = threads;
+  options.depth = depth;
+  std::shared_ptr<RowReader> reader = RowReader::Open(std::move(options));
+  // Others may still hold the reader when the memory goes, but it works no more then.
+  SetUserOfMemory(memory, std::shared_ptr<void>(nullptr, [reader](void*) { reader->Close(); }));
+  return reader;
+}
+
+nb::dict StatsOfReader(RowReader& reader) {
+  const RowReader::Stats s = reader.GetStats();
+  nb::dict d;
+  d["device_rows"] = s.device_rows;
+  d["cache_rows"] = s.cache_rows;
+  d["drive_rows"] = s.drive_rows;
+  d["read_bytes"] = s.read_bytes;
+  d["reads"] = s.reads;
+  d["waits"] = s.waits;
+  d["wait_seconds"] = s.wait_seconds;
+  d["rows_in_cache"] = reader.rows_in_cache();
+  d["requests_open"] = reader.requests_kept();
+  return d;
+}
+
+// The checksum of each page of memory that has whole pages.
+void ChecksumsOfPages(uintptr_t data, int64_t pages, uintptr_t out) {
+  const char* from = reinterpret_cast<const char*>(data);
+  auto* to = reinterpret_cast<uint64_t*>(out);
+  ThreadPool::Get().ParallelFor(pages, 64, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k) to[k] = offload::Checksum(from + k * offload::kPage, offload::kPage);
+  });
+}
+
+}  // namespace
+
+void DefineRowReader(nb::module_& m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<RowReader>(m, "RowReader")
+      .def_static("open", &OpenReader, nb::kw_only(), nb::arg("memory"), nb::arg("paths"), nb::arg("rows"), nb::arg("row_bytes"),
+                  nb::arg("stride"), nb::arg("first"), nb::arg("stripe_rows"), nb::arg("cache"), nb::arg("slots"),
+                  nb::arg("wanted"), nb::arg("checksums"), nb::arg("pages"), nb::arg("direct"), nb::arg("use_ring"),
+                  nb::arg("threads"), nb::arg("depth"))
+      .def_static("find", &RowReader::Find)
+      .def_prop_ro("number", &RowReader::number)
+      .def_prop_ro("engine", &RowReader::engine)
+      .def_prop_ro("paths", [](const RowReader& reader) { return reader.options().paths; })
+      .def_prop_ro("layout",
+                   [](const RowReader& reader) {
+                     const TableLayout& layout = reader.options().layout;
+                     return nb::make_tuple(layout.stride, layout.first, layout.stripe_rows);
+                   })
+      .def_prop_ro("slots", [](const RowReader& reader) { return reader.options().slots; })
+      .def("stats", &StatsOfReader)
+      .def("close", &RowReader::Close, Release());
+  m.def("checksums_of_pages", &ChecksumsOfPages, nb::arg("data"), nb::arg("pages"), nb::arg("out"), Release(),
+        "The checksum of each page of 4 KiB, as uint64, to the memory at `out`.");
+}
+
+}  // namespace dejax

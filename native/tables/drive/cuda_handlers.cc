@@ -1,0 +1,324 @@
+// The handlers of handlers.h for CUDA. The ids of a start go to the host on a stream of their own, whose host function
+// begins the reads while the compute stream goes on. The gather waits on the host, not on the GPU, until the rows are in
+// the cache, which is pinned; then the kernel that gathers from host memory reads them by their positions there.
+#include <cstdint>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "driver/cuda_calls.h"
+#include "tables/drive/handlers.h"
+#include "tables/pending_sites.h"
+#include "tables/table_gather_cuda.h"
+
+namespace ffi = xla::ffi;
+
+namespace dejax {
+namespace {
+
+using cuda::DevicePointer;
+using offload::Event;
+using offload::EventPool;
+
+constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
+constexpr unsigned kPortableAndMapped = 3;
+
+// Pinned memory that kernels and copies use for a while. It is kept for the next user.
+class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
+ public:
+  std::shared_ptr<char> Get(size_t bytes) {
+    std::pair<size_t, char*> found{0, nullptr};
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const auto at = free_.lower_bound(bytes);
+      if (at != free_.end() && at->first <= 4 * bytes + 4096) {
+        found = *at;
+        free_.erase(at);
+      }
+    }
+    if (found.second == nullptr) {
+      found.first = bytes + bytes / 4 + 4096;
+      void* data = nullptr;
+      cuda::Check(cuda::GetDriver(cuda::kTables).host_alloc(&data, found.first, kPortableAndMapped), "cuMemHostAlloc");
+      found.second = static_cast<char*>(data);
+    }
+    return std::shared_ptr<char>(found.second, [self = shared_from_this(), found](char*) {
+      std::lock_guard<std::mutex> lock(self->mutex_);
+      self->free_.insert(found);
+    });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::multimap<size_t, char*> free_;
+};
+
+// A start: its ids on their way to the host, then its request.
+struct Started {
+  std::shared_ptr<RowReader> reader;
+  std::shared_ptr<char> ids;
+  int64_t count = 0;
+  bool wide = false, clip = false;
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool begun = false, dropped = false;
+  RowReader::RequestPtr request;
+  std::string error;
+
+  // The ids are there.
+  void Begin() {
+    std::lock_guard<std::mutex> lock(mutex);
+    try {
+      const RowReader::Use use(reader.get());
+      if (!dropped) request = BeginRequest(reader.get(), ids.get(), count, wide, clip);
+    } catch (const std::exception& caught) {
+      error = caught.what();
+    }
+    begun = true;
+    changed.notify_all();
+  }
+
+  RowReader::RequestPtr Request() {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [this] { return begun; });
+    if (!error.empty()) throw std::runtime_error(error);
+    return request;
+  }
+
+  // No gather will come.
+  void Drop() {
+    std::lock_guard<std::mutex> lock(mutex);
+    dropped = true;
+    if (request) reader->Release(request);
+  }
+};
+using StartedPtr = std::shared_ptr<Started>;
+
+// What a kernel reads until its event.
+struct InUse {
+  Event used;
+  std::shared_ptr<RowReader> reader;
+  RowReader::RequestPtr request;
+  std::shared_ptr<char> positions;
+};
+
+struct DriveSide {
+  cuda::Stream stream = nullptr;  // copies ids
+  std::shared_ptr<EventPool> events = std::make_shared<EventPool>();
+  PendingSites<StartedPtr> pending;
+  std::deque<InUse> in_use;
+};
+
+std::mutex& SideMutex() {
+  static auto* const mutex = new std::mutex;
+  return *mutex;
+}
+
+DriveSide& SideOf(cuda::Context context) {
+  static auto* const sides = new std::map<cuda::Context, DriveSide>;
+  DriveSide& side = (*sides)[context];
+  if (side.stream == nullptr) cuda::Check(cuda::GetDriver().stream_create(&side.stream, kNonBlocking), "cuStreamCreate");
+  return side;
+}
+
+PinnedPool& Pool() {
+  static auto* const pool = new std::shared_ptr<PinnedPool>(std::make_shared<PinnedPool>());
+  return **pool;
+}
+
+// Gives back what kernels no longer read; with `wait`, after they have read it. The mutex is held.
+void GiveBack(DriveSide& side, bool wait) {
+  while (!side.in_use.empty()) {
+    InUse& first = side.in_use.front();
+    if (wait) {
+      cuda::Check(cuda::GetDriver().event_synchronize(first.used.get()), "cuEventSynchronize");
+    } else if (cuda::GetDriver().event_query(first.used.get()) != 0) {
+      return;
+    }
+    first.reader->Release(first.request);
+    side.in_use.pop_front();
+  }
+}
+
+// An array at another address, of bytes [rows, row] or of `count` elements.
+struct ArrayAt {
+  ArrayAt(void* data, ffi::DataType type, int64_t rows, int64_t row = -1) : dims{rows, row} {
+    raw.struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
+    raw.dtype = static_cast<XLA_FFI_DataType>(type);
+    raw.data = data;
+    raw.rank = row < 0 ? 1 : 2;
+    raw.dims = dims;
+  }
+  ffi::AnyBuffer buffer() { return ffi::AnyBuffer(&raw); }
+
+  int64_t dims[2];
+  XLA_FFI_Buffer raw = {};
+};
+
+bool AreWide(ffi::AnyBuffer ids) { return ids.element_type() == ffi::DataType::S64; }
+
+void BeginOnHost(void* started) {
+  const std::unique_ptr<StartedPtr> owned(static_cast<StartedPtr*>(started));
+  (*owned)->Begin();
+}
+
+StartedPtr MakeStarted(const std::shared_ptr<RowReader>& reader, ffi::AnyBuffer ids, bool clip) {
+  const auto started = std::make_shared<Started>();
+  started->reader = reader;
+  started->ids = Pool().Get(ids.size_bytes());
+  started->count = static_cast<int64_t>(ids.element_count());
+  started->wide = AreWide(ids);
+  started->clip = clip;
+  return started;
+}
+
+void CopyIds(const Started& started, ffi::AnyBuffer ids, cuda::Stream stream) {
+  cuda::Check(cuda::GetDriver().copy_device_to_host(started.ids.get(), reinterpret_cast<DevicePointer>(ids.untyped_data()),
+                                                    ids.size_bytes(), stream),
+              "cuMemcpyDtoHAsync");
+}
+
+ffi::Error StartOnCuda(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table, ffi::AnyBuffer ids,
+                       ffi::RemainingArgs through, ffi::Result<ffi::AnyBuffer> ticket, ffi::RemainingRets passed, bool clip,
+                       int64_t site, int64_t place) {
+  return ReportedGather([&] {
+    const cuda::Context context = StreamContext(stream);
+    const cuda::ContextScope scope(context);
+    const cuda::Driver& driver = cuda::GetDriver();
+    if (driver.launch_host_func == nullptr) {
+      throw CallError(ffi::ErrorCode::kUnavailable, "the NVIDIA driver lacks cuLaunchHostFunc; install a newer one");
+    }
+    const void* from = nullptr;
+    if (static_cast<ChainPlace>(place) != ChainPlace::kAlone) {
+      const auto in = through.get<ffi::AnyBuffer>(0);
+      if (in.has_error()) throw CallError(ffi::ErrorCode::kInvalidArgument, "a start in a loop needs its ticket");
+      from = in->untyped_data();
+    }
+    PassThrough(through, passed, [&](void* to, const void* data, size_t bytes) {
+      cuda::Check(driver.copy_device_to_device(reinterpret_cast<DevicePointer>(to), reinterpret_cast<DevicePointer>(data),
+                                               bytes, stream),
+                  "cuMemcpyDtoDAsync");
+    });
+    const StartedPtr started = MakeStarted(ReaderOf(table), ids, clip);
+    std::lock_guard<std::mutex> lock(SideMutex());
+    DriveSide& side = SideOf(context);
+    GiveBack(side, /*wait=*/false);
+    side.pending.DropOthers(run.run_id, [](const StartedPtr& lost) { lost->Drop(); });
+    offload::Wait(side.stream, side.events->Record(stream));
+    CopyIds(*started, ids, side.stream);
+    auto owned = std::make_unique<StartedPtr>(started);
+    cuda::Check(driver.launch_host_func(side.stream, &BeginOnHost, owned.get()), "cuLaunchHostFunc");
+    static_cast<void>(owned.release());
+    if (side.pending.Add(run.run_id, site, static_cast<ChainPlace>(place), from, ticket->untyped_data(), started) !=
+        Found::kYes) {
+      started->Drop();
+      throw CallError(ffi::ErrorCode::kFailedPrecondition, "a start in a loop found no start before it");
+    }
+  });
+}
+
+// The start that a gather ends, with its request begun.
+StartedPtr TakeStarted(cuda::Context context, cuda::Stream stream, int64_t run, int64_t site, ffi::AnyBuffer ticket,
+                       const std::shared_ptr<RowReader>& reader, ffi::AnyBuffer ids, bool clip) {
+  StartedPtr started;
+  if (ticket.element_count() > 0) {
+    std::lock_guard<std::mutex> lock(SideMutex());
+    if (SideOf(context).pending.Take(run, site, ticket.untyped_data(), &started) == Found::kYes) {
+      if (started->count == static_cast<int64_t>(ids.element_count())) return started;
+      started->Drop();
+    }
+    throw CallError(ffi::ErrorCode::kFailedPrecondition,
+                    "gather_done found no gather_start of its own in this execution; both must be in one jitted function");
+  }
+  started = MakeStarted(reader, ids, clip);
+  CopyIds(*started, ids, stream);
+  cuda::Check(cuda::GetDriver().stream_synchronize(stream), "cuStreamSynchronize");
+  started->Begin();
+  return started;
+}
+
+template <typename Id>
+void WritePositions(const std::vector<int64_t>& places, char* out) {
+  auto* to = reinterpret_cast<Id*>(out);
+  for (size_t i = 0; i < places.size(); ++i) to[i] = static_cast<Id>(places[i]);
+}
+
+ffi::Error GatherOnCuda(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer ticket, ffi::AnyBuffer table,
+                        ffi::AnyBuffer ids, ffi::Buffer<ffi::F32> scale, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> out,
+                        DriveGatherAttributes how) {
+  return ReportedGather([&] {
+    const cuda::Context context = StreamContext(stream);
+    const cuda::ContextScope scope(context);
+    const auto reader = ReaderOf(table);
+    const RowReader::Use use(reader.get());
+    CheckDriveGather(*reader, how, ids, static_cast<int64_t>(out->size_bytes()));
+    const StartedPtr started = TakeStarted(context, stream, run.run_id, how.site, ticket, reader, ids, how.clip);
+    RowReader::RequestPtr begun = started->Request();
+    auto request = std::make_unique<HeldRequest>(reader.get(), begun);
+    RequireInside(*reader, *begun, how);
+    reader->Wait(begun);
+    if (begun->more_rows > 0) {  // rows that the GPU cannot read: the cache was full
+      {
+        std::lock_guard<std::mutex> lock(SideMutex());
+        GiveBack(SideOf(context), /*wait=*/true);
+      }
+      request.reset();
+      begun = BeginRequest(reader.get(), started->ids.get(), started->count, started->wide, how.clip);
+      request = std::make_unique<HeldRequest>(reader.get(), begun);
+      reader->Wait(begun);
+    }
+    if (begun->more_rows > 0) {
+      throw std::runtime_error("the cache of " + reader->options().paths[0] + " has room for " +
+                               std::to_string(reader->options().slots) + " rows, and the reads under way need " +
+                               std::to_string(begun->more_rows) + " more; give the table a larger `cache_bytes`");
+    }
+    const std::shared_ptr<char> positions = Pool().Get(ids.size_bytes());
+    started->wide ? WritePositions<int64_t>(begun->places, positions.get())
+                  : WritePositions<int32_t>(begun->places, positions.get());
+    const RowReader::Options& options = reader->options();
+    ArrayAt rows(options.cache, ffi::DataType::U8, options.slots, how.row_bytes);
+    ArrayAt at(positions.get(), ids.element_type(), started->count), none(nullptr, ffi::DataType::S32, 0);
+    how.clip = how.raises = false;  // positions are right, or -1
+    LaunchGather({rows.buffer(), at.buffer(), none.buffer(), none.buffer(), none.buffer(), scale, how}, out->untyped_data(),
+                 static_cast<int64_t>(out->size_bytes()), nullptr, context, stream);
+    std::lock_guard<std::mutex> lock(SideMutex());
+    DriveSide& side = SideOf(context);
+    side.in_use.push_back({side.events->Record(stream), reader, request->Hand(), positions});
+    GiveBack(side, /*wait=*/false);
+  });
+}
+
+DEJAX_FFI_HANDLER("dejax_drive_start", "CUDA",
+                  ffi::Ffi::Bind()
+                      .Ctx<ffi::PlatformStream<cuda::Stream>>()
+                      .Ctx<ffi::RunId>()
+                      .Arg<ffi::AnyBuffer>()
+                      .Arg<ffi::AnyBuffer>()
+                      .RemainingArgs()
+                      .Ret<ffi::AnyBuffer>()
+                      .RemainingRets()
+                      .Attr<bool>("clip")
+                      .Attr<int64_t>("site")
+                      .Attr<int64_t>("place")
+                      .To(StartOnCuda));
+DEJAX_FFI_HANDLER("dejax_drive_gather", "CUDA",
+                  ffi::Ffi::Bind()
+                      .Ctx<ffi::PlatformStream<cuda::Stream>>()
+                      .Ctx<ffi::RunId>()
+                      .Arg<ffi::AnyBuffer>()
+                      .Arg<ffi::AnyBuffer>()
+                      .Arg<ffi::AnyBuffer>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .RemainingArgs()
+                      .Ret<ffi::AnyBuffer>()
+                      .Attrs<DriveGatherAttributes>()
+                      .To(GatherOnCuda));
+
+}  // namespace
+}  // namespace dejax

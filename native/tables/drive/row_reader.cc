@@ -1,0 +1,400 @@
+#include "tables/drive/row_reader.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+namespace dejax {
+namespace {
+
+using offload::Chunk;
+using offload::kPage;
+using offload::Lock;
+
+constexpr int64_t kChunkBytes = 128 << 10;  // of one read, at most: drives reach their rate for long runs with less
+constexpr int64_t kIdsAtOnce = 4096;        // looked up while the mutex is held
+constexpr size_t kMostKept = 256;
+constexpr int kThreads = 32;  // without a ring each thread has one read in flight
+
+std::mutex& ReadersMutex() {
+  static auto* const mutex = new std::mutex;
+  return *mutex;
+}
+
+std::unordered_map<int64_t, std::weak_ptr<RowReader>>& Readers() {
+  static auto* const readers = new std::unordered_map<int64_t, std::weak_ptr<RowReader>>;
+  return *readers;
+}
+
+std::atomic<int64_t> next_number{1};
+
+std::shared_ptr<char> AllocatePages(int64_t bytes) {
+  void* data = nullptr;
+  if (posix_memalign(&data, kPage, static_cast<size_t>(std::max<int64_t>(bytes, 1))) != 0) throw std::bad_alloc();
+  return std::shared_ptr<char>(static_cast<char*>(data), [](char* at) { std::free(at); });
+}
+
+}  // namespace
+
+// Reads of missing rows. A chunk has whole pages of one file, and some of the rows.
+struct RowReader::Load : offload::BlockIo {
+  void Arrived(size_t chunk, const char* data) override;
+  void ChunkEnded(size_t chunk, int64_t done, const std::string& why) override;
+
+  RowReader* reader = nullptr;  // it ends its queue before it ends itself
+  std::vector<Missing> rows;  // in the order of files and offsets
+  std::vector<Chunk> of;      // `chunks` points to it
+  std::vector<std::pair<size_t, size_t>> within;  // of each chunk: the first of its rows, and the one after the last
+  std::vector<int64_t> slots;                     // that it fills
+  // With the monitor's mutex.
+  size_t left = 0;
+  bool done = false;
+  std::string error;
+};
+
+RowReader::RowReader(Options options)
+    : options_(std::move(options)), number_(next_number++), process_(getpid()),
+      files_(options_.paths, options_.layout, options_.direct),
+      cache_(options_.layout.rows, options_.slots, options_.wanted),
+      loading_(static_cast<size_t>(options_.slots)) {}
+
+std::shared_ptr<RowReader> RowReader::Open(Options options) {
+  std::shared_ptr<RowReader> reader(new RowReader(std::move(options)));
+  reader->Start();
+  std::lock_guard<std::mutex> lock(ReadersMutex());
+  Readers()[reader->number_] = reader;
+  return reader;
+}
+
+std::shared_ptr<RowReader> RowReader::Find(int64_t number) {
+  std::lock_guard<std::mutex> lock(ReadersMutex());
+  const auto found = Readers().find(number);
+  return found == Readers().end() ? nullptr : found->second.lock();
+}
+
+void RowReader::Start() {
+  offload::DiskOptions how;
+  how.chunk_bytes = kChunkBytes;
+  how.checksum = false;
+  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  std::vector<std::unique_ptr<offload::ReadRing>> rings;
+  std::string why = "it was not asked for";
+  // A ring's thread copies rows, too: one keeps up with about 2 GB/s.
+  const int wanted = options_.threads > 0 ? options_.threads : std::clamp(cores / 4, 1, 4);
+  for (int k = 0; options_.use_ring && k < wanted; ++k) {
+    auto ring = offload::ReadRing::Make(static_cast<unsigned>(options_.depth), &why);
+    if (!ring) break;
+    rings.push_back(std::move(ring));
+  }
+  how.num_threads = options_.threads > 0 ? options_.threads : kThreads;
+  queue_ = std::make_unique<offload::BlockQueue>(how, &files_, &monitor_, /*most_writes=*/1);
+  if (!rings.empty()) {
+    engine_ = "io_uring";
+    queue_->StartRings("dejax-drive", std::move(rings));
+  } else {
+    engine_ = "threads (no io_uring: " + why + ")";
+    queue_->StartThreads("dejax-drive");
+  }
+  if (!files_.direct()) engine_ += ", through the page cache";
+}
+
+RowReader::~RowReader() { Close(); }
+
+void RowReader::Close() {
+  if (process_ != getpid()) {  // a forked child has none of the threads
+    static_cast<void>(queue_.release());
+    return;
+  }
+  {
+    std::lock_guard<std::mutex> lock(ReadersMutex());
+    Readers().erase(number_);
+  }
+  {
+    Lock lock(monitor_.mutex);
+    monitor_.closing = true;
+    monitor_.changed.wait(lock, [&] { return monitor_.active == 0; });
+    if (queue_) queue_->BeginClose();
+  }
+  if (queue_) queue_->Join();
+}
+
+RowReader::Use::Use(RowReader* reader) : reader_(reader) {
+  Lock lock(reader->monitor_.mutex);
+  if (reader->monitor_.closing) throw std::runtime_error("the table was closed");
+  ++reader->monitor_.active;
+}
+
+RowReader::Use::~Use() {
+  Lock lock(reader_->monitor_.mutex);
+  --reader_->monitor_.active;
+  reader_->monitor_.changed.notify_all();
+}
+
+// ------------------------------------------------------------------------------------------------ requests
+
+// Finds a place for each id. What must be read goes to the load.
+template <typename Id>
+void RowReader::LookUp(const Id* ids, int64_t count, bool clip, Request* request, const std::shared_ptr<Load>& load) {
+  const int64_t rows = options_.layout.rows, row_bytes = options_.layout.row_bytes;
+  std::vector<int64_t> beyond;  // rows without a slot
+  std::unordered_map<int64_t, int64_t> numbers;
+  int64_t hits = 0, on_device = 0;
+  for (int64_t begin = 0; begin < count; begin += kIdsAtOnce) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (int64_t i = begin; i < std::min(count, begin + kIdsAtOnce); ++i) {
+      int64_t row = ids[i];
+      if (ids[i] == kOnDevice<Id>) {
+        ++on_device;
+        continue;
+      }
+      if (row < 0 || row >= rows) {
+        if (!request->has_outside) request->outside = row;
+        request->has_outside = true;
+        if (!clip || rows == 0) continue;
+        row = std::clamp<int64_t>(row, 0, rows - 1);
+      }
+      int64_t slot = cache_.Find(row);
+      if (slot >= 0) {
+        cache_.Pin(slot);
+        cache_.Touch(slot);
+        ++hits;
+        const auto other = loading_[slot].lock();  // who reads it: this request, another one, or nobody any more
+        if (other && other != load && (request->loads.empty() || request->loads.back() != other)) {
+          request->loads.push_back(other);
+        }
+      } else if (const auto known = numbers.find(row); known != numbers.end()) {
+        slot = cache_.slots() + known->second;
+      } else if ((slot = cache_.Insert(row)) >= 0) {
+        loading_[slot] = load;
+        load->slots.push_back(slot);
+        load->rows.push_back({row, files_.PlaceOf(row), options_.cache + slot * row_bytes});
+      } else {
+        slot = cache_.slots() + static_cast<int64_t>(beyond.size());
+        numbers[row] = static_cast<int64_t>(beyond.size());
+        beyond.push_back(row);
+      }
+      request->places[i] = slot;
+    }
+  }
+  request->more_rows = static_cast<int64_t>(beyond.size());
+  if (!beyond.empty()) request->more = AllocatePages(request->more_rows * row_bytes);
+  for (size_t k = 0; k < beyond.size(); ++k) {
+    load->rows.push_back({beyond[k], files_.PlaceOf(beyond[k]), request->more.get() + static_cast<int64_t>(k) * row_bytes});
+  }
+  std::sort(request->loads.begin(), request->loads.end());
+  request->loads.erase(std::unique(request->loads.begin(), request->loads.end()), request->loads.end());
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.cache_rows += hits;
+  stats_.device_rows += on_device;
+  stats_.drive_rows += static_cast<int64_t>(load->rows.size());
+}
+
+template <typename Id>
+RowReader::RequestPtr RowReader::Begin(const Id* ids, int64_t count, bool clip) {
+  const auto request = std::make_shared<Request>();
+  const auto load = std::make_shared<Load>();
+  load->reader = this;
+  request->places.resize(static_cast<size_t>(count), -1);
+  try {
+    LookUp(ids, count, clip, request.get(), load);
+    Plan(load.get());
+    if (load->rows.empty()) return request;
+    request->loads.push_back(load);
+    Push(load);
+  } catch (const std::exception& error) {  // others may wait for the load
+    Fail(load.get(), error.what());
+    Release(request);
+    throw;
+  }
+  return request;
+}
+
+template RowReader::RequestPtr RowReader::Begin(const int32_t*, int64_t, bool);
+template RowReader::RequestPtr RowReader::Begin(const int64_t*, int64_t, bool);
+
+// The chunks of a load: whole pages, those of neighbouring rows together.
+void RowReader::Plan(Load* load) const {
+  std::sort(load->rows.begin(), load->rows.end(), [](const Missing& a, const Missing& b) {
+    return a.at.file != b.at.file ? a.at.file < b.at.file : a.at.offset < b.at.offset;
+  });
+  const int64_t row_bytes = options_.layout.row_bytes;
+  for (size_t k = 0; k < load->rows.size(); ++k) {
+    const TableFiles::Place at = load->rows[k].at;
+    const int64_t end = offload::WholePages(at.offset + row_bytes);
+    int64_t begin = at.offset / kPage * kPage;
+    if (!load->of.empty()) {
+      Chunk& last = load->of.back();
+      const int64_t reached = last.offset + last.bytes;
+      if (last.file == at.file && begin <= reached) {
+        // The part of the row that the last chunk has, or can get.
+        last.bytes = std::max(last.bytes, std::min(end - last.offset, std::max(last.bytes, kChunkBytes)));
+        if (at.offset < last.offset + last.bytes) load->within.back().second = k + 1;
+        begin = std::max(begin, last.offset + last.bytes);
+      }
+    }
+    for (; begin < end; begin += kChunkBytes) {
+      Chunk chunk;
+      chunk.file = at.file;
+      chunk.offset = begin;
+      chunk.bytes = std::min(kChunkBytes, end - begin);
+      load->of.push_back(chunk);
+      load->within.emplace_back(k, k + 1);
+    }
+  }
+  load->chunks = &load->of;
+  load->left = load->of.size();
+}
+
+void RowReader::Push(const std::shared_ptr<Load>& load) {
+  Lock lock(monitor_.mutex);
+  queue_->Push(load);
+}
+
+void RowReader::Fail(Load* load, const std::string& why) {
+  Lock lock(monitor_.mutex);
+  load->error = why;
+  Ended(load);
+}
+
+void RowReader::Wait(const RequestPtr& request) {
+  std::string error;
+  {
+    Lock lock(monitor_.mutex);
+    const double begin = offload::Seconds();
+    bool waited = false;
+    for (const auto& load : request->loads) {
+      while (!load->done) {
+        waited = true;
+        monitor_.changed.wait(lock);
+      }
+      if (error.empty()) error = load->error;
+    }
+    if (waited) {
+      std::lock_guard<std::mutex> own(mutex_);
+      ++stats_.waits;
+      stats_.wait_seconds += offload::Seconds() - begin;
+    }
+  }
+  if (!error.empty()) throw std::runtime_error(error);
+}
+
+void RowReader::Release(const RequestPtr& request) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!request->pinned) return;
+  request->pinned = false;
+  for (const int64_t place : request->places) {
+    if (place >= 0 && place < cache_.slots()) cache_.Unpin(place);
+  }
+}
+
+int64_t RowReader::Keep(RequestPtr request) {
+  RequestPtr oldest;
+  int64_t number = 0;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    number = next_kept_++;
+    kept_[number] = std::move(request);
+    if (kept_.size() > kMostKept) {
+      oldest = kept_.begin()->second;
+      kept_.erase(kept_.begin());
+    }
+  }
+  if (oldest) Release(oldest);
+  return number;
+}
+
+RowReader::RequestPtr RowReader::Take(int64_t kept) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = kept_.find(kept);
+  if (found == kept_.end()) return nullptr;
+  RequestPtr request = std::move(found->second);
+  kept_.erase(found);
+  return request;
+}
+
+RowReader::Stats RowReader::GetStats() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return stats_;
+}
+
+int64_t RowReader::rows_in_cache() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return cache_.held();
+}
+
+int64_t RowReader::requests_kept() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return static_cast<int64_t>(kept_.size());
+}
+
+// ------------------------------------------------------------------------------------------------ reads
+
+void RowReader::RequireSums(const Chunk& chunk, const char* data) const {
+  if (options_.checksums.empty()) return;
+  int64_t first = chunk.offset / kPage;
+  const int64_t pages = options_.pages[chunk.file];
+  const uint64_t* sums = options_.checksums.data();
+  for (int file = 0; file < chunk.file; ++file) sums += options_.pages[file];
+  for (int64_t at = 0; at < chunk.bytes && first < pages; at += kPage, ++first) {
+    if (offload::Checksum(data + at, kPage) == sums[first]) continue;
+    throw std::runtime_error(files_.Name(chunk) + " is damaged at byte " + std::to_string(first * kPage) +
+                             ": its block does not have the checksum with which it was written; write the table again");
+  }
+}
+
+void RowReader::Load::Arrived(size_t chunk, const char* data) {
+  const Chunk& here = of[chunk];
+  reader->RequireSums(here, data);
+  const int64_t row_bytes = reader->options_.layout.row_bytes;
+  for (size_t k = within[chunk].first; k < within[chunk].second; ++k) {
+    const Missing& row = rows[k];
+    const int64_t begin = std::max(row.at.offset, here.offset);
+    const int64_t end = std::min(row.at.offset + row_bytes, here.offset + here.bytes);
+    if (begin < end) {
+      std::memcpy(row.to + (begin - row.at.offset), data + (begin - here.offset), static_cast<size_t>(end - begin));
+    }
+  }
+}
+
+void RowReader::Load::ChunkEnded(size_t chunk, int64_t bytes_done, const std::string& why) {
+  if (!why.empty() && error.empty()) {
+    const std::string row = chunk < within.size() ? "row " + std::to_string(rows[within[chunk].first].row) + ": " : "";
+    error = row + why;
+  }
+  {
+    std::lock_guard<std::mutex> lock(reader->mutex_);
+    reader->stats_.read_bytes += bytes_done;
+    reader->stats_.reads += bytes_done > 0;
+  }
+  if (--left == 0) reader->Ended(this);
+}
+
+// All reads of a load have ended. The monitor's mutex is held.
+void RowReader::Ended(Load* load) {
+  if (load->error.empty()) {
+    try {
+      files_.RequireUnchanged();
+    } catch (const std::runtime_error& error) {
+      load->error = "row " + std::to_string(load->rows.front().row) + ": " + error.what();
+    }
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const int64_t slot : load->slots) {
+      loading_[slot].reset();
+      if (!load->error.empty()) cache_.Forget(slot);
+    }
+  }
+  load->done = true;
+  load->slots = {};
+  monitor_.changed.notify_all();
+}
+
+}  // namespace dejax
