@@ -8,11 +8,12 @@
 #   make test-slow         the tests that the suite leaves out: dear ones, and contracts over more cases
 #   make test-gpu          the suite on a GPU, room by room, with the Python at hand (ROOM=offload: only tests/offload)
 #   make test-gpus         the tests that need several devices on all GPUs of this machine
+#   make wheel             build a wheel, install it from the file into an empty environment, and try it in an empty folder
 #   make docs              build the documentation site and serve it at http://127.0.0.1:8000/
 #   make asan              the CPU handlers under AddressSanitizer
 #   make tsan              the offload store under ThreadSanitizer, with many threads
 #   make soak              offload under random faults, 10,000 steps
-#   make lint types doctest suite contracts site venv clean
+#   make lint types doctest suite contracts site wheel venv clean
 
 # Python 3.12 and later get the newest jax: `python3`, or else the first on PATH or of pyenv (a shim of pyenv may lie on
 # PATH for a version that is not switched on).
@@ -49,7 +50,7 @@ PYTEST := -m pytest -n $(JOBS) --dist worksteal -q --durations=15
 TESTED := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 \
 	--xla_disable_hlo_passes=while-loop-invariant-code-motion,while-loop-constant-sinking,reshape-mover"
 
-.PHONY: venv venv-test demo docs site test test-all test-slow test-gpu test-gpus suite contracts doctest lint types format asan tsan soak clean
+.PHONY: venv venv-test demo docs site test test-all test-slow test-gpu test-gpus suite contracts wheel doctest lint types format asan tsan soak clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -94,8 +95,17 @@ test: venv-test
 	@echo "make test: all passed"
 
 test-all: venv-test
-	@$(MAKE) --no-print-directory --keep-going test contracts site
+	@$(MAKE) --no-print-directory --keep-going test contracts site wheel
 	@echo "make test-all: all passed"
+
+# What a user installs, without this tree in sight. Dependencies come from the registry, as they do for a user.
+wheel: $(BIN)/python
+	rm -rf build/wheel && mkdir -p build/wheel/empty
+	$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python $(PIP) --no-compile build/wheel/dejax_ml-*.whl
+	cd build/wheel/empty && JAX_PLATFORMS=cpu ../venv/bin/python -m dejax && JAX_PLATFORMS=cpu ../venv/bin/python -c \
+		"import dejax; from dejax import _native; assert 'site-packages' in dejax.__file__ and not _native.unavailable_reason()"
 
 suite: venv-test
 	$(TESTED) $(BIN)/python $(PYTEST) -m "not slow" tests
