@@ -11,15 +11,23 @@ from typing import Any, cast
 
 import numpy as np
 
-from dejax.datasets._columns import as_numbers, missing_in
+from dejax.datasets._columns import as_numbers, missing_in, text_of, texts_of
 from dejax.datasets._known_from import TimeColumn, time_of_text, times_of_texts
 from dejax.datasets.columns import NEVER, Column, Kind, hashes_of
 
 _LOOKED_AT = 1000  # values of a text column that are tried as numbers and times
 _MOST = 0.9  # the share of them from which on the column is of that kind, and the others are taken as missing
 _ROWS_PER_CATEGORY = 10  # on average, from which on text of many different values is categories nevertheless
-_NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)?([.,]\d+)?(e[+-]?\d+)?", re.IGNORECASE)
-"""A number as text. Text with leading zeros is a name, such as a postcode."""
+_NUMBERS = {
+    ".": re.compile(r"[+-]?(0|[1-9]\d*|[1-9]\d?\d?(,\d{3})+)?(\.\d+)?(e[+-]?\d+)?", re.IGNORECASE),
+    ",": re.compile(r"[+-]?(0|[1-9]\d*|[1-9]\d?\d?(\.\d{3})+)?(,\d+)?(e[+-]?\d+)?", re.IGNORECASE),
+    ".,": re.compile(r"[+-]?(0|[1-9]\d*)?([.,]\d+)?(e[+-]?\d+)?", re.IGNORECASE),
+}
+"""Numbers as text, by their decimal sign. Where both signs are decimal, none stands between thousands. Text with
+leading zeros is a name, such as a postcode."""
+_DECIMALS = re.compile(r"(?P<point>[.,])\d+(e[+-]?\d+)?$", re.IGNORECASE)
+_SIGNS = re.compile(r"[^\w\s]*\s*\d[\d\s.,:/'-]*[^\w\s]*")
+"""Text of digits and signs, such as "12 %" and "31.12.2023"."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,15 +84,15 @@ class RawColumn:
             return "vector"
         if values.dtype.kind != "O":
             return "time" if values.dtype.kind == "M" else "number"
-        rows = np.flatnonzero(self.fitted & ~missing_in(values))
-        known = values[rows if len(rows) else np.flatnonzero(~missing_in(values))]
+        known = self._that_decide(values)
         if len(known) and all(isinstance(value, list | tuple | set | np.ndarray) for value in known[:_LOOKED_AT]):
             is_row = isinstance(known[0], np.ndarray) and known[0].dtype.kind == "f"
             return "vector" if is_row or _is_row_of_floats(known) else "categories"
         some = known[:: max(1, len(known) // _LOOKED_AT)].tolist()
-        others = len({_text_of(value) for value in known.tolist()})
+        others = len({text_of(value) for value in known.tolist()})
         few = others <= max(self.max_categories, len(known) // _ROWS_PER_CATEGORY)
-        for kind, what, reads in (("number", "numbers", _is_number), ("time", "times", _is_time)):
+        is_number = _Numerals.of(some).reads
+        for kind, what, reads in (("number", "numbers", is_number), ("time", "times", _is_time)):
             fit = [value for value in some if reads(value)]
             if len(fit) >= _MOST * len(some) and fit:
                 return kind
@@ -99,13 +107,20 @@ class RawColumn:
                 break
         return "category" if few else "text"
 
+    def _that_decide(self, values: np.ndarray) -> np.ndarray:
+        """The values that decide about kinds: those of the fitted rows, or of all where these have none."""
+        rows = np.flatnonzero(self.fitted & ~missing_in(values))
+        return values[rows if len(rows) else np.flatnonzero(~missing_in(values))]
+
     def _numbers(self, values: np.ndarray) -> Column:
         missing, oddities = missing_in(values), ""
         if values.ndim != 1 or values.dtype.kind == "M":
             raise ValueError(f"the column {self.name} must have numbers, one a row, got {values.dtype}")
         if values.dtype.kind == "O":
-            found = np.array([np.nan if value is None else _number_of(value) for value in values], np.float64)
-            oddities = self._odd(values, np.isnan(found), "numbers")
+            known = self._that_decide(values).tolist()
+            numerals = _Numerals.of(known[:: max(1, len(known) // _LOOKED_AT)])
+            found = np.array([np.nan if value is None else numerals.number(value) for value in values], np.float64)
+            oddities = ", ".join(filter(None, (self._odd(values, np.isnan(found), "numbers"), numerals.oddity)))
             missing = np.isnan(found)
         elif values.dtype.kind == "m":
             found = np.where(missing, np.nan, values / np.timedelta64(1, "s"))
@@ -143,14 +158,15 @@ class RawColumn:
     # ------------------------------------------------------------------------------------------ words
 
     def _category(self, values: np.ndarray) -> Column:
-        names, codes = _distinct(_texts(values))
+        names, codes = _distinct(texts_of(values))
         categories, place = self._in_order(names, codes, np.arange(len(codes)))
         codes = np.append(place, -1)[codes].astype(np.int32)
-        return self._column("category", codes, codes < 0, categories=categories)
+        oddities = _signs_in(names) if values.dtype.kind == "O" else ""
+        return self._column("category", codes, codes < 0, categories=categories, oddities=oddities)
 
     def _categories(self, values: np.ndarray) -> Column:
         rows, lengths, missing = _flat_lists(self.name, values)
-        names, codes = _distinct([_text_of(value) for value in rows])
+        names, codes = _distinct([text_of(value) for value in rows])
         categories, place = self._in_order(names, codes, np.repeat(np.arange(len(values)), lengths))
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         codes = place[codes].astype(np.int32) if len(names) else codes
@@ -171,12 +187,14 @@ class RawColumn:
         return tuple(names[k] for k in order), place
 
     def _text(self, values: np.ndarray) -> Column:
-        names, codes = _distinct(_texts(values))
+        names, codes = _distinct(texts_of(values))
         words = [hashes_of(name) for name in names]
-        words.append(np.zeros(0, np.uint32))  # of missing ones
-        parts = [words[code] for code in codes]
-        offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
-        return self._column("text", np.concatenate([words[-1], *parts]), codes < 0, offsets=offsets)
+        starts = np.cumsum([0, *(len(part) for part in words)])  # of each name's words, one name after the other
+        lengths = np.where(codes >= 0, np.diff(starts)[codes] if len(names) else 0, 0)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        every = np.concatenate([np.zeros(0, np.uint32), *words])
+        own = every[np.repeat(starts[codes] - offsets[:-1], lengths) + np.arange(offsets[-1])]
+        return self._column("text", own, codes < 0, offsets=offsets, oddities=_signs_in(names))
 
     def _vectors(self, values: np.ndarray) -> Column:
         missing = missing_in(values)
@@ -192,19 +210,6 @@ class RawColumn:
         if np.isinf(values).any():
             raise ValueError(f"the column {self.name} must be finite, got infinity")
         return self._column("vector", values, missing)
-
-
-def _texts(values: np.ndarray) -> list[str | None]:
-    missing = missing_in(values)
-    if values.dtype.kind == "f" and values.ndim == 1 and (values[~missing] == np.rint(values[~missing])).all():
-        whole = np.where(missing, 0, values).astype(np.int64).tolist()
-        return [None if gone else str(value) for value, gone in zip(whole, missing.tolist(), strict=True)]
-    items = values.tolist() if values.dtype.kind not in "mM" else values.astype(str).tolist()
-    return [None if gone else _text_of(value) for value, gone in zip(items, missing.tolist(), strict=True)]
-
-
-def _text_of(value: Any) -> str:
-    return value if isinstance(value, str) else value.hex() if isinstance(value, bytes) else str(value)
 
 
 def _distinct(texts: Sequence[str | None]) -> tuple[list[str], np.ndarray]:
@@ -232,17 +237,66 @@ def _is_row_of_floats(values: np.ndarray) -> bool:
     return len(widths) == 1 and widths != {0} and all(isinstance(n, float) for value in lists for n in value)
 
 
-def _is_number(value: object) -> bool:
-    if not isinstance(value, str):
-        return isinstance(value, numbers.Number)
-    return any(sign.isdecimal() for sign in value) and _NUMBER.fullmatch(value.strip()) is not None
-
-
 def _is_time(value: object) -> bool:
     return time_of_text(value) is not None
 
 
-def _number_of(value: Any) -> float:
-    if not _is_number(value):
-        return np.nan
-    return float(value.replace(",", ".") if isinstance(value, str) else value)
+@dataclass(frozen=True)
+class _Numerals:
+    """How a column writes numbers as text.
+
+    Attributes:
+        decimal: the decimal sign, "." or ","; ".," where both are.
+        oddity: what readers of a summary should know about it.
+    """
+
+    decimal: str
+    oddity: str = ""
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> _Numerals:
+        """Of some values. A sign before other than three digits is decimal, and so is one after a single zero."""
+        decimal, commas = set(), False
+        for value in values:
+            text = value.strip() if isinstance(value, str) else ""
+            found = _DECIMALS.search(text)
+            if found is None:
+                continue
+            point, before = found["point"], text[: found.start()].lstrip("+-")
+            digits = sum(sign.isdecimal() for sign in text[found.start() :].lower().split("e")[0])
+            other = "," if point == "." else "."
+            if before.count(point):  # 1,234,567
+                decimal.add(other)
+            elif digits != 3 or before in ("", "0") or other in before or len(before) > 3:
+                decimal.add(point)
+            commas |= "," in text
+        if decimal == {","}:
+            return cls(",", "commas read as decimal signs")
+        if decimal == {".", ","}:
+            return cls(".,", "points and commas read as decimal signs")
+        return cls(".", "commas read as signs between thousands" if commas else "")
+
+    def reads(self, value: object) -> bool:
+        if not isinstance(value, str):
+            return isinstance(value, numbers.Number)
+        text = value.strip()
+        return any(sign.isdecimal() for sign in text) and _NUMBERS[self.decimal].fullmatch(text) is not None
+
+    def number(self, value: Any) -> float:
+        """The number; nan of what is none."""
+        if not self.reads(value):
+            return np.nan
+        if not isinstance(value, str):
+            return float(value)
+        if self.decimal != ".,":
+            value = value.replace("," if self.decimal == "." else ".", "")
+        return float(value.replace(",", "."))
+
+
+def _signs_in(names: Sequence[str]) -> str:
+    """What a summary says of names of which nine of ten have digits and signs alone; "" of others."""
+    some = names[:: max(1, len(names) // _LOOKED_AT)]
+    fit = [name for name in some if not name.isdecimal() and _SIGNS.fullmatch(name.strip())]
+    if not fit or len(fit) < _MOST * len(some):
+        return ""
+    return f"digits and signs such as {fit[0]!r} read as names: convert the column if these are numbers or times"

@@ -21,7 +21,7 @@ EXACT = 2**53  # beyond, float64 does not have every integer: keys with missing 
 
 
 def columns_of(table: str, given: Any) -> Columns:
-    """The columns of a table by name.
+    """The columns of a table by name. Empty text is missing, as it is in CSV files.
 
     Raises:
         ValueError: no table of a known kind; columns of different lengths; times with and without zones in one column.
@@ -31,13 +31,24 @@ def columns_of(table: str, given: Any) -> Columns:
     found: Columns = {}
     for column, values in columns.items():
         try:
-            found[column] = array_of(values)
+            found[column] = _without_empty_text(array_of(values))
         except ValueError as error:
             raise ValueError(f"the column {table}.{column}: {error}") from None
     lengths = {column: len(values) for column, values in found.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"the columns of table {table!r} must have one length, got {lengths}")
     return found
+
+
+def _without_empty_text(values: np.ndarray) -> np.ndarray:
+    """The column with None in place of empty text; of the type that the other values have."""
+    if values.dtype.kind != "O":
+        return values
+    empty = np.array([isinstance(value, str) and not value.strip() for value in values], bool)
+    if not empty.any():
+        return values
+    others = [None if gone else value for value, gone in zip(values.tolist(), empty.tolist(), strict=True)]
+    return objects_of(others)
 
 
 def _columns_given(table: str, given: Any) -> dict[str, Any]:
@@ -110,7 +121,8 @@ def objects_of(values: list[Any]) -> np.ndarray:
     kinds = {type(value) for value in known}
     if known and all(issubclass(kind, bool | np.bool_) for kind in kinds) and len(known) == len(values):
         return np.array(values, bool)
-    if known and all(issubclass(kind, int | np.integer) for kind in kinds) and len(known) == len(values):
+    whole = known and all(issubclass(kind, int | np.integer) for kind in kinds)
+    if whole and len(known) == len(values) and -(2**63) <= min(known) and max(known) < 2**63:
         return np.array(values, np.int64)
     wide = known and all(issubclass(kind, _EXACT_NUMBERS) for kind in kinds) and max(map(abs, known)) > EXACT
     if known and not wide and all(issubclass(kind, _NUMBERS) for kind in kinds):
@@ -173,3 +185,17 @@ def missing_in(values: np.ndarray) -> np.ndarray:
     if values.dtype.kind != "f":
         return np.zeros(len(values), bool)
     return np.isnan(values) if values.ndim == 1 else np.isnan(values).any(axis=1)
+
+
+def texts_of(values: np.ndarray) -> list[str | None]:
+    """Each value as text, None where missing; whole numbers without a point."""
+    missing = missing_in(values)
+    if values.dtype.kind == "f" and values.ndim == 1 and (values[~missing] == np.rint(values[~missing])).all():
+        whole = np.where(missing, 0, values).astype(np.int64).tolist()
+        return [None if gone else str(value) for value, gone in zip(whole, missing.tolist(), strict=True)]
+    items = values.tolist() if values.dtype.kind not in "mM" else values.astype(str).tolist()
+    return [None if gone else text_of(value) for value, gone in zip(items, missing.tolist(), strict=True)]
+
+
+def text_of(value: Any) -> str:
+    return value if isinstance(value, str) else value.hex() if isinstance(value, bytes) else str(value)

@@ -64,7 +64,10 @@ class TimeColumn:
             times = times_of_texts(name, column)
             if (np.isnat(times) & ~missing).any():
                 bad = column[np.isnat(times) & ~missing][0]
-                raise ValueError(f"the time column {name} must have times as ISO 8601 text, got {bad!r}")
+                raise ValueError(
+                    f"the time column {name} must have times as ISO 8601 text, got {bad!r}; convert the column to such "
+                    "as 2024-12-31 or 2024-12-31T18:30:00Z, with None where a time is missing"
+                )
             column = times
         if column.dtype.kind == "M":
             return cls(name, np.where(missing, 0, column.astype("datetime64[s]").astype(np.int64)), missing, _MOMENTS)
@@ -103,6 +106,23 @@ def time_of_text(value: Any) -> np.datetime64 | None:
         return moment_of(datetime.datetime.fromisoformat(str(value)))
     except ValueError:
         return None
+
+
+def since_1970(values: np.ndarray, unit: str) -> np.ndarray:
+    """A column of times, of numbers in a unit since 1970; other values as they are.
+
+    Raises:
+        ValueError: an unknown unit.
+    """
+    if unit not in ("s", "ms", "us", "ns"):
+        raise ValueError(f"numbers_since_1970 must be 's', 'ms', 'us' or 'ns', got {unit!r}")
+    whole = values.dtype.kind == "O" and all(value is None or isinstance(value, int) for value in values)
+    if not whole and values.dtype.kind not in "iuf":
+        return values
+    missing = missing_in(values)
+    found = np.where(missing, 0, values).astype(np.int64).astype(f"datetime64[{unit}]")
+    found[missing] = np.array("NaT", found.dtype)
+    return found
 
 
 def read_times(

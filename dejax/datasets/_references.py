@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dejax.datasets._columns import EXACT, Columns, ForeignKey, missing_in
+from dejax.datasets._columns import EXACT, Columns, ForeignKey, missing_in, texts_of
 from dejax.datasets._known_from import time_of_text
 
 _MIXED = "numbers and text"  # as of codes that a reader has made numbers of, one by one
@@ -64,8 +64,8 @@ class _Keys:
         if self.kind != "text":
             return None
         if kind == "numbers":
-            exact = all(v.removeprefix("-").isdecimal() and v.isascii() and str(int(v)) == v for v in self.values)
-            return [int(value) for value in self.values] if exact else None
+            numbers = [_exact_number(value) for value in self.values]
+            return None if None in numbers else numbers
         times = [time_of_text(value) for value in self.values] if kind == "times" else [None]
         return None if None in times else _nanoseconds(self.name, np.array(times, "datetime64[us]"))
 
@@ -83,6 +83,43 @@ def _nanoseconds(name: str, values: np.ndarray) -> list[int]:
     if unit not in _NANOSECONDS:
         raise ValueError(f"the key {name} must have a unit from weeks to nanoseconds, got {values.dtype}; convert it")
     return [value * count * _NANOSECONDS[unit] for value in values.astype(np.int64).tolist()]
+
+
+def with_joined_keys(
+    columns: Mapping[str, Columns], keys: Mapping[str, Any], references: Sequence[Any]
+) -> tuple[dict[str, Columns], dict[str, str], list[ForeignKey]]:
+    """Tables with one column in place of each key of several columns: their values as text, with commas between.
+
+    Args:
+        columns: by table.
+        keys: table -> a column, or several.
+        references: (table, a column or several, other table).
+
+    Raises:
+        ValueError: columns that do not exist; a key of another number of columns than the one that it refers to.
+    """
+    made = {table: dict(found) for table, found in columns.items()}
+
+    def joined(what: str, table: str, key: Any) -> str:
+        if isinstance(key, str) or table not in made:
+            return key if isinstance(key, str) else ", ".join(key)
+        for column in key:
+            if column not in columns[table]:
+                raise ValueError(f"{what} must name columns of {table!r}, {', '.join(columns[table])}; got {column!r}")
+        parts = [texts_of(columns[table][column]) for column in key]
+        rows = [None if None in row else ", ".join(map(str, row)) for row in zip(*parts, strict=True)]
+        made[table][", ".join(key)] = np.array([*rows, None], object)[:-1]
+        return ", ".join(key)
+
+    for table, column, other in (reference for reference in references if len(reference) == 3):
+        own, of_other = (1 if isinstance(key, str) else len(key) for key in (column, keys.get(other, column)))
+        if own != of_other:
+            raise ValueError(
+                f"foreign_keys must have as many columns as the primary key of {other!r}, {of_other}, got {own} of "
+                f"{table!r}: {column!r}"
+            )
+    names = {table: joined("primary_keys", table, key) for table, key in keys.items()}
+    return made, names, [(of[0], joined("foreign_keys", of[0], of[1]), *of[2:]) for of in references]
 
 
 def with_added_rows(
@@ -203,8 +240,16 @@ def _comparable(foreign: _Keys, primary: _Keys) -> tuple[list[Any], list[Any]]:
         texts, converted = foreign.as_text(), primary.as_text()
         if texts is not None and converted is not None and len(set(converted)) == len(converted):
             return texts, converted
+    odd = next((value for value in foreign.values if _exact_number(value) is None), foreign.values[0])
     raise ValueError(
         f"the foreign key {foreign.name} must have keys of the type of {primary.name}, which has {primary.kind} such "
-        f"as {primary.values[0]!r}, got {foreign.kind} such as {foreign.values[0]!r} that cannot all be converted "
-        "exactly; convert one of the columns"
+        f"as {primary.values[0]!r}, got {foreign.kind} such as {odd!r} that cannot all be converted exactly; convert "
+        "one of the columns"
     )
+
+
+def _exact_number(value: Any) -> int | None:
+    """The integer that text says exactly, such as "12" and not "012" or "12.0"; None otherwise."""
+    if not isinstance(value, str) or not value.isascii() or not value.removeprefix("-").isdecimal():
+        return None
+    return int(value) if str(int(value)) == value else None

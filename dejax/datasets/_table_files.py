@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dejax._optional import optional
-from dejax.datasets._columns import Columns, ForeignKey, objects_of
+from dejax.datasets._columns import Columns, objects_of
 
 _SUFFIXES = (".parquet", ".csv", ".csv.gz", ".csv.zip")
 
@@ -20,12 +20,12 @@ Declared = dict[tuple[str, int], list[tuple[str, str, str | None]]]
 """(table, number) of a foreign key -> for each of its columns the other table, the column, the other table's column."""
 
 
-def read_sqlite(path: Path) -> tuple[dict[str, Columns], dict[str, str], Declared]:
-    """The tables, primary keys of one column, and foreign keys of a SQLite file."""
+def read_sqlite(path: Path) -> tuple[dict[str, Columns], dict[str, str | tuple[str, ...]], Declared]:
+    """The tables, primary keys (of several columns as a tuple), and foreign keys of a SQLite file."""
     if not path.is_file():
         raise FileNotFoundError(f"tables must be the path of a SQLite file, {path} does not exist")
     tables: dict[str, Columns] = {}
-    keys: dict[str, str] = {}
+    keys: dict[str, str | tuple[str, ...]] = {}
     declared: Declared = {}
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
     try:
@@ -36,9 +36,9 @@ def read_sqlite(path: Path) -> tuple[dict[str, Columns], dict[str, str], Declare
             cursor = connection.execute(f"SELECT * FROM {quoted}")
             rows = cursor.fetchall()
             tables[table] = {column[1]: objects_of([row[i] for row in rows]) for i, column in enumerate(info)}
-            own = [column[1] for column in info if column[5]]
-            if len(own) == 1:
-                keys[table] = own[0]
+            own = [column[1] for column in sorted(info, key=lambda column: column[5]) if column[5]]
+            if own:
+                keys[table] = own[0] if len(own) == 1 else tuple(own)
             for reference in connection.execute(f"PRAGMA foreign_key_list({quoted})").fetchall():
                 declared.setdefault((table, reference[0]), []).append((reference[2], reference[3], reference[4]))
     except sqlite3.DatabaseError as error:
@@ -48,19 +48,25 @@ def read_sqlite(path: Path) -> tuple[dict[str, Columns], dict[str, str], Declare
     return tables, keys, declared
 
 
-def to_primary_keys(declared: Declared, keys: Mapping[str, str]) -> list[ForeignKey]:
-    """The foreign keys of one column that refer to primary keys of one column; a warning names the others."""
-    references: list[ForeignKey] = []
+def to_primary_keys(declared: Declared, keys: Mapping[str, Any]) -> list[Any]:
+    """The foreign keys that refer to primary keys, of several columns as tuples; a warning names the others."""
+    references: list[Any] = []
     for (table, _), parts in declared.items():
-        other, column, target = parts[0]
-        is_primary = target is None or target.lower() == keys.get(other, target).lower()
-        if len(parts) == 1 and is_primary:
-            references.append((table, column, other))
+        other = parts[0][0]
+        key = keys.get(other)
+        primary = [key] if isinstance(key, str) else list(key or ())
+        if all(part[2] is None for part in parts) and len(primary) == len(parts):
+            column_of = dict(zip(map(str.lower, primary), (part[1] for part in parts), strict=True))
         else:
-            columns = ", ".join(part[1] for part in parts)
+            column_of = {(part[2] or "").lower(): part[1] for part in parts}
+        if column_of.keys() == {name.lower() for name in primary} and len(parts) == len(primary):
+            columns = tuple(column_of[name.lower()] for name in primary)
+            references.append((table, columns[0] if len(columns) == 1 else columns, other))
+        else:
+            names = ", ".join(part[1] for part in parts)
             warnings.warn(
-                f"left out the foreign key ({columns}) of {table!r}: it is not to the primary key of {other!r}; "
-                "give `foreign_keys`, and the column that it refers to in `primary_keys`",
+                f"left out the foreign key ({names}) of {table!r}: it is not to the primary key of {other!r}; "
+                "give `foreign_keys`, and the columns that it refers to in `primary_keys`",
                 stacklevel=4,
             )
     return references
@@ -73,9 +79,6 @@ def read_folder(folder: Path) -> dict[str, Any]:
         ValueError: no such files, or two for one table.
         ModuleNotFoundError: pyarrow is missing.
     """
-    with optional("pyarrow", of=f"reading the tables of the folder {folder}"):
-        import pyarrow.parquet as parquet
-
     tables: dict[str, Any] = {}
     for path in sorted(folder.iterdir()):
         suffix = next((suffix for suffix in _SUFFIXES if path.name.endswith(suffix)), None)
@@ -87,10 +90,26 @@ def read_folder(folder: Path) -> dict[str, Any]:
             raise ValueError(
                 f"tables must be one file each, the folder {folder} has two of {name!r}, one is {path.name}"
             )
-        tables[name] = parquet.read_table(path) if is_parts or suffix == ".parquet" else read_csv(path)
+        tables[name] = read_file(path)
     if not tables:
         raise ValueError(f"tables must be a folder with files {', '.join(_SUFFIXES)}, got {folder} without any")
     return tables
+
+
+def read_file(path: Path) -> Any:
+    """The table of a Parquet or CSV file, or of a folder of Parquet files, as a `pyarrow.Table`.
+
+    Raises:
+        ValueError: a file of another kind.
+        ModuleNotFoundError: pyarrow is missing.
+    """
+    if path.name.endswith(_SUFFIXES[1:]):
+        return read_csv(path)
+    if not (path.is_dir() or path.name.endswith(_SUFFIXES[0])):
+        raise ValueError(f"tables must be files {', '.join(_SUFFIXES)}, got {path.name}")
+    with optional("pyarrow", of=f"reading {path}"):
+        import pyarrow.parquet as parquet
+    return parquet.read_table(path)
 
 
 def read_csv(path: str | os.PathLike[str]) -> Any:

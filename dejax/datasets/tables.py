@@ -13,9 +13,9 @@ import numpy as np
 from dejax.datasets._column_kinds import RawColumn
 from dejax.datasets._columns import Columns, ForeignKey, columns_of
 from dejax.datasets._hetero import Ends, HeteroDataset, Relation
-from dejax.datasets._known_from import TimeColumn, beginning, boundary, common_unit, known_from, read_times
+from dejax.datasets._known_from import TimeColumn, beginning, boundary, common_unit, known_from, read_times, since_1970
 from dejax.datasets._labels import Label, labelled
-from dejax.datasets._references import edges_of, with_added_rows
+from dejax.datasets._references import edges_of, with_added_rows, with_joined_keys
 from dejax.datasets._row_features import features_of
 from dejax.datasets._table_files import read_folder, read_sqlite, to_primary_keys
 from dejax.datasets.columns import NEVER, Column
@@ -23,8 +23,8 @@ from dejax.datasets.columns import NEVER, Column
 
 def from_tables(
     tables: Mapping[str, Any] | str | os.PathLike[str],
-    primary_keys: Mapping[str, str] | None = None,
-    foreign_keys: Sequence[ForeignKey] | None = None,
+    primary_keys: Mapping[str, str | Sequence[str]] | None = None,
+    foreign_keys: Sequence[tuple[str, str | Sequence[str], str]] | None = None,
     time_columns: Mapping[str, str] | None = None,
     *,
     known_at: Mapping[str, Mapping[str, str]] | None = None,
@@ -36,9 +36,10 @@ def from_tables(
     text_width: int = 32,
     dangling: str = "error",
     missing_times: str = "error",
+    numbers_since_1970: str | None = None,
     name: str = "tables",
 ) -> HeteroDataset:
-    """A `HeteroDataset` from relational tables.
+    """A `HeteroDataset` from relational tables. Empty text is a missing value.
 
     Each row becomes a node; its table is the node's type. A foreign key `column` of `table` becomes the relation
     `(table, column, other table)` and its reverse `(other table, "rev_" + column, table)`. Each other column becomes a
@@ -47,7 +48,7 @@ def from_tables(
     | values | kind |
     | --- | --- |
     | numbers, booleans, durations (in seconds) | number |
-    | text of which nine of ten are numbers: the others are then missing | number |
+    | text of which nine of ten are numbers, as 7.5, 7,5 or 1,234.50: the others are then missing | number |
     | dates and times; text of which nine of ten are ISO 8601 times, likewise | time |
     | other text or bytes: up to `max_categories` different values, or ten rows for each value | category |
     | other text or bytes | text |
@@ -77,8 +78,10 @@ def from_tables(
         tables: name -> a mapping of columns, a pandas DataFrame, or a table of Arrow's interchange (pyarrow, polars,
             DuckDB; needs pyarrow); or the path of a folder with a Parquet or CSV file for each table (`read_csv`), or
             of a SQLite file, whose own keys are the default of `primary_keys` and `foreign_keys`.
-        primary_keys: table -> its column of unique keys. Tables without one are referred to by no other.
-        foreign_keys: (table, column, table that it refers to). Missing values are no edges.
+        primary_keys: table -> its column of unique keys, or the columns of a key of several: it becomes a key of text,
+            `"plane, seat"` of the columns plane and seat. Tables without a key are referred to by no other.
+        foreign_keys: (table, column, table that it refers to), with several columns in the order of the primary key.
+            Missing values are no edges.
         time_columns: table -> its column with the time at which a row came to be. Times are counted in whole seconds
             since 1970, so rows within one second are of one time; numbers stay as they are, so all columns need one
             unit.
@@ -94,6 +97,8 @@ def from_tables(
             appends a row with that key, whose other columns are missing. `summary` counts them.
         missing_times: what happens to a row without a time, in a table that has times: "error" raises, "drop" leaves
             out the row and its edges, "always known" takes it as known from the beginning on.
+        numbers_since_1970: "s", "ms", "us" or "ns": numbers in columns of times, those of `known_at` too, are times in
+            this unit since 1970, as databases often have them.
         name: the name of the dataset.
 
     Raises:
@@ -120,12 +125,16 @@ def from_tables(
     if dangling not in ("error", "drop", "add"):
         raise ValueError(f"dangling must be 'error', 'drop' or 'add', got {dangling!r}")
     columns = {table: columns_of(table, given) for table, given in tables.items()}
-    keys, references = dict(primary_keys or {}), list(foreign_keys or ())
+    columns, keys, references = with_joined_keys(columns, primary_keys or {}, foreign_keys or ())
     time_columns, known_at, kinds = dict(time_columns or {}), dict(known_at or {}), dict(kinds or {})
     named = {"primary_keys": list(keys.items()), "time_columns": list(time_columns.items())}
     named |= {"known_at": [(t, c) for t, of in known_at.items() for pair in of.items() for c in pair]}
     named |= {"kinds": [(t, c) for t, of in kinds.items() for c in of]}
     _check_names(columns, keys, references, named, label)
+    if numbers_since_1970 is not None:
+        of_times = {*time_columns.items(), *((t, by) for t, of in known_at.items() for by in of.values())}
+        for table, column in sorted(of_times):
+            columns[table][column] = since_1970(columns[table][column], numbers_since_1970)
     times = read_times(columns, time_columns, missing_times)
     split_at = None if label is None else label.split_times(times)
     left_out: dict[str, int] = {}
@@ -183,8 +192,8 @@ def from_tables(
 
 
 def _opened(
-    tables: Any, primary_keys: Mapping[str, str] | None, foreign_keys: Sequence[ForeignKey] | None
-) -> tuple[Mapping[str, Any], Mapping[str, str] | None, Sequence[ForeignKey] | None]:
+    tables: Any, primary_keys: Mapping[str, Any] | None, foreign_keys: Sequence[Any] | None
+) -> tuple[Mapping[str, Any], Mapping[str, Any] | None, Sequence[Any] | None]:
     """The tables of a file or folder; of a SQLite file with its own keys, where none are given."""
     if not isinstance(tables, str | os.PathLike):
         return tables, primary_keys, foreign_keys

@@ -44,7 +44,8 @@ def task_from_columns(
         entity: the table whose rows are asked about.
         keys: [n], values of its primary key; of a table without one, row numbers.
         times: [n], cutoffs, as the time columns of the data: dates, or numbers. None for data without times.
-        labels: [n] numbers, booleans or text; of links a list of keys of `target` for each example, or one key each.
+        labels: [n] numbers, booleans or text; of links a list of keys of `target` for each example, or one key each:
+            then those of one entity and cutoff are one example.
         kind: "binary", "classes", "regression" or "link". By default booleans, zeros and ones, and two different texts
             are binary, more texts are classes, other numbers are a regression, and with `target` it is "link".
         target: the table that links lead to.
@@ -103,15 +104,27 @@ def _links(
 ) -> Task:
     if target is None:
         raise ValueError(f"task {name!r} must have a `target`, the table that its links lead to")
-    lists = [list(one) if isinstance(one, list | tuple | set | np.ndarray) else [one] for one in labels]
-    ends = entity_rows(data, name, target, [key for one in lists for key in one], missing_keys)
-    lengths = np.array([len(one) for one in lists], np.int64)
+    lists = [list(one) if isinstance(one, list | tuple | set | np.ndarray) else None for one in labels]
+    single = all(one is None for one in lists)
+    keys = [key for one, given in zip(lists, labels, strict=True) for key in ([given] if one is None else one)]
+    ends = entity_rows(data, name, target, keys, missing_keys)
+    lengths = np.array([1 if one is None else len(one) for one in lists], np.int64)
     lost = ends < 0
     example = np.repeat(np.arange(len(lists)), lengths)
-    lengths -= np.bincount(example[lost], minlength=len(lists))
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    left_out = {f"links whose key {target} lacks": int(lost.sum())} if lost.any() else {}
     parts = splitting.of(data, name, cutoffs)
+    if single:  # the links of one entity and cutoff are one example
+        split = np.full(len(rows), -1)
+        for number, places in enumerate(parts.values()):
+            split[places] = number
+        order = np.lexsort((rows, cutoffs, split))
+        groups = np.stack([split, cutoffs, rows])[:, order]
+        begins = np.append(True, (groups[:, 1:] != groups[:, :-1]).any(0))
+        example, ends, lost = (np.cumsum(begins) - 1)[: len(order)], ends[order], lost[order]
+        rows, cutoffs, split = (values[order][begins[: len(order)]] for values in (rows, cutoffs, split))
+        parts = {name: np.flatnonzero(split == number) for number, name in enumerate(parts)}
+    kept = np.bincount(example[~lost], minlength=len(rows))
+    offsets = np.concatenate([[0], np.cumsum(kept)])
+    left_out = {f"links whose key {target} lacks": int(lost.sum())} if lost.any() else {}
     task = Task(
         name, "link", entity, rows, cutoffs, ends[~lost], parts, offsets=offsets, target=target, left_out=left_out
     )
@@ -204,6 +217,8 @@ def task_of_rows(
     for wanted in filter(None, (label, cutoff)):
         if wanted not in columns:
             raise ValueError(f"task {name!r} must name columns of {table!r}, {', '.join(columns)}; got {wanted!r}")
+    if not data.num_nodes[table]:
+        raise ValueError(f"task {name!r} must have rows in the table {table!r}, which is empty")
     column = columns[label]
     times, dated = _row_times(data, name, table, cutoff)
     rows = np.flatnonzero(dated)

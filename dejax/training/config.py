@@ -8,7 +8,9 @@ time_columns = {orders = "placed"}
 known_at = {orders = {rating = "rated"}} # columns that are known later than their rows
 
 [tasks.return]
-...                                      # the arguments of a task's maker
+...                                      # the arguments of a task's maker: task_of_events if there are "events";
+                                         # task_from_columns if there is a file of "examples", whose columns "keys",
+                                         # "times", "labels" and "splits" name; otherwise task_of_rows
 
 [settings]                               # fields of dejax.training.Settings; arguments go before them
 epochs = 5
@@ -22,7 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dejax.datasets import HeteroDataset, Task, from_tables, task_of_events, task_of_rows
+from dejax.datasets import HeteroDataset, Task, from_tables, task_from_columns, task_of_events, task_of_rows
+from dejax.datasets._columns import columns_of
+from dejax.datasets._table_files import read_file
 
 _SECTIONS = ("database", "tasks", "settings")
 
@@ -54,18 +58,40 @@ class TablesConfig:
         given = dict(self.database)
         place = self.path.parent / given.pop("path")
         references = [tuple(reference) for reference in given.pop("foreign_keys", ())] or None
-        data = from_tables(place, foreign_keys=references, name=given.pop("name", place.stem), **given)
+        given = {"fixed_features": False, "name": place.stem, **given}  # encoders read columns
+        data = from_tables(place, foreign_keys=references, **given)
         for name, task in self.tasks.items():
-            data = data.with_task(_task(data, name, task))
+            data = data.with_task(_task(data, name, task, self.path.parent))
         return data
 
 
-def _task(data: HeteroDataset, name: str, given: Mapping[str, Any]) -> Task:
+def _task(data: HeteroDataset, name: str, given: Mapping[str, Any], folder: Path) -> Task:
     make: Callable[..., Task] = task_of_events if "events" in given else task_of_rows
+    arguments = {key: tuple(value) if key == "events" else value for key, value in given.items()}
+    if "examples" in given:
+        make, arguments = task_from_columns, _with_columns(name, arguments, folder)
     try:
-        return make(data, name, **{key: tuple(value) if key == "events" else value for key, value in given.items()})
+        return make(data, name, **arguments)
     except TypeError as error:  # a missing or unknown argument
         raise ValueError(f"[tasks.{name}] must have the arguments of {make.__name__}: {error}") from None
+
+
+def _with_columns(name: str, given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The arguments of `task_from_columns`, with columns of the file of examples in place of their names."""
+    arguments = dict(given)
+    path = folder / arguments.pop("examples")
+    if not path.is_file():
+        raise FileNotFoundError(f"[tasks.{name}] must have a CSV or Parquet file as `examples`, {path} does not exist")
+    columns = columns_of(path.name, read_file(path))
+    for argument in ("keys", "times", "labels", "splits"):
+        column = arguments.get(argument)
+        if column is None:
+            continue
+        if column not in columns:
+            there = ", ".join(columns)
+            raise ValueError(f"[tasks.{name}] must have a column of {path.name} as {argument}, {there}; got {column!r}")
+        arguments[argument] = columns[column]
+    return arguments
 
 
 def read_config(path: str | Path) -> TablesConfig:

@@ -42,13 +42,16 @@ class TableEncoder(nnx.Module):
         plan: where the columns stand.
         hidden: width of the result.
         numbers: one of `NUMBERS`.
+        day: the day since 1970 from which cutoffs are counted.
         rngs: stream `params`.
     """
 
-    def __init__(self, plan: TablePlan, hidden: int, *, numbers: str = "standard", rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, plan: TablePlan, hidden: int, *, numbers: str = "standard", day: int = 0, rngs: nnx.Rngs
+    ) -> None:
         if numbers not in NUMBERS:
             raise ValueError(f"numbers must be one of {', '.join(NUMBERS)}, got {numbers!r}")
-        self.plan, self.numbers = plan, numbers
+        self.plan, self.numbers, self.day = plan, numbers, day
         width = 0
         for place in plan.columns:
             if place.kind in ("category", "categories"):
@@ -71,13 +74,16 @@ class TableEncoder(nnx.Module):
         """float32[rows, hidden].
 
         Args:
-            rows: float32[rows, width], of `pack`; None for a table without columns, whose rows are all equal.
+            rows: float32[rows, width], of `pack`; None for a table without columns, whose rows are all equal, and for
+                one without rows.
             cutoffs: int[rows], seconds: what is known later is hidden.
         """
         if self.base is not None:
             return jnp.broadcast_to(self.base[...], (cutoffs.shape[0], self.hidden))
-        assert rows is not None
+        if rows is None:
+            return jnp.zeros((cutoffs.shape[0], self.hidden), jnp.float32)
         days, seconds = _divided(cutoffs)
+        days = days + self.day
         parts = self._plain(rows, days, seconds)
         for place in self.plan.columns:
             if place.kind in ("category", "categories"):
@@ -133,13 +139,15 @@ class TablesEncoder(nnx.Module):
 
     Args:
         plans: by table.
-        hidden, numbers, rngs: of `TableEncoder`.
+        hidden, numbers, day, rngs: of `TableEncoder`.
     """
 
-    def __init__(self, plans: Mapping[str, TablePlan], hidden: int, *, numbers: str, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, plans: Mapping[str, TablePlan], hidden: int, *, numbers: str, day: int = 0, rngs: nnx.Rngs
+    ) -> None:
         self.tables = tuple(plans)
         for name, plan in plans.items():
-            setattr(self, f"table_{name}", TableEncoder(plan, hidden, numbers=numbers, rngs=rngs))
+            setattr(self, f"table_{name}", TableEncoder(plan, hidden, numbers=numbers, day=day, rngs=rngs))
 
     def __call__(self, rows: Mapping[str, Array], cutoffs: Mapping[str, Array]) -> dict[str, Array]:
         """float32[rows, hidden] by table, from packed rows and cutoffs by table."""

@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax._int32 import entering_jit
 from dejax._optional import optional
 from dejax.datasets import HeteroDataset, Task
-from dejax.datasets._hetero import ALWAYS
 from dejax.minibatch import FeatureStore, HeteroTopology, NegativePool, SampledBlocks, softmax_cross_entropy
 from dejax.rgnn import Options
 from dejax.training.metrics import Ranking
@@ -49,7 +47,7 @@ class LinkedTablesModel(nnx.Module):
     """The vectors of entities and of candidates, whose product is a score.
 
     Args:
-        settings, plans, edge_types, options, rngs: as `TableModel`.
+        settings, plans, edge_types, day, options, rngs: as `TableModel`.
         entity, target: the tables.
     """
 
@@ -61,11 +59,12 @@ class LinkedTablesModel(nnx.Module):
         entity: str,
         target: str,
         *,
+        day: int,
         options: Options,
         rngs: nnx.Rngs,
     ) -> None:
         self.entity, self.target = entity, target
-        self.tables = TableModel(settings, plans, edge_types, None, options=options, rngs=rngs)
+        self.tables = TableModel(settings, plans, edge_types, None, day=day, options=options, rngs=rngs)
         self.of_entity = nnx.Linear(settings.hidden, settings.hidden, rngs=rngs)
         self.of_target = nnx.Linear(settings.hidden, settings.hidden, rngs=rngs)
 
@@ -117,10 +116,9 @@ class TableLinkTask(TableTask):
     def _labels(self) -> dict[str, Array]:
         examples = self.examples
         assert examples.offsets is not None
-        known = self.data.known_from.get(self._target, np.full(self.data.num_nodes[self._target], ALWAYS))
+        known = self.data.known_from.get(self._target, np.full(self.data.num_nodes[self._target], -(2**63)))
         self._known = np.asarray(known)
-        pools = {"known_from": self._known}
-        self._pool = NegativePool.from_times(entering_jit("known_from", pools, ids_or_times=True)["known_from"])
+        self._pool = NegativePool.from_times(self.clock.relative(self._known))
         self._example = np.repeat(np.arange(len(examples)), np.diff(examples.offsets)).astype(np.int32)
         return {
             "links": jnp.asarray(np.append(examples.labels, -1), jnp.int32),
@@ -150,9 +148,8 @@ class TableLinkTask(TableTask):
     def model(self, key: Array) -> LinkedTablesModel:
         """The model of both ends."""
         ends = (self.examples.entity, self._target)
-        return LinkedTablesModel(
-            self.settings, self.plans, self._edge_types, *ends, options=self.options, rngs=nnx.Rngs(key)
-        )
+        more = {"day": self.clock.day, "options": self.options, "rngs": nnx.Rngs(key)}
+        return LinkedTablesModel(self.settings, self.plans, self._edge_types, *ends, **more)
 
     # -------------------------------------------------------------------------------------------- a step
 
@@ -165,8 +162,7 @@ class TableLinkTask(TableTask):
     def _seeds_of_links(self, links: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Seeds, of places in `labels`, -1 for padding: the candidates of a link are its own and wrong ones."""
         there, example = links >= 0, self._example[links]
-        times = np.where(there, self.examples.times[example], self.examples.times[0])
-        times = np.asarray(entering_jit("times of the task", {"times": times}, ids_or_times=True)["times"])
+        times = self.clock.cutoffs(np.where(there, self.examples.times[example], self.examples.times[0]))
         key = jax.random.key(int(rng.integers(2**31)))
         wrong = np.asarray(self._pool.draw(key, times.reshape(-1), self.settings.negatives))
         targets = np.concatenate(
@@ -312,14 +308,14 @@ class TableLinkTask(TableTask):
         own[: len(entities)] = entities
         # Candidates in random order, and padding in all calls, so that samples are of about one size.
         others = spread_over_steps(np.random.default_rng(0).permutation(targets), calls, width).reshape(-1)
-        times = entering_jit("times of the task", {"times": np.full(self._part, cutoff)}, ids_or_times=True)
+        times = self.clock.cutoffs(np.full(self._part, cutoff))
         found: list[tuple[Array, Array]] = []
         for call in range(calls):
             seeds = {
                 "entities": own[call * self._part : (call + 1) * self._part],
                 "targets": others[call * width : (call + 1) * width].reshape(self._part, each),
                 "examples": np.full(self._part, -1, np.int32),
-                **times,
+                "times": times,
             }
             key = jax.random.fold_in(jax.random.key(0), call)
             found.append(self._both_vectors(trainer, key, state.params, state.embeddings, world, seeds))

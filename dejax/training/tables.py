@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax._int32 import entering_jit
 from dejax._optional import optional
 from dejax.datasets import HeteroDataset, Task
-from dejax.datasets._hetero import ALWAYS
 from dejax.minibatch import (
     FeatureStore,
     HeteroTopology,
@@ -28,6 +27,7 @@ from dejax.training.metrics import Ranking, measure
 from dejax.training.models import SampledClassifier
 from dejax.training.predictions import labels_of
 from dejax.training.rows import TablePlan, pack
+from dejax.training.seed_times import Clock, with_a_relation
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
 from dejax.training.task import CAPACITY_BATCHES, Runner, StepView, TrainingTask, World, log_losses, spread_over_steps
@@ -46,6 +46,7 @@ class TableModel(nnx.Module):
         settings: layer, widths, encoding of numbers.
         plans: the packed columns of each table.
         edge_types: those of the topology.
+        day: the day since 1970 from which cutoffs are counted.
         outputs: width of the result; None for the last layer's result itself.
         options: options of the compiler.
         rngs: streams `params` and, with dropout, `dropout`.
@@ -58,10 +59,11 @@ class TableModel(nnx.Module):
         edge_types: tuple[tuple[str, str, str], ...],
         outputs: int | None,
         *,
+        day: int = 0,
         options: Options,
         rngs: nnx.Rngs,
     ) -> None:
-        self.encoder = TablesEncoder(plans, settings.hidden, numbers=settings.numbers, rngs=rngs)
+        self.encoder = TablesEncoder(plans, settings.hidden, numbers=settings.numbers, day=day, rngs=rngs)
         self.layers = SampledClassifier(settings, {}, edge_types, tuple(plans), outputs, options=options, rngs=rngs)
 
     def __call__(
@@ -135,7 +137,8 @@ class TableTask(TrainingTask):
         }
         self.plans = {table: plan for table, (_, plan) in both.items()}
         self.packed = {table: rows for table, (rows, plan) in both.items() if plan.width and len(rows)}
-        topology = _topology(data, on_host=settings.place != "device")
+        self.clock = Clock.of(examples.times, f"cutoffs of task {examples.name!r}")
+        topology = _topology(data, self.clock, on_host=settings.place != "device")
         features = FeatureStore.from_arrays(self.packed, on_device=settings.place == "device")
         self.world = World(topology, features, self._labels())
         self._train = self._trained_on(print_table)
@@ -181,7 +184,13 @@ class TableTask(TrainingTask):
         train = self.splits.get("train", np.zeros(0, np.int64))
         if not len(train):
             raise ValueError(f"task {self.examples.name!r} must have training examples, got none; move its boundaries")
-        labels = self.examples.labels[train]
+        labels, valid = self.examples.labels[train], self.splits.get("valid", np.zeros(0, np.int64))
+        if self.examples.kind == "binary" and len(valid) and np.ptp(self.examples.labels[valid]) == 0:
+            warnings.warn(
+                f"task {self.examples.name!r} has one class among its {len(valid):,} validation examples, of which no "
+                "AUROC can be computed: training does not stop early; move `valid_from` or `test_from`",
+                stacklevel=4,
+            )
         if (labels == labels[0]).all():
             raise ValueError(
                 f"task {self.examples.name!r} must have different labels in training, got {labels[0].item()!r} in all "
@@ -211,7 +220,8 @@ class TableTask(TrainingTask):
     def model(self, key: Array) -> TableModel:
         """Encoders, relational layers, and a linear map to the outputs."""
         edge_types = self._edge_types
-        return TableModel(self.settings, self.plans, edge_types, self.outputs, options=self.options, rngs=nnx.Rngs(key))
+        more = {"day": self.clock.day, "options": self.options, "rngs": nnx.Rngs(key)}
+        return TableModel(self.settings, self.plans, edge_types, self.outputs, **more)
 
     # -------------------------------------------------------------------------------------------- a step
 
@@ -225,10 +235,10 @@ class TableTask(TrainingTask):
         """The seeds of a task's examples, by their places; -1 for padding."""
         there, entity = places >= 0, examples.entity
         ids = np.where(there, examples.rows[places], -1).astype(np.int32)
-        times = {entity: np.where(there, examples.times[places], examples.times[0])}
+        times = {entity: self.clock.cutoffs(np.where(there, examples.times[places], examples.times[0]))}
         return {
             "ids": {entity: ids},
-            "times": entering_jit("times of the task", times, ids_or_times=True),
+            "times": times,
             "places": {entity: places.astype(np.int32)},
         }
 
@@ -376,13 +386,14 @@ def task_of(data: HeteroDataset, name: str | None) -> Task:
     return next(iter(tasks.values())) if name is None else tasks[name]
 
 
-def _topology(data: HeteroDataset, *, on_host: bool) -> HeteroTopology:
+def _topology(data: HeteroDataset, clock: Clock, *, on_host: bool) -> HeteroTopology:
     """The edges, all with times: those of relations without have that of what was always known.
 
     So each seed has a neighbourhood of its own, with its cutoff, and all relations share one list.
     """
+    edges = with_a_relation(data.edges, data.num_nodes)
     known = {
-        relation: data.edge_times.get(relation, np.full(len(ends[0]), ALWAYS, np.int64))
-        for relation, ends in data.edges.items()
+        relation: clock.relative(data.edge_times.get(relation, np.full(len(ends[0]), -(2**63))))
+        for relation, ends in edges.items()
     }
-    return HeteroTopology.from_edges(data.edges, data.num_nodes, times=known, on_host=on_host, keep_edge_ids=False)
+    return HeteroTopology.from_edges(edges, data.num_nodes, times=known, on_host=on_host, keep_edge_ids=False)

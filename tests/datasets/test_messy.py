@@ -1,0 +1,152 @@
+"""Databases as people have them: empty text, numbers of several countries, keys of several columns, odd times."""
+
+from __future__ import annotations
+
+import datetime
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dejax.datasets import from_tables, task_from_columns, task_of_rows
+from dejax.datasets._column_kinds import _Numerals
+
+
+@pytest.mark.parametrize(
+    ("texts", "numbers"),
+    [
+        (["1,5", "12,25", "1.234,56"], [1.5, 12.25, 1234.56]),
+        (["1,234.50", "999.00", "1,234,567"], [1234.5, 999.0, 1234567.0]),
+        (["1,234", "12,500"], [1234.0, 12500.0]),
+        (["0,125", "1,250"], [0.125, 1.25]),
+        (["1.234", "5.678"], [1.234, 5.678]),
+        (["1,5", "1.5", "-3e2"], [1.5, 1.5, -300.0]),
+        (["01234", "1.2.3", "7", "x"], [np.nan, np.nan, 7.0, np.nan]),
+    ],
+)
+def test_numbers_as_text_are_read_as_their_column_writes_them(texts: list[str], numbers: list[float]) -> None:
+    numerals = _Numerals.of(texts)
+    np.testing.assert_array_equal([numerals.number(text) for text in texts], numbers)
+
+
+def test_how_numbers_are_written_is_not_decided_by_the_future() -> None:
+    past = {"at": [1, 2, 3, 4], "price": ["1,234", "5,678", "9,012", "2,345"]}
+    for late in ("3,4", "4,321"):
+        both = {"at": [*past["at"], 9], "price": [*past["price"], late]}
+        found = from_tables({"o": both}, None, None, {"o": "at"}, fit_before=5, fixed_features=False)
+        np.testing.assert_array_equal(found.columns["o"]["price"].values[:4], [1234, 5678, 9012, 2345])
+
+
+def test_empty_text_is_missing_in_sqlite_too(tmp_path: Path) -> None:
+    path = tmp_path / "shop.db"
+    with sqlite3.connect(path) as db:
+        db.executescript(
+            'CREATE TABLE "the staff" (id TEXT PRIMARY KEY, boss TEXT REFERENCES "the staff"(id), "a.b/c €" TEXT);'
+            'CREATE TABLE orders (no INTEGER PRIMARY KEY, by TEXT REFERENCES "the staff"(id), at TEXT, price TEXT, '
+            "paid TEXT);"
+        )
+        db.executemany('INSERT INTO "the staff" VALUES (?, ?, ?)', [("ä", "", "x"), ("b", "ä", ""), ("c", "ä", "y")])
+        rows = [(n, "äbc"[n % 3], f"2024-01-{n + 1:02d} 10:00:00+02:00", "" if n % 4 else f"{n},50") for n in range(20)]
+        db.executemany("INSERT INTO orders VALUES (?, ?, ?, ?, ?)", [(*r, ["yes", "no", " "][r[0] % 3]) for r in rows])
+    data = from_tables(path, time_columns={"orders": "at"}, fixed_features=False)
+    assert data.edges["the staff", "boss", "the staff"][1].tolist() == [0, 0]
+    price = data.columns["orders"]["price"]
+    assert price.kind == "number" and price.missing.sum() == 15 and "commas read as decimal signs" in price.summary()
+    assert data.node_times["orders"][0] == np.datetime64("2024-01-01T08:00:00").astype(np.int64)
+    task = task_of_rows(data, "paid", "orders", "paid", valid_from="2024-01-10", test_from="2024-01-15")
+    assert task.kind == "binary" and task.classes == ("no", "yes") and task.left_out == {"examples without a label": 6}
+
+
+def test_text_of_digits_and_signs_is_pointed_out() -> None:
+    data = from_tables(
+        {"o": {"day": ["31.12.2023", "1.1.2024"] * 9, "share": ["5 %", "7 %"] * 9, "name": ["a", "b"] * 9}}
+    )
+    assert "such as '31.12.2023' read as names" in data.columns["o"]["day"].summary()
+    assert "such as '5 %' read as names" in data.columns["o"]["share"].summary()
+    assert data.columns["o"]["name"].oddities == ""
+    with pytest.raises(ValueError, match="got '31.12.2023'; convert the column to such as 2024-12-31"):
+        from_tables({"o": {"day": ["31.12.2023", "1.1.2024"]}}, time_columns={"o": "day"})
+
+
+def test_keys_of_several_columns(tmp_path: Path) -> None:
+    path = tmp_path / "planes.db"
+    with sqlite3.connect(path) as db:
+        db.executescript(
+            "CREATE TABLE seats (plane TEXT, no INTEGER, wide REAL, PRIMARY KEY (plane, no));"
+            "CREATE TABLE bookings (seat INTEGER, at TEXT, plane TEXT, "
+            "FOREIGN KEY (seat, plane) REFERENCES seats (no, plane));"
+        )
+        db.executemany("INSERT INTO seats VALUES (?, ?, ?)", [("p", 1, 1.0), ("p", 2, 2.0), ("q", 1, 3.0)])
+        db.executemany("INSERT INTO bookings VALUES (?, ?, ?)", [(1, "2024-01-01", "q"), (2, "2024-01-02", "p")])
+    declared = from_tables(path, time_columns={"bookings": "at"}, fixed_features=False)
+    tables = {
+        "seats": {"plane": ["p", "p", "q"], "no": [1, 2, 1]},
+        "bookings": {"seat": [1.0, 2.0, np.nan], "plane": ["q", "p", "p"]},
+    }
+    given = from_tables(
+        tables, {"seats": ["plane", "no"]}, [("bookings", ["plane", "seat"], "seats")], fixed_features=False
+    )
+    for data in (declared, given):
+        (relation,) = (r for r in data.edges if r[0] == "bookings")
+        assert relation == ("bookings", "plane, seat", "seats")
+        assert [ends.tolist() for ends in data.edges[relation]] == [[0, 1], [2, 1]]
+        assert data.keys["seats"].tolist() == ["p, 1", "p, 2", "q, 1"]
+    with pytest.raises(ValueError, match="as many columns as the primary key of 'seats', 2, got 1 of 'bookings'"):
+        from_tables(tables, {"seats": ["plane", "no"]}, [("bookings", "seat", "seats")])
+    with pytest.raises(ValueError, match="primary_keys must name columns of 'seats', plane, no; got 'row'"):
+        from_tables(tables, {"seats": ["plane", "row"]})
+
+
+def test_numbers_and_keys_beyond_64_bits() -> None:
+    big = from_tables({"o": {"n": [2**70, 2**71, 3]}}, fixed_features=False).columns["o"]["n"]
+    assert big.kind == "number" and big.values.tolist() == [2.0**70, 2.0**71, 3.0]
+    keys = [2**64 - 1 - n for n in range(3)]
+    tables = {"c": {"id": np.array(keys, np.uint64)}, "o": {"c": [keys[2], keys[0], None]}}
+    data = from_tables(tables, {"c": "id"}, [("o", "c", "c")], fixed_features=False)
+    assert data.edges["o", "c", "c"][1].tolist() == [2, 0]
+
+
+def test_a_key_that_cannot_be_converted_is_shown() -> None:
+    with pytest.raises(ValueError, match=r"got text such as '3.0' that cannot all be converted exactly"):
+        from_tables({"c": {"id": [1, 2, 3]}, "o": {"c": ["1", "3.0"]}}, {"c": "id"}, [("o", "c", "c")])
+
+
+@pytest.mark.parametrize(("unit", "scale"), [("s", 1), ("ms", 1000), ("ns", 10**9)])
+def test_times_as_numbers_since_1970(unit: str, scale: int) -> None:
+    at = (1_700_000_000 + np.arange(9) * 86_400) * scale
+    tables = {"o": {"at": at, "late": [int(time) + scale for time in at[:-1]] + [None], "y": np.arange(9.0)}}
+    data = from_tables(
+        tables, None, None, {"o": "at"}, known_at={"o": {"y": "late"}}, numbers_since_1970=unit, fixed_features=False
+    )
+    assert data.time_unit == "s" and data.node_times["o"].tolist() == (at // scale).tolist()
+    assert data.columns["o"]["y"].known_at[:8].tolist() == (at[:-1] // scale + 1).tolist()
+    assert data.columns["o"]["at"].kind == "time" and data.columns["o"]["at"].unit == "s"
+    with pytest.raises(ValueError, match="numbers_since_1970 must be 's', 'ms', 'us' or 'ns', got 'minutes'"):
+        from_tables(tables, None, None, {"o": "at"}, numbers_since_1970="minutes")
+
+
+def test_a_task_of_an_empty_table_names_the_table() -> None:
+    data = from_tables(
+        {"o": {"at": [], "y": []}, "c": {"id": [1]}}, {"c": "id"}, None, {"o": "at"}, fixed_features=False
+    )
+    with pytest.raises(ValueError, match="task 't' must have rows in the table 'o', which is empty"):
+        task_of_rows(data, "t", "o", "y", valid_from="2024-01-01", test_from="2024-01-02")
+
+
+def test_links_of_one_row_each_are_lists() -> None:
+    """As a CSV file has them: several rows of an entity and a cutoff are one example."""
+    days = [datetime.date(2024, 1, day) for day in (1, 1, 2)]
+    tables = {"u": {"id": [7, 8]}, "i": {"id": list("abc")}, "o": {"u": [7, 7, 8], "i": list("abc"), "at": days}}
+    keys = {"u": "id", "i": "id"}, [("o", "u", "u"), ("o", "i", "i")], {"o": "at"}
+    data = from_tables(tables, *keys, fixed_features=False)
+    times = [datetime.date(2024, 1, day) for day in (2, 3, 2, 2, 2)]
+    task = task_from_columns(
+        data, "t", "u", [7, 8, 7, 7, 8], times, ["a", "c", "b", "z", "a"],
+        target="i", splits=["train", "test", "train", "train", "train"], missing_keys="drop",
+    )  # fmt: skip
+    assert task.rows.tolist() == [0, 1, 1] and task.offsets is not None and task.offsets.tolist() == [0, 2, 3, 4]
+    assert task.labels.tolist() == [0, 1, 0, 2] and {s: p.tolist() for s, p in task.splits.items()} == {
+        "train": [0, 1], "valid": [], "test": [2],
+    }  # fmt: skip
+    assert task.left_out == {"links whose key i lacks": 1}
