@@ -14,14 +14,14 @@ from dejax.host_gather.table import LocalTable
 
 
 def make_mesh(devices: int | None = None, *, axis: str = "data") -> Mesh:
-    """A mesh of one axis over the first devices of all processes.
+    """Makes a mesh with one axis over the first `devices` devices of all processes.
 
     Args:
-        devices: how many; all by default.
-        axis: its name.
+        devices: number of devices; by default all.
+        axis: name of the axis.
 
     Raises:
-        ValueError: more devices than there are, or, with several processes, not as many of each.
+        ValueError: there are fewer devices, or the mesh would have more devices of one process than of another.
 
     >>> make_mesh(1).shape["data"]
     1
@@ -78,9 +78,10 @@ def on_mesh(value: Any, mesh: Mesh, spec: PartitionSpec) -> Array:
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
-    """A pytree of arrays with a copy of each on every device of the mesh. Arrays that lie on the mesh stay as they are.
+    """Copies each array of a pytree to every device of a mesh. Arrays that already lie on the mesh are returned as they
+    are.
 
-    With several processes each gives the same values.
+    In a job of several processes, every process must pass the same values.
 
     >>> import jax.numpy as jnp
     >>> from dejax.distributed import make_mesh, replicate
@@ -91,19 +92,19 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
 
 
 def share(tree: Any, mesh: Mesh, *, writable: bool = False) -> Any:
-    """A pytree of tables and arrays for every device of the mesh: stores, topologies, cached and split tables, states.
+    """Makes tables and arrays usable by every device of a mesh: feature stores, topologies, tables, optimizer states.
 
-    Tables in host memory are shared (`HostTable.share`): the GPUs of a process read and write one table, whose cached
-    or split rows are copied to each. Tables in device memory and arrays are replicated. What lies on the mesh stays as
-    it is.
+    A table in host memory is not copied: the GPUs of a process read and write the same rows. Only the rows that a
+    cached or split table keeps on a device are copied to each device. Tables in device memory and plain arrays are
+    replicated. Values that already lie on the mesh are returned as they are.
 
     Args:
-        tree: for example a `FeatureStore`, the state of its optimizer, or a `HeteroTopology`.
-        mesh: devices of one or several processes. Each process gives the same rows.
-        writable: whether steps write the tables. Do not use the given tables afterwards.
+        tree: pytree of tables and arrays, such as a `FeatureStore`, the state of its optimizer, or a `HeteroTopology`.
+        mesh: devices of one or several processes. Every process must pass the same rows.
+        writable: whether steps will write the tables. If so, do not use the tables in `tree` afterwards.
 
     Raises:
-        ValueError: devices of another platform, or a read-only table to write.
+        ValueError: the mesh has devices of another platform than the tables; or `writable`, but a table is read-only.
     """
 
     def everywhere(value: Any) -> Array:
@@ -116,9 +117,10 @@ def share(tree: Any, mesh: Mesh, *, writable: bool = False) -> Any:
 
 
 def local(tree: Any) -> Any:
-    """What this process's first device has of replicated arrays and shared tables, for code outside of `shard_map`.
+    """The copies of replicated arrays and shared tables that lie on this process's first device.
 
-    Nothing is copied: use the result before the next step takes over the memory. Tables are for reading.
+    Use it to read a state outside of the step, for example to evaluate. Nothing is copied, so use the result before the
+    next step reuses the memory of the state. The tables of the result are read-only.
 
     >>> import jax.numpy as jnp
     >>> from dejax.distributed import local, make_mesh, replicate

@@ -18,16 +18,16 @@ from dejax.host_gather.table import is_table_of_host
 
 
 def save(folder: str | os.PathLike[str], step: int, state: Any, *, keep: int = 2) -> None:
-    """Writes a state. All processes call it together, with a folder that all see.
+    """Writes a checkpoint of a training state. All processes call it together.
 
-    A checkpoint appears under its step when it is complete. If a process dies while it is written, the one before
+    The checkpoint becomes visible when it is complete. If a process dies during the write, the previous checkpoint
     remains the latest.
 
     Args:
-        folder: of the run.
-        step: the number of the checkpoint, such as the steps that are done.
-        state: a pytree of arrays, tables in host memory, `ShardedTable`s and random keys.
-        keep: how many checkpoints stay.
+        folder: folder for the checkpoints of this training run, on a file system that all processes see.
+        step: number of the checkpoint, usually the number of finished training steps.
+        state: pytree of arrays, random keys, tables in host memory, and `ShardedTable`s.
+        keep: number of latest checkpoints to keep; older ones are deleted.
     """
     with optional("orbax-checkpoint", of="a checkpoint"):
         import orbax.checkpoint as ocp
@@ -38,22 +38,22 @@ def save(folder: str | os.PathLike[str], step: int, state: Any, *, keep: int = 2
 
 
 def restore(folder: str | os.PathLike[str], like: Any, *, step: int | None = None) -> tuple[Any, int]:
-    """A state from a checkpoint, placed as `like`. All processes call it together.
+    """Reads a checkpoint into a state that lies on the current mesh. All processes call it together.
 
-    The checkpoint may come from another number of devices or processes. Numbers are restored exactly.
+    The checkpoint may have been written with another number of devices or processes. All values are restored exactly.
 
     Args:
-        folder: of the run.
-        like: a state of the same structure, such as that of a new run, on the mesh that is used now. Rows are written
-            into its tables; do not use it afterwards.
-        step: which checkpoint; by default the latest.
+        folder: the folder that was given to `save`.
+        like: a state with the structure and the placement of the result, such as the initial state of a new run. The
+            rows of its tables are overwritten, so do not use `like` afterwards.
+        step: number of the checkpoint to read; by default the latest.
 
     Returns:
-        The state and its step.
+        The state, and the number of its checkpoint.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: the checkpoint has other leaves or shapes than `like`.
+        ValueError: the checkpoint and `like` differ in structure or in the shape of an array.
     """
     with optional("orbax-checkpoint", of="a checkpoint"):
         import orbax.checkpoint as ocp
@@ -70,7 +70,7 @@ def restore(folder: str | os.PathLike[str], like: Any, *, step: int | None = Non
 
 
 def latest_step(folder: str | os.PathLike[str]) -> int | None:
-    """The step of the latest complete checkpoint; None if there is none.
+    """The number of the latest complete checkpoint in a folder, or None if there is none.
 
     >>> import tempfile
     >>> from dejax.distributed import latest_step

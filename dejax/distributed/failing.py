@@ -31,7 +31,9 @@ from dejax import _compat
 from dejax.host_gather.table import is_table_of_host, numpy_copy
 
 EXIT_STATUS = 75
-"""The exit status of a process that ends because another one is gone: starting the job again may help."""
+"""The exit status (75) of a process that `watch` ends because another process is gone. A launcher may start the job
+again.
+"""
 
 _PREFIX = "dejax"
 _COLLECTIVE_WORDS = ("gloo", "nccl", "coordination", "connection", "deadline", "unavailable", "barrier", "heartbeat")
@@ -47,17 +49,17 @@ def initialize(
     timeout: float = 20.0,
     **options: Any,
 ) -> None:
-    """`jax.distributed.initialize`, with collectives for CPU devices (gloo) and a watch over all processes.
+    """Starts `jax.distributed` with collectives that also work on CPU devices (gloo), and calls `watch`.
 
-    Call it before anything else of jax. Under SLURM and Open MPI, and with `JAX_COORDINATOR_ADDRESS` and the like, jax
-    finds the arguments itself.
+    Call `initialize` before any other function of jax. Under SLURM or Open MPI, or where environment variables such as
+    `JAX_COORDINATOR_ADDRESS` are set, jax finds the first three arguments itself.
 
     Args:
-        coordinator_address: host and port of process 0.
-        num_processes: of the job.
-        process_id: the number of this one.
-        timeout: seconds without a sign of life after which a process counts as gone: see `watch`.
-        options: of `jax.distributed.initialize`.
+        coordinator_address: host and port of process 0, such as "10.0.0.1:1234".
+        num_processes: number of processes of the job.
+        process_id: number of this process, from 0.
+        timeout: seconds without a sign of life after which a process counts as gone, as in `watch`.
+        options: further keyword arguments of `jax.distributed.initialize`.
 
     >>> from dejax.distributed import initialize
     >>> initialize("10.0.0.1:1234", num_processes=4, process_id=0)  # doctest: +SKIP
@@ -70,20 +72,21 @@ def initialize(
 
 
 def watch(timeout: float = 20.0, *, interval: float | None = None) -> None:
-    """Ends this process with a message if another process of the job dies, hangs, or raises.
+    """Ends this process with a message if another process of the job dies, hangs, or raises an error.
 
-    Without it the others wait in a collective operation, or end with a message that does not say which process is
-    missing. With it they print the process and its last sign of life, and end with the status `EXIT_STATUS`. Start the
-    job again: it goes on at its last checkpoint. Call `watch` once, after `jax.distributed.initialize`; `initialize`
-    has called it already. With one process it does nothing.
+    Without `watch`, the remaining processes wait in a collective operation, or end with a message that does not say
+    which process is missing. With it they print the missing process and the time of its last sign of life, and end with
+    the status `EXIT_STATUS`. A job that is started again can continue from its last checkpoint (`restore`). Call
+    `watch` once, after `jax.distributed.initialize`; `dejax.distributed.initialize` calls it for you. In a job of one
+    process `watch` does nothing.
 
     Args:
         timeout: seconds without a sign of life after which a process counts as gone. A process that compiles or waits
             still gives signs of life.
-        interval: seconds between two signs; by default a tenth of `timeout`, at most 1.
+        interval: seconds between two signs of life; by default a tenth of `timeout`, at most 1.
 
     Raises:
-        ValueError: a timeout that is not above the interval.
+        ValueError: `timeout` is not larger than `interval`.
         RuntimeError: `jax.distributed` is not initialized.
 
     >>> from dejax.distributed import watch
@@ -314,33 +317,35 @@ def _set_handler(handler: ctypes.c_void_p) -> None:
 
 
 class DisagreementError(ValueError):
-    """Processes of a job were given different data, settings or versions.
+    """The processes of a job were started with different data, settings or versions. `check_agreement` raises it.
 
     >>> from dejax.distributed import DisagreementError, check_agreement
     >>> try:
-    ...     facts = check_agreement(batch=512)  # equal on all processes, or all of them raise
+    ...     facts = check_agreement(batch=512)  # every process returns, or every process raises
     ... except DisagreementError as error:
     ...     raise SystemExit(f"start all processes with the same settings: {error}")
     """
 
 
 def check_agreement(*, timeout: float = 120.0, **facts: Any) -> dict[str, str]:
-    """Checks that all processes state the same facts, and have the same versions of jax, jaxlib and dejax.
+    """Checks that all processes pass equal values, and that they run the same versions of jax, jaxlib and dejax.
 
-    Call it before the first step: with different counts the processes would compile different programs, and wait for
-    each other for ever. With one process it only returns the facts.
+    Call it before the first step. Processes with different values (a batch size, a number of nodes) would compile
+    different programs and wait for each other for ever. In a job of one process the call only returns the values as
+    text.
 
     Args:
         timeout: seconds to wait for the other processes.
-        facts: numbers, strings, arrays, tables or pytrees of them, such as a topology or a batch of seeds. Arrays are
-            compared by a digest of their bytes (of the part that this process can see).
+        facts: the values to compare, by name: numbers, strings, arrays, tables or pytrees of them, such as a topology
+            or a batch of seeds. Arrays are compared by a digest of the bytes that each process can read.
 
     Returns:
-        The facts of this process as text, with its versions.
+        The values of this process as text, by name, and the versions.
 
     Raises:
-        DisagreementError: on all processes: the fact, and its values by process.
-        TimeoutError: a process did not call it in time; the message names it.
+        DisagreementError: two processes passed different values. All processes raise it; the message has the name and
+            the value of each process.
+        TimeoutError: a process did not call `check_agreement` in time; the message names the process.
 
     >>> check_agreement(nodes=4, seeds=np.arange(3))["nodes"]
     '4'

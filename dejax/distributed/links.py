@@ -12,17 +12,19 @@ _ARRAY = re.compile(r"\b(pred|bf16|[a-z]*\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 
 
 def link_bytes(compiled: Any, devices: int) -> dict[str, int]:
-    """Bytes that one device sends to others in a step, by kind of collective operation.
+    """Counts the bytes that one device sends to other devices in a compiled step, by kind of collective operation.
 
-    A ring or tree is assumed that is optimal in bytes: an all-reduce of b bytes sends 2 b (n - 1) / n. Operations in
-    the body of a loop are counted once, since the text does not say how often it runs.
+    The count assumes the algorithms that send the fewest bytes: an all-reduce of b bytes over n devices sends 2 b (n -
+    1) / n. Collectives in the body of a loop are counted once, since the compiled program does not say how often the
+    loop runs.
 
     Args:
-        compiled: what `jax.jit(f).lower(...).compile()` gives, or `step.lower(...).compile()` of `data_parallel`.
-        devices: that take part in each operation.
+        compiled: a compiled step, from `jax.jit(f).lower(...).compile()` or `step.lower(...).compile()` of
+            `data_parallel`.
+        devices: number of devices that take part in each collective.
 
     Returns:
-        Bytes by kind; kinds that do not occur are left out.
+        Bytes by kind, such as "all-reduce"; kinds that do not occur are left out.
 
     >>> import jax, jax.numpy as jnp
     >>> from dejax.distributed import link_bytes

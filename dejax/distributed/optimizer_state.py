@@ -19,11 +19,11 @@ MULTIPLE = 64
 
 
 class Divided(NamedTuple):
-    """A pair of functions as in Optax.
+    """The pair of functions that `divided` returns, like an Optax optimizer.
 
     Attributes:
-        init: `params -> state`, outside of `shard_map`: each device holds its share of each moment.
-        update: `(gradients, state, params) -> (updates, state)`, inside of `shard_map` over the mesh.
+        init: function `params -> state`, outside of `shard_map`. Each device holds its share of each moment.
+        update: function `(gradients, state, params) -> (updates, state)`, inside of `shard_map` over the mesh.
     """
 
     init: Any
@@ -31,19 +31,26 @@ class Divided(NamedTuple):
 
 
 def divided(optimizer: Any, mesh: Mesh, *, axis: str = "data") -> Divided:
-    """An optimizer of which each device holds and computes an equal part (ZeRO, stage 1).
+    """Divides the state of an Optax optimizer over the devices of a mesh, as ZeRO stage 1 does.
 
-    The gradients are equal on all devices, as `data_parallel` gives them. Each device updates its part of each
-    parameter, and the updates are gathered. The result is that of `optimizer`.
+    Each device keeps 1/n of the optimizer's state (such as Adam's moments) and updates 1/n of each parameter. An
+    all-gather then gives every device all updates. The numbers are those of `optimizer` itself. All devices must pass
+    the same gradients, as `data_parallel` makes sure.
 
     Args:
-        optimizer: an Optax optimizer that treats each element on its own: SGD, Adam, AdamW, and chains of such. Not
-            clipping by a global norm, which would see a part: clip the gradients before.
+        optimizer: an Optax optimizer that updates each element of a parameter independently of the others, such as SGD,
+            Adam, AdamW or a chain of these. Clipping by a global norm is not: each device would see 1/n of the norm, so
+            clip the gradients beforehand.
         mesh: the devices.
-        axis: the axis of the mesh over which the state is divided.
+        axis: name of the mesh axis over which the state is divided.
+
+    Returns:
+        A pair like an Optax optimizer. `init(params) -> state` is called outside of `shard_map`;
+        `update(gradients, state, params) -> (updates, state)` inside of `shard_map`, as in the `update` function of
+        `data_parallel`.
 
     Raises:
-        ValueError: a number of devices that does not divide 64.
+        ValueError: the number of devices along `axis` is not 1, 2, 4, 8, 16, 32 or 64.
 
     >>> import jax.numpy as jnp, optax
     >>> from dejax.distributed import divided, make_mesh

@@ -22,14 +22,18 @@ from dejax.host_gather import RowGradient
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What a step computes of a part of the batch, and the mean over all parts.
+    """The result of a training step on one part of a batch; also the mean of these results over all parts.
+
+    The function `gradients` that you give to `data_parallel` returns a `Part`, and your function `update` gets the
+    mean.
 
     Attributes:
-        loss: float scalar, or a pytree of arrays: means over the part's real seeds.
-        gradients: of these means, by parameter.
-        weight: scalar, the number of real seeds (those that are no padding). A part without any does not count.
-        rows: gradients of rows of tables, as `RowGradient` in a dict, of the same mean.
-        counts: a pytree of integers to sum, such as `sample.lost.sum()`.
+        loss: float scalar or pytree of float arrays, each a mean over the seeds of the part that are not padding.
+        gradients: pytree of gradients of the mean loss, one for each parameter.
+        weight: scalar, the number of seeds that are not padding; parts are averaged with these weights. A part with
+            weight 0 is ignored.
+        rows: `RowGradient`s of table rows that the part read, by name; gradients of the mean loss, too.
+        counts: pytree of integers to sum over all parts, such as `sample.lost.sum()`.
     """
 
     loss: Any
@@ -42,12 +46,12 @@ class Part:
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step reports, equal on all devices.
+    """The loss and the counts of one training step of `data_parallel`, equal on all devices.
 
     Attributes:
-        loss: the mean over all real seeds of the batch.
-        weight: float32 scalar, their number.
-        counts: the sums of `Part.counts`.
+        loss: mean of `Part.loss` over all seeds of the batch that are not padding.
+        weight: float32 scalar, the number of these seeds.
+        counts: pytree, the sums of `Part.counts` over all parts.
 
     >>> import jax, jax.numpy as jnp
     >>> from dejax.distributed import Part, data_parallel
@@ -78,35 +82,38 @@ def data_parallel(
     steps: int = 1,
     donate: bool = True,
 ) -> Callable[[Any, Any, Any, Any], tuple[Any, StepReport]]:
-    """A compiled training step over a mesh, from the two halves of a step of one device.
+    """Compiles a data-parallel training step for a mesh from two functions that are written for one device.
 
-    The batch is cut into `parts`. Each device computes its parts one after the other, with keys of their own. Losses
-    and gradients are averaged over all real seeds, and every device makes the same update. With the same `parts` the
-    result does not depend on the number of devices, except for the order in which floats are added.
+    The batch is cut into `parts` of equal size. Each device computes its parts one after the other, each part with its
+    own random key. Losses and gradients are averaged over all seeds that are not padding, and every device makes the
+    same update. With the same `parts` the result does not depend on the number of devices, except for the order in
+    which floats are added.
 
     Args:
-        gradients: `(state, key, batch, data) -> Part`: samples, reads features, and differentiates the mean loss of a
-            part of the batch.
-        update: `(state, mean) -> state`: applies an optimizer to the mean, a `Part`. It returns the tree that it got,
-            with the same shapes. `mean.rows` has the rows of this device's parts; writing them to tables that are
-            shared for writing (`share`) or divided (`ShardedTable`) applies the rows of all devices once.
-        mesh: the devices; None for one device without a mesh.
-        axis: the axis of the mesh along which the batch is divided. Other axes repeat the work.
-        parts: a multiple of the devices along `axis`; by default their number.
-        steps: of a call, one after the other in one program. With more than 1 the arrays of `batch` are
-            [steps, global batch, ...], `key` is key[steps], and the report's arrays are stacked, [steps, ...]. Use it
-            where a step takes a GPU less than some milliseconds: what Python does for a call then costs more than the
-            step, and more so with several GPUs.
-        donate: whether the step takes over the memory of its state. Tables that `update` writes need it.
+        gradients: function `(state, key, batch, data) -> Part` for one part of the batch: it samples, reads features,
+            and returns the mean loss and its gradients.
+        update: function `(state, mean) -> state` that applies an optimizer to `mean`, the mean `Part` of all parts. The
+            returned state has the structure and shapes of the given one. `mean.rows` holds the row gradients of this
+            device's parts only. Writing them to a table that is shared for writing (`share`) or divided over devices
+            (`ShardedTable`) applies the row gradients of all devices, each once.
+        mesh: the devices; None means one device without a mesh.
+        axis: name of the mesh axis along which the batch is divided. Devices along other axes repeat the work.
+        parts: number of parts, a multiple of the number of devices along `axis`; by default that number.
+        steps: number of training steps that one call runs in one program. With more than 1, the arrays of `batch` have
+            the shape [steps, global batch, ...], `key` is an array of `steps` keys, and the arrays of the report have a
+            leading axis of `steps`. Use it where a step takes a GPU less than a few milliseconds: the Python work of a
+            call then takes longer than the step.
+        donate: whether the step may reuse the memory of the given state. Required if `update` writes tables.
 
     Returns:
-        `step(state, key, batch, data) -> (state, StepReport)`. `batch` is a pytree of arrays whose first axis is the
-        global batch; with several processes each gives all of it. `state` and `data` lie on the mesh, or are replicated
-        at the first call. Arrays that are divided over the mesh (`NamedSharding`) arrive as each device's shard.
+        A function `step(state, key, batch, data) -> (state, StepReport)`. `batch` is a pytree of arrays whose first
+        axis is the global batch; every process passes the whole batch. `state` and `data` may already lie on the mesh;
+        otherwise the first call replicates them. Inside of `gradients` and `update`, an array that is divided over the
+        mesh by a `NamedSharding` is the shard of the device.
 
     Raises:
-        ValueError: parts that the devices do not divide, no steps; when called, a batch that the parts do not divide,
-            or keys and batches of another number of steps.
+        ValueError: `parts` is no multiple of the number of devices, or `steps` is below 1. When called: the batch
+            cannot be cut into `parts`, or `key` or `batch` is for another number of steps.
 
     >>> from dejax.distributed import make_mesh
     >>> def gradients(state, key, batch, data):

@@ -31,16 +31,16 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class PartitionReport:
-    """What a partition costs. `print` shows it as a table.
+    """How evenly a partition divides a graph, and how much data its parts exchange. `print(report)` shows a table.
 
     Attributes:
         parts: number of parts.
         method: "metis", "stream" or "given".
-        num_edges: edges of the graph.
-        cut_edges: edges whose ends are in different parts.
-        nodes: for each node type its nodes in each part.
-        edges: edges into each part's nodes.
-        halo: for each node type, the nodes of other parts that each part reads.
+        num_edges: number of edges of the graph.
+        cut_edges: number of edges whose ends are in different parts.
+        nodes: for each node type, the number of nodes in each part.
+        edges: for each part, the number of edges into its nodes.
+        halo: for each node type, the number of nodes of other parts that each part reads (its halo).
 
     >>> import numpy as np
     >>> from dejax.distributed.partition import partition
@@ -60,30 +60,30 @@ class PartitionReport:
 
     @property
     def halo_rows(self) -> int:
-        """Rows that cross between parts in one exchange: the least that full-graph layers need to send."""
+        """Number of node rows that cross between parts in one exchange: the sum of all halos."""
         return sum(map(sum, self.halo.values()))
 
     @property
     def replication(self) -> float:
-        """Copies of a node on average: its own and those in halos."""
+        """Mean number of parts that hold a node, as its owner or in their halo."""
         total = sum(map(sum, self.nodes.values()))
         return 1.0 + self.halo_rows / total if total else 1.0
 
     @property
     def balance(self) -> dict[str, float]:
-        """For each node type, the largest part over the mean; 1 is best."""
+        """For each node type, the nodes of the largest part divided by the mean over all parts; 1 is best."""
         return {name: _over_mean(some) for name, some in self.nodes.items()}
 
     @property
     def edge_balance(self) -> float:
-        """The most edges of a part over the mean."""
+        """The edges of the part with the most edges, divided by the mean over all parts; 1 is best."""
         return _over_mean(self.edges)
 
     def halo_bytes(self, row_bytes: int | Mapping[str, int]) -> int:
-        """Bytes that cross between parts when each node in a halo is sent once.
+        """Bytes that cross between parts when each part receives the row of each node in its halo once.
 
         Args:
-            row_bytes: bytes of a node's row, for all types or by type.
+            row_bytes: bytes of a node's row: one number for all node types, or a number for each type.
         """
         return sum(sum(some) * _of_type(row_bytes, name) for name, some in self.halo.items())
 
@@ -102,11 +102,11 @@ class PartitionReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """The part of each node, by node type.
+    """An assignment of the nodes of a graph to parts, as `partition` makes it.
 
     Attributes:
-        assignment: int32[nodes] for each node type.
-        report: what it costs.
+        assignment: for each node type int32[nodes], the part of each node.
+        report: balance and cut of the partition.
     """
 
     assignment: dict[str, np.ndarray]
@@ -118,18 +118,22 @@ class Partition:
         return self.report.parts
 
     def owner(self) -> np.ndarray:
-        """int32[nodes]: the part of each node, type after type, as `ShardedGraph.from_graph` takes it."""
+        """int32[nodes]: the part of each node, all nodes of the first type first, as `ShardedGraph.from_graph` takes
+        it.
+        """
         return np.concatenate([np.zeros(0, np.int32), *self.assignment.values()])
 
     def nodes_of(self, part: int, node_type: str | None = None) -> np.ndarray:
-        """The nodes of a part, numbered within their type; the type may be left out where there is one."""
+        """The nodes of a part, numbered within their type. `node_type` may be left out if the graph has one node
+        type.
+        """
         name = _one_type(self.assignment, node_type)
         if not 0 <= part < self.parts:
             raise ValueError(f"`part` must be from 0 to {self.parts - 1}, got {part}")
         return np.flatnonzero(self.assignment[name] == part)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes an `.npy` file for each node type and `partition.json`, for `load`."""
+        """Writes the partition to a folder, for `load`: an `.npy` file for each node type and `partition.json`."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         (path / _FILE).unlink(missing_ok=True)
@@ -142,11 +146,11 @@ class Partition:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Partition:
-        """Opens a folder that `save` wrote; assignments are mapped, not read.
+        """Opens a folder that `save` wrote. The assignments are memory maps.
 
         Raises:
-            FileNotFoundError: no such folder, or a file of it is missing.
-            ValueError: a file that is cut short, or does not fit the others.
+            FileNotFoundError: the folder or one of its files is missing.
+            ValueError: a file is cut short or does not fit the other files.
         """
         path = Path(folder)
         if not (path / _FILE).exists():
@@ -193,30 +197,31 @@ def partition(
     passes: int = 8,
     seed: int = 0,
 ) -> Partition:
-    """Divides the nodes of a graph so that few edges have their ends in different parts.
+    """Divides the nodes of a graph into parts so that few edges connect different parts.
 
-    Each part gets about as many nodes of each type. With METIS, parts also have about as many edges.
+    Each part gets about the same number of nodes of each type. With METIS, each part also gets about the same number of
+    edges.
 
     Args:
-        graph: a `RelGraph`, a `dejax.minibatch.HeteroTopology` (also one on disk), or edge lists by
-            (source type, name, destination type): pairs (senders, receivers), numbered within their types.
+        graph: a `RelGraph`; a `dejax.minibatch.HeteroTopology`, in memory or on disk; or a dict of edge lists: pairs
+            (senders, receivers) by (source type, name, destination type), with nodes numbered within their types.
         parts: number of parts, at most the number of nodes.
-        num_nodes: with edge lists, the number of nodes of each type.
+        num_nodes: with edge lists: the number of nodes of each type.
         method: "metis", which needs pymetis; "stream", for graphs that are too large for METIS; "auto" takes METIS
-            where it is installed and the graph is in memory with up to 30 million edges.
-        imbalance: a bound for the nodes of a type in a part over their mean, at least 1. One node more than the mean is
-            always allowed.
-        passes: how often the streaming partitioner places each node.
-        seed: of what is drawn.
+            if it is installed and the graph is in memory and has at most 30 million edges.
+        imbalance: for each node type, the largest allowed number of nodes in a part, as a multiple of the mean; at
+            least 1. One node more than the mean is always allowed.
+        passes: how many times the streaming partitioner goes over all nodes.
+        seed: random seed.
 
     Returns:
         The partition with its report.
 
     Raises:
-        TypeError: a graph of another kind; num_nodes left out with edge lists.
-        ValueError: parts below 1 or above the number of nodes, an unknown node type or method, ids out of range,
-            imbalance below 1.
-        ModuleNotFoundError: "metis" without pymetis.
+        TypeError: `graph` is of another type, or edge lists come without `num_nodes`.
+        ValueError: `parts` is below 1 or above the number of nodes, a node type or `method` is unknown, a node id is
+            out of range, or `imbalance` is below 1.
+        ModuleNotFoundError: `method` is "metis" and pymetis is not installed.
 
     >>> cites = ("paper", "cites", "paper")
     >>> ring = np.arange(8), np.roll(np.arange(8), 1)

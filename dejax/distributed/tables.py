@@ -42,22 +42,24 @@ _SPARE_DEVIATIONS = 5  # of a capacity above the mean, as in dejax.minibatch.fin
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ShardedTable(Table):
-    """A table [rows, *row] whose rows are divided over the devices of a mesh, in equal blocks of ascending rows.
+    """A table of rows that is divided over the devices of a mesh: each device holds one block of consecutive rows.
 
-    Inside of `jax.shard_map` (so in the functions of `data_parallel`) each device asks for rows by their ids among all
-    rows. It sends each id to the device that owns the row, and gets the row back: one all-to-all of ids and one of
-    rows, in the table's own dtype. The rows lie in the host memory of each device's process, or in device memory.
+    The table has the shape [rows, *row], and all blocks have the same size. Inside of `jax.shard_map`, and so inside of
+    the functions of `data_parallel`, each device reads any rows by their ids in the whole table. A read is one
+    all-to-all exchange of ids and one of rows, in the table's own dtype. Each block lies in the host memory of its
+    device's process, or in device memory.
 
-    A pytree: pass it to the step as a part of the state or the data.
+    A `ShardedTable` is a pytree: pass it to a step as part of the state or of the data. Make one with `from_numpy`,
+    `zeros` or `normal`.
 
     Attributes:
         words: uint[padded rows, words], the rows as unsigned integers, divided over the mesh.
-        row_scale: float32[padded rows], divided over the mesh, or None.
-        column_scale: float32[*row], or None.
-        hot_ids: int32[hot], ascending, rows of which every device has a copy, or None.
-        hot_words: uint[hot, words], the copies, or None.
-        hot_scale: float32[hot], their scales, or None.
-        spec: its static part.
+        row_scale: float32[padded rows], the factor of each row, divided over the mesh; or None.
+        column_scale: float32[*row], the factor of each column; or None.
+        hot_ids: int32[hot], ascending ids of often used rows that every device holds a copy of; or None.
+        hot_words: uint[hot, words], the copies of these rows; or None.
+        hot_scale: float32[hot], the factors of these rows; or None.
+        spec: shape, dtype and mesh of the table (static).
     """
 
     _is_divided: ClassVar[bool] = True
@@ -84,22 +86,25 @@ class ShardedTable(Table):
         memory: str = "host",
         hot: Any = (),
     ) -> ShardedTable:
-        """A table with the rows of a numpy array or memory map, of which each process reads its devices' blocks.
+        """Makes a table from a numpy array or memory map. Each process reads only the blocks of its own devices.
 
         Args:
-            array: [rows, *row], on each process.
+            array: [rows, *row]; every process passes the same array.
             mesh: devices of one or several processes.
-            axis: the axis of the mesh over which the rows are divided.
-            dtype: of the table: float32, bfloat16, float16, float8_e4m3fn, int8 and others; by default the array's.
-            scale: None, "row" or "column", for int8 and FP8 rows: see `NodeFeatures.from_numpy`.
-            memory: "host", pinned where the device is a GPU, or "device".
-            hot: int[hot], distinct ids of rows that every device also keeps a copy of: `dejax.minibatch.hot_rows`
-                chooses them. Each write brings the copies up to date: an all-reduce of the hot rows.
+            axis: name of the mesh axis over which the rows are divided.
+            dtype: dtype of the table, such as float32, bfloat16, float16, float8_e4m3fn or int8; by default the
+                array's.
+            scale: for int8 and FP8 rows: "row" or "column" stores a float32 factor for each row or column, see
+                `NodeFeatures.from_numpy`. None stores no factors.
+            memory: "host" (pinned where the device is a GPU) or "device".
+            hot: int[hot], distinct ids of often used rows that every device keeps a copy of; `dejax.minibatch.hot_rows`
+                chooses them. After each write an all-reduce brings the copies up to date.
 
         Raises:
-            ValueError: a scalar, an unknown scale or memory, ids that do not fit.
-            TypeError: a dtype that cannot be gathered.
-            MemoryError: the memory cannot be pinned.
+            ValueError: `array` is a scalar, `scale` or `memory` is unknown, or `hot` has ids out of range or
+                duplicates.
+            TypeError: `gather` does not support the dtype.
+            MemoryError: the host memory cannot be pinned.
         """
         given = array if isinstance(array, np.ndarray) else np.asarray(array)
         return cls._of_rows("ShardedTable.from_numpy", given, mesh, axis, dtype, scale, memory, hot)
@@ -108,7 +113,7 @@ class ShardedTable(Table):
     def zeros(
         cls, shape: tuple[int, ...], mesh: Mesh, *, axis: str = "data", dtype: Any = np.float32, memory: str = "host"
     ) -> ShardedTable:
-        """A table of zeros. Raises as `from_numpy`."""
+        """Makes a table of zeros. The arguments and errors are those of `from_numpy`."""
         # Without strides the array takes no memory.
         return cls.from_numpy(np.broadcast_to(np.zeros((), dtype), shape), mesh, axis=axis, memory=memory)
 
@@ -125,16 +130,17 @@ class ShardedTable(Table):
         memory: str = "host",
         hot: Any = (),
     ) -> ShardedTable:
-        """A table to train: the numbers of `FeatureStore.embedding` with the same seed, on any number of devices.
+        """Makes a table of normally distributed values, for example embeddings to train.
 
-        Each process makes only the rows of its devices.
+        The values depend on `seed` only, not on the number of devices, and are those of `FeatureStore.embedding` with
+        the same seed. Each process makes only the rows of its own devices.
 
         Args:
             shape: (rows, width).
             mesh, axis, memory, hot: as in `from_numpy`.
-            seed: of the values, which are normal with mean 0.
-            stddev: their standard deviation; by default width^-1/2.
-            dtype: float32, bfloat16 or float16. The optimizer's moments are float32.
+            seed: seed of the values, whose mean is 0.
+            stddev: standard deviation of the values; by default width^-1/2.
+            dtype: float32, bfloat16 or float16. The optimizer's moments are always float32.
 
         Raises:
             ValueError, TypeError, MemoryError: as `FeatureStore.embedding` and `from_numpy`.
@@ -161,10 +167,10 @@ class ShardedTable(Table):
         return "divided over devices"
 
     def numpy(self) -> np.ndarray:
-        """A copy of all rows in host memory, without scales. Only where all devices are of this process.
+        """Copies all rows to a numpy array in host memory, without multiplying them by their scales.
 
         Raises:
-            ValueError: devices of other processes hold rows.
+            ValueError: some rows lie on devices of other processes.
         """
         if not self.words.is_fully_addressable:
             raise ValueError("ShardedTable.numpy: other processes hold rows; save the table with distributed.save")
@@ -177,21 +183,26 @@ class ShardedTable(Table):
     # -------------------------------------------------------------------------------------------- reading
 
     def gather(self, ids: ArrayLike, *, capacity: int | None = None, dtype: Any = None) -> tuple[Array, Array]:
-        """Rows by ids, from the devices that own them. All devices call it together, inside of `shard_map`.
+        """Reads rows by their ids, from whichever devices hold them. All devices call it together, inside of
+        `shard_map`.
 
         Args:
-            ids: int[...] on each device; rows of ids out of range (-1 for padding) are zeros.
-            capacity: the most rows that a device asks of another one (`find_capacity`). By default as many as there are
-                ids: all fit, and the exchange has `devices` times as many slots as ids.
-            dtype: float32, bfloat16 or float16; by default the table's, or float32 where rows are FP8 or have scales.
+            ids: int[...], the rows that this device wants. An id out of range, such as -1 for padding, gives a row of
+                zeros.
+            capacity: the largest number of rows that this device requests from any one device; `find_capacity` computes
+                a good value. By default the number of ids, which is always enough but makes the exchange as large as
+                `devices` times the number of ids.
+            dtype: dtype of the result: float32, bfloat16 or float16. By default the table's dtype, or float32 if the
+                rows are FP8 or have scales.
 
         Returns:
-            Rows [*ids.shape, *row], times their scales, and an int32 scalar: how many ids of this device did not fit.
-            Their rows are zeros; `check_lost` raises for them.
+            The rows [*ids.shape, *row], multiplied by their scales; and an int32 scalar, the number of rows of this
+            device that exceeded the capacity. Those rows are zeros; pass the number to `check_lost` to get an error
+            instead.
 
         Raises:
-            ValueError: outside of `shard_map` over the table's axis, or a capacity below 1.
-            TypeError: ids that are no integers.
+            ValueError: the call is outside of `shard_map` over the table's axis, or `capacity` is below 1.
+            TypeError: `ids` are not integers.
         """
         what, spec = "ShardedTable.gather", self.spec
         ids, shape, capacity = self._checked(what, ids, capacity)
@@ -219,15 +230,15 @@ class ShardedTable(Table):
         return rows.reshape(*shape, *spec.row), lost
 
     def find_capacity(self, batches: Iterable[ArrayLike], *, update: bool = False) -> int:
-        """A capacity for `gather` and `update`, from ids of some batches: the mean plus five standard deviations of the
-        most ids that fall to one owner.
+        """Computes a `capacity` for `gather` and `update` from the ids of some typical batches.
 
-        Of few batches the deviation is uncertain. So it counts as at least that of as many independent draws, the root
-        of the mean.
+        For each batch it takes the largest number of ids that one device holds; the capacity is the mean of these
+        numbers plus five standard deviations. As few batches say little about the deviation, it is taken to be at least
+        the square root of the mean, which is the deviation of independent draws.
 
         Args:
-            batches: int[...], the ids that one device asks for at a time.
-            update: for `update` alone, which sends the gradients of hot rows to their owners, too.
+            batches: int[...] arrays, the ids that one device requests in each batch.
+            update: whether the capacity is for `update` alone, which also sends the gradients of hot rows.
         """
         hot = np.asarray(() if self.hot_ids is None or update else self.hot_ids)
         most, largest = [], 1
@@ -244,7 +255,9 @@ class ShardedTable(Table):
         return max(1, min(largest, max(wanted, int(max(most)))))
 
     def exchange_bytes(self, ids: int, capacity: int | None = None) -> Mapping[str, int]:
-        """What one device sends to others in a `gather` of so many ids: bytes of ids and of rows, padding included."""
+        """Bytes that one device sends to other devices in a `gather` of `ids` ids: of ids and of rows, padding
+        included.
+        """
         slots = (self.spec.devices - 1) * (ids if capacity is None else capacity)
         row = self.spec.row_bytes + (4 if self.row_scale is not None else 0)
         return {"ids": 4 * slots, "rows": row * slots}
@@ -252,10 +265,12 @@ class ShardedTable(Table):
     # -------------------------------------------------------------------------------------------- writing
 
     def init(self, optimizer: Optimizer) -> OptimizerState:
-        """The state of `dejax.host_gather.sgd`, `adagrad` or `adam`, with its tables divided as this one.
+        """Makes the optimizer state for this table: its tables are divided over the devices as this table is.
+
+        `optimizer` is one of `dejax.host_gather.sgd`, `adagrad` and `adam`.
 
         Raises:
-            ValueError: a table with scales.
+            ValueError: the table has scales, so it cannot be trained.
         """
         self._check_writable("ShardedTable.init")
         states = [optimizer.init(self._block(shard.data)) for shard in self.words.addressable_shards]
@@ -266,20 +281,21 @@ class ShardedTable(Table):
     def update(
         self, optimizer: Optimizer, gradient: RowGradient, state: OptimizerState, *, capacity: int | None = None
     ) -> tuple[ShardedTable, OptimizerState, Array]:
-        """The table and the state after a step on the rows of all devices, written in place, inside of `shard_map`.
+        """Applies the row gradients of all devices to the table, in place. All devices call it inside of `shard_map`.
 
-        Gradients travel to the devices that own their rows. Gradients of equal ids are summed by device, in the order
-        of the mesh, and on each device in the order given. Ids out of range are ignored. Owners write hot rows, too;
-        then all devices get the same new copies of them.
+        Each row gradient is sent to the device that holds the row. Gradients of equal ids are summed in the order of
+        the devices in the mesh, and for one device in the given order. Ids out of range are ignored. The copies of hot
+        rows are then brought up to date on all devices.
 
         Args:
-            optimizer: that of `init`.
-            gradient: this device's rows.
-            state: from `init` or the last update; the step must donate it, as it must the table.
-            capacity: as for `gather`, own rows and hot rows included (`find_capacity` with `update=True`).
+            optimizer: the optimizer that was given to `init`.
+            gradient: ids and gradients of the rows that this device has read.
+            state: the state from `init` or from the last update. The step must donate the state and the table.
+            capacity: as for `gather`, but hot rows count, too (`find_capacity(..., update=True)`).
 
         Returns:
-            The table, the state, and how many rows of this device did not fit: their gradients are not applied.
+            The new table, the new state, and an int32 scalar: the number of rows of this device that exceeded the
+            capacity. The gradients of those rows are not applied.
         """
         ids, values, lost = self._to_owners("ShardedTable.update", gradient.ids, gradient.values, capacity)
         given: tuple[Any, Any] = (state.first, state.second)  # divided, where the tables of other states are not
@@ -294,7 +310,10 @@ class ShardedTable(Table):
         return self._written(table._leaf), OptimizerState(after.step, *parts), lost
 
     def scatter_add(self, ids: ArrayLike, rows: Array, *, capacity: int | None = None) -> tuple[ShardedTable, Array]:
-        """The table with rows of all devices added in the order of the mesh; how many of this one did not fit."""
+        """Adds the rows of all devices to the table, in the order of the devices in the mesh.
+
+        Returns the new table and the number of rows of this device that exceeded `capacity` and were not added.
+        """
         return self._counted("ShardedTable.scatter_add", scatter_add, ids, rows, capacity)
 
     def _write(self, what: str, write: Callable[[Any, Any, Any], Any], ids: Any, rows: Any) -> ShardedTable:
@@ -427,14 +446,14 @@ def _exchanged(read: Callable[[Array], Array], path: Route | None, asked: Array 
 
 
 def check_lost(lost: ArrayLike, what: str = "an exchange of rows") -> None:
-    """Raises if rows did not fit. Call it outside of jit, for example with `report.counts`.
+    """Raises an error if rows of an exchange exceeded its capacity. Call it outside of jit, such as on `report.counts`.
 
     Args:
-        lost: int[...], counts of `ShardedTable.gather` or `update`.
-        what: for the message.
+        lost: int[...], the counts that `ShardedTable.gather` or `update` returned.
+        what: name of the exchange, for the message.
 
     Raises:
-        ValueError: any count above 0.
+        ValueError: a count is above 0.
 
     >>> import jax.numpy as jnp
     >>> from dejax.distributed import check_lost

@@ -41,18 +41,19 @@ def save_parts(
     nodes: Mapping[str, Any] | None = None,
     edges: Mapping[str, Any] | None = None,
 ) -> None:
-    """Splits a graph and writes each part to a folder of its own, for `load_parts`.
+    """Divides a graph into parts and writes each part to its own folder, for `load_parts`.
 
     Args:
-        folder: the folder; `part_0` to `part_<parts - 1>` are made in it, and `graph.json`.
+        folder: the folder in which `graph.json` and the folders `part_0` to `part_<parts - 1>` are made.
         graph: the whole graph.
         owner: int[nodes], the part of each node (`Partition.owner()`).
         parts: number of parts.
-        nodes: arrays with one row for each node, by name; may be memory maps.
-        edges: arrays with one row for each edge, by name.
+        nodes: arrays [nodes, ...] to store with the graph, by name; may be memory maps.
+        edges: arrays [edges, ...] to store with the graph, by name; may be memory maps.
 
     Raises:
-        TypeError, ValueError: as `ShardedGraph.from_graph`; a name that is no identifier; an array with other rows.
+        TypeError, ValueError: as `ShardedGraph.from_graph`; a name is no identifier; an array has another number of
+            rows.
     """
     layout, made = split(whole_graph(graph), checked_owner(owner, graph.num_nodes, parts), parts)
     path = Path(folder)
@@ -83,17 +84,18 @@ def save_parts(
 def load_parts(
     folder: str | os.PathLike[str], mesh: Mesh, axis: str | None = None, *, loop_tables: bool | None = None
 ) -> ShardedGraph:
-    """Opens a folder of `save_parts`: each process reads the parts of its own devices only.
+    """Opens a folder that `save_parts` wrote, as a `ShardedGraph`. Each process reads only the parts of its own
+    devices.
 
     Args:
-        folder: the folder.
-        mesh: a mesh whose axis has as many devices as there are parts.
-        axis: the name of the axis; may be left out where the mesh has one axis.
+        folder: the folder that was given to `save_parts`.
+        mesh: a mesh whose axis has as many devices as the graph has parts.
+        axis: name of the axis; may be left out if the mesh has one axis.
         loop_tables: as in `ShardedGraph.from_graph`.
 
     Raises:
-        FileNotFoundError: no such folder, or a file of it is missing.
-        ValueError: an axis of another size; a file that is cut short; a folder of an older version.
+        FileNotFoundError: the folder or one of its files is missing.
+        ValueError: the axis has another size, a file is cut short, or an older version of dejax wrote the folder.
     """
     axis = axis_of(mesh, axis)
     described = _described(folder)
@@ -116,12 +118,12 @@ def load_parts(
 
 
 def load_nodes(folder: str | os.PathLike[str], graph: ShardedGraph, name: str) -> Array:
-    """An array of nodes that `save_parts` wrote, as [rows, *F] over the devices."""
+    """Reads an array of `save_parts(..., nodes=...)` by its name, as [rows, *F] over the devices of `graph`."""
     return _load(folder, graph, f"nodes_{name}", graph.layout.rows)
 
 
 def load_edges(folder: str | os.PathLike[str], graph: ShardedGraph, name: str) -> Array:
-    """An array of edges that `save_parts` wrote, as [edge rows, *F] over the devices.
+    """Reads an array of `save_parts(..., edges=...)` by its name, as [edge rows, *F] over the devices of `graph`.
 
     >>> import tempfile, numpy as np
     >>> from dejax.distributed import make_mesh

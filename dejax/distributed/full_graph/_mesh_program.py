@@ -20,22 +20,23 @@ from dejax.rgnn.options import Options
 
 
 def over_mesh(program: Program) -> MeshProgram:
-    """The same program for a `ShardedGraph`: forward and backward over the devices of a mesh.
+    """Makes a program or layer that was written for one device run, forward and backward, on a graph divided over a
+    mesh.
 
-    A program that is called with a `ShardedGraph` does the same, and so do the layers of `dejax.rgnn.nnx` and
-    `dejax.rgnn.linen`. The result here also tells its plan and the bytes that it sends.
+    Programs and the layers of `dejax.rgnn.nnx` and `dejax.rgnn.linen` also accept a `ShardedGraph` directly. Use
+    `over_mesh` where you want to see the plan of the exchanges or the bytes that they send.
 
     Args:
-        program: made by `@rgnn.program`, such as those of `dejax.rgnn.library` and `dejax.rgnn.zoo`, or your own.
+        program: a function made by `@rgnn.program`: from `dejax.rgnn.library` or `dejax.rgnn.zoo`, or your own.
 
     Returns:
-        A function of a `ShardedGraph` and the program's arguments. Arrays with one row for each node are [rows, *F] as
-        `ShardedGraph.shard_nodes` makes them, and arrays with one row for each edge as `shard_edges` does; the others
-        are as for the program, the same on every device. Results likewise. It runs inside and outside of `jax.jit` and
-        under `jax.grad`.
+        A function that takes a `ShardedGraph` and then the program's arguments. Arrays with one row for each node have
+        the layout [rows, *F] of `ShardedGraph.shard_nodes`, and arrays with one row for each edge that of
+        `shard_edges`, as arguments and as results. All other arrays are replicated on every device. The function works
+        inside and outside of `jax.jit` and under `jax.grad`.
 
     Raises:
-        TypeError: `program` is not a program.
+        TypeError: `program` was not made by `@rgnn.program`.
     """
     if not isinstance(program, Program):
         raise TypeError(
@@ -46,7 +47,7 @@ def over_mesh(program: Program) -> MeshProgram:
 
 
 class MeshProgram:
-    """A program over the devices of a mesh; made by `over_mesh`.
+    """A program that runs over the devices of a mesh, as `over_mesh` makes it.
 
     >>> import jax.numpy as jnp, numpy as np
     >>> from dejax.distributed import make_mesh
@@ -86,14 +87,16 @@ class MeshProgram:
         return jax.tree_util.tree_unflatten(tree, _run(plan, chosen, graph, given))
 
     def plan(self, graph: ShardedGraph, *args: Any, **kwargs: Any) -> Distributed:
-        """The stages and collectives of a call with these arguments, which may be `jax.ShapeDtypeStruct`."""
+        """The stages and the collectives of a call with these arguments. The arguments may be
+        `jax.ShapeDtypeStruct`s.
+        """
         return self._prepare(graph, args, kwargs)[0]
 
     def bytes_sent(self, graph: ShardedGraph, *args: Any, **kwargs: Any) -> int:
-        """Bytes that cross links in the exchanges of one forward pass, all devices together.
+        """Bytes that all devices together send to each other in one forward pass with these arguments.
 
-        A backward pass sends the same number back, less the values that no gradient flows through. Reductions over the
-        graph or its types, whose results are small, are not counted.
+        A backward pass sends the same number, less the values through which no gradient flows. Small reductions over
+        the whole graph or over its types are not counted.
         """
         return self.plan(graph, *args, **kwargs).exchanged_bytes * graph.layout.rows_sent
 

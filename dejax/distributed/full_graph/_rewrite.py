@@ -28,7 +28,8 @@ SOURCE_PAIRS = (
 
 
 class CannotDistribute(ValueError):
-    """A program that full graphs over a mesh do not take; the message names its line and the remedy.
+    """The program has an operation that is not supported on a `ShardedGraph`. The message names its line and the
+    remedy.
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn

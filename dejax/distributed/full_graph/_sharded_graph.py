@@ -33,27 +33,29 @@ _STATIC: dict[str, Any] = {"static": True}
 @pytree
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ShardedGraph:
-    """A graph over the devices of a mesh axis: each owns some nodes and has the edges into them.
+    """A graph whose nodes are divided over the devices of a mesh axis. Each device has the edges into its own nodes.
 
-    A pytree: pass it to a jitted function as an argument. Make one with `from_graph` or `load`, not with the
-    constructor. Arrays with one row for each node are [rows, *F]: the nodes of the first device, its padding rows, then
-    those of the second device and so on, sharded over the axis. `shard_nodes` brings an array to this form, and
-    `unshard_nodes` brings it back. Arrays with one row for each edge have an order of this kind, too.
+    Make one with `from_graph`, or with `load_parts` from a folder. It is a pytree: pass it to a jitted function as an
+    argument. Programs and the layers of `dejax.rgnn.nnx` and `dejax.rgnn.linen` take it in place of a `RelGraph`.
 
-    Programs take it where they take a `RelGraph`, and so do the layers of `dejax.rgnn.nnx` and `dejax.rgnn.linen`. It
-    has a RelGraph's counts, types and masks, of these rows.
+    Arrays with one row for each node have the layout [rows, *F]: the nodes of the first device, then its padding rows,
+    then the nodes of the second device, and so on. They are sharded over the axis. `shard_nodes` brings an array into
+    this layout and `unshard_nodes` brings it back; `shard_edges` and `unshard_edges` do so for arrays with one row for
+    each edge. Counts such as `num_nodes` are of these rows.
+
+    Each device also has room for copies of the nodes of other devices that its edges start from: its halo.
 
     Attributes:
-        owned: for each device the graph of its own nodes, without edges; every table has a leading axis of parts.
-        local: for each device the graph of its own nodes, the halo slots behind them, and the edges.
-        send: int32[parts, halo slots], the own row that a device sends in each slot.
+        owned: for each device the graph of its own nodes, without edges; all arrays have a leading axis of devices.
+        local: for each device the graph of its own nodes, its halo, and its edges.
+        send: int32[devices, halo slots], the row that a device sends in each slot of the exchange.
         node_ids: int32[rows], the number of each row's node in the whole graph; -1 for padding rows.
-        edge_ids: int32[edge rows], likewise for edges, in the order in which the whole graph was given.
+        edge_ids: int32[edge rows], the number of each row's edge in the given order of edges; -1 for padding rows.
         node_mask: bool[rows], False for padding rows.
         edge_mask: bool[edge rows], False for padding rows.
-        layout: the sizes that all parts have in common, and the rounds of the exchange (static).
+        layout: the sizes that all devices have in common, and the rounds of the exchange (static).
         mesh: the mesh (static).
-        axis: the name of its axis (static).
+        axis: the name of the mesh axis (static).
     """
 
     owned: RelGraph
@@ -71,20 +73,21 @@ class ShardedGraph:
     def from_graph(
         cls, graph: RelGraph, owner: Any, mesh: Mesh, axis: str | None = None, *, loop_tables: bool | None = None
     ) -> ShardedGraph:
-        """Splits a graph over the devices of a mesh axis.
+        """Divides a graph over the devices of a mesh axis.
 
         Args:
             graph: the whole graph, without padding.
-            owner: int[nodes], the part that owns each node, below the size of the axis; from
-                `dejax.distributed.partition`, for example.
-            mesh: the mesh. The other axes of the mesh hold copies.
-            axis: the name of the axis; may be left out where the mesh has one axis.
-            loop_tables: whether each device's graph gets the tables that GPU kernels read
-                (`RelGraph.with_loop_tables`); None: where the mesh's devices are GPUs.
+            owner: int[nodes], the device (its place along the axis) that owns each node, for example
+                `partition(graph, devices).owner()`.
+            mesh: the mesh. If it has other axes, devices along them hold copies.
+            axis: name of the axis; may be left out if the mesh has one axis.
+            loop_tables: whether the graph of each device gets the index tables that GPU kernels read
+                (`RelGraph.with_loop_tables`). None: if the devices are GPUs.
 
         Raises:
             TypeError: `graph` is not a RelGraph, or is traced.
-            ValueError: a graph with padding, an owner out of range or of another length, an axis that the mesh lacks.
+            ValueError: the graph has padding, `owner` has another length or values out of range, or the mesh has no
+                such axis.
         """
         axis = axis_of(mesh, axis)
         whole = whole_graph(graph)
@@ -110,12 +113,14 @@ class ShardedGraph:
 
     @property
     def num_nodes(self) -> int:
-        """`num_rows`, as a RelGraph counts padding rows; `layout.num_nodes` has the nodes of the whole graph."""
+        """The same as `num_rows`, since padding rows count; `layout.num_nodes` is the number of nodes of the whole
+        graph.
+        """
         return self.num_rows
 
     @property
     def num_edges(self) -> int:
-        """`num_edge_rows`; `layout.num_edges` has the edges of the whole graph."""
+        """The same as `num_edge_rows`; `layout.num_edges` is the number of edges of the whole graph."""
         return self.num_edge_rows
 
     @property
@@ -136,12 +141,12 @@ class ShardedGraph:
 
     @property
     def node_type_counts(self) -> None:
-        """None: nodes of a type do not lie side by side, as they may in a RelGraph."""
+        """Always None: the nodes of one type are not contiguous, as they may be in a RelGraph."""
         return None
 
     @property
     def node_type(self) -> Array:
-        """int32[rows], the type of each row's node; `num_node_types` for padding rows."""
+        """int32[rows], the node type of each row; `num_node_types` for padding rows."""
         return self.owned.node_type.reshape(-1)
 
     @property
@@ -155,22 +160,29 @@ class ShardedGraph:
         )
 
     def shard_nodes(self, x: Any) -> Array:
-        """An array [nodes, *F] in the order of the whole graph as [rows, *F] over the devices; zeros in padding rows.
+        """Brings an array [nodes, *F], in the node order of the whole graph, into the layout [rows, *F] over the
+        devices.
 
-        Each process reads only the rows of its own devices, so `x` may be a memory map.
+        Padding rows are zeros. Each process reads only the rows of its own devices, so `x` may be a memory map.
         """
         return self._sharded(x, self.node_ids, self.layout.num_nodes, "node")
 
     def shard_edges(self, x: Any) -> Array:
-        """As `shard_nodes`, for an array [edges, *F] in the order of the whole graph's edges."""
+        """Brings an array [edges, *F], in the edge order of the whole graph, into the layout [edge rows, *F] over the
+        devices.
+        """
         return self._sharded(x, self.edge_ids, self.layout.num_edges, "edge")
 
     def unshard_nodes(self, x: Any) -> np.ndarray:
-        """An array [rows, *F] back in the order of the whole graph: [nodes, *F], on every process."""
+        """Brings an array [rows, *F] back into the node order of the whole graph: [nodes, *F] in numpy, on every
+        process.
+        """
         return self._whole(x, self.node_ids, self.layout.num_nodes)
 
     def unshard_edges(self, x: Any) -> np.ndarray:
-        """As `unshard_nodes`, for edges."""
+        """Brings an array [edge rows, *F] back into the edge order of the whole graph: [edges, *F] in numpy, on every
+        process.
+        """
         return self._whole(x, self.edge_ids, self.layout.num_edges)
 
     def _sharded(self, x: Any, ids: Array, count: int, kind: str) -> Array:
