@@ -19,6 +19,13 @@ ELEMENTWISE = frozenset(
 """Names of primitives that compute each element of a result from the same elements of the operands."""
 
 
+def is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an equation computes each element of its one result, of this shape, from those elements and scalars."""
+    if eqn.primitive.name not in ELEMENTWISE or len(eqn.outvars) != 1 or eqn.outvars[0].aval.shape != shape:
+        return False
+    return all(v.aval.shape in (shape, ()) for v in eqn.invars)
+
+
 class JaxprValues:
     """The values of a jaxpr's variables, as far as they are known.
 

@@ -23,6 +23,7 @@ TRANSFORMATIONS = {
     "momentum": optax.sgd(1e-2, momentum=0.9, nesterov=True),
     "lion": optax.lion(1e-3),
     "adafactor": optax.adafactor(1e-2),
+    "lamb": optax.lamb(1e-2),  # a last factor that depends on the whole array
     "accumulated": optax.MultiSteps(optax.adam(1e-2), 2),
 }
 
@@ -44,7 +45,7 @@ def after_steps(tx):
 CASES = [(name, {"streams": True}, 3000) for name in TRANSFORMATIONS]
 CASES += [(name, "on disk", size) for name, size in (("adam", 3000), ("clipped", 1 << 20), ("momentum", 200))]
 CASES += [("adafactor", "on disk", 3000), ("accumulated", "on disk", 8000)]
-QUICK = [("accumulated", "on disk", 8000)]
+QUICK = [("accumulated", "on disk", 8000), ("lamb", {"streams": True}, 3000)]
 QUICK += [("adamw", {"streams": False}, 1)]  # the others are compared on meshes, in test_state_shards.py
 
 

@@ -19,7 +19,6 @@ from dejax.offload.activations.boundary import ring_bytes
 from dejax.offload.activations.residuals import Residual, make_derivative
 from dejax.offload.activations.store import ActivationStore
 from dejax.offload.state.store import StateStore, store_at
-from dejax.offload.state.stream.chain import staging_bytes
 from dejax.offload.state.stream.rows import HostRows, Walk
 
 SHORT = (2, 4)  # layers of the profiled stacks
@@ -307,7 +306,7 @@ def there_and_back(row_bytes: int, length: int) -> Callable[[], Any]:
     host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
 
     def loop(arrays: list[Any]) -> list[Any]:
-        moved = HostRows(arrays, staging_bytes([row_bytes], 1, length))
+        moved = HostRows(arrays, [None], ahead=1)
         walk = Walk((0,), length, False, 1)
         ticket = moved.first_rows(moved.begin(), walk)
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from dejax.offload._evaluation import ELEMENTWISE, Demand, inlined
+from dejax.offload._evaluation import Demand, inlined, is_elementwise
 from dejax.offload.state.disk_shards import divided
 from dejax.offload.state.placements import Tier, is_on_host, shardings_of, tier_of
 from dejax.offload.state.store import StateStore
@@ -208,7 +208,7 @@ class LazyArray:
             )
         elif eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.shape == ():
             part = jnp.broadcast_to(self._evaluation.value(eqn.invars[0]), (end - begin, *self.shape[1:]))
-        elif _is_elementwise(eqn, self.shape):
+        elif is_elementwise(eqn, self.shape):
             part = eqn.primitive.bind(*(self._part(v, begin, end, known) for v in eqn.invars), **eqn.params)
         else:
             part = self._evaluation.value(var)[begin:end]
@@ -230,14 +230,6 @@ def _rows_of_host(x: Any, begin: int, count: int) -> Any:
 def _shape(x: Any) -> Any:
     aval = jax.typeof(x)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
-
-
-def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
-    return (
-        eqn.primitive.name in ELEMENTWISE
-        and len(eqn.outvars) == 1
-        and all(v.aval.shape in (shape, ()) for v in eqn.invars)
-    )
 
 
 def _demand(closed: core.ClosedJaxpr, leaves: Sequence[Any]) -> Demand:

@@ -14,7 +14,7 @@ import jax
 from jax.extend import core
 
 from dejax import _compat
-from dejax.offload._evaluation import ELEMENTWISE
+from dejax.offload._evaluation import ELEMENTWISE, is_elementwise
 
 Labels = frozenset[int]
 Runs = tuple[tuple[int, Labels], ...]
@@ -143,7 +143,7 @@ def _of_elements(eqn: Any, given: list[Runs]) -> Runs | None:
     if name in ELEMENTWISE:
         wide = [runs for v, runs in zip(eqn.invars, given, strict=True) if v.aval.shape == out.shape]
         scalars = _NOTHING.union(*(_all(runs) for v, runs in zip(eqn.invars, given, strict=True) if v.aval.shape == ()))
-        if all(v.aval.shape in (out.shape, ()) for v in eqn.invars):
+        if is_elementwise(eqn, out.shape):
             return _with(_joined(wide), scalars)
     if name == "concatenate" and params["dimension"] == 0:
         return _merged([run for runs in given for run in runs])

@@ -10,17 +10,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
 
 from dejax import _native
 from dejax._optional import optional
-from dejax.offload._evaluation import Demand, inlined
+from dejax.offload._evaluation import inlined
 from dejax.offload.state import disk_shards
 from dejax.offload.state.first_state import first_state, in_place
 from dejax.offload.state.placements import Placements, Tier, explicit_shardings, is_on_host, shardings_in
 from dejax.offload.state.store import StateStore, is_on_disk, store_at
-from dejax.offload.state.stream.cut import PIECE_BYTES, unit_of
-from dejax.offload.state.stream.devices import why_no_shards
+from dejax.offload.state.stream.calls import why_no_shards
+from dejax.offload.state.stream.cut import PIECE_BYTES, StateUpdate, unit_of
 from dejax.offload.state.stream.pieces import stream_state
 
 _HOST = jax.memory.Space.Host
@@ -112,24 +111,26 @@ def optimizer(
         return state
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        traced = _trace_update(tx, state, (updates, params, extra))
+        traced, others, out_tree = _trace_update(tx, state, (updates, params, extra))
         on_disk = any(map(is_on_disk, traced.state))
         away = [is_on_disk(x) if on_disk else moved.is_large(x) for x in traced.state]
         # Outside of jit one operation follows the other: nothing could overlap.
-        inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((traced.state, traced.others)))
+        inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((traced.state, others)))
         if on_disk and not inside:
             raise ValueError("offload.optimizer: a state on disk must be updated in jax.jit, got arrays outside of it")
         streamed, shardings = copies.of(traced.state, away, inside)
-        evaluation = traced.demand(away, streamed)
-        outputs: list[Any] = [None] * len(traced.jaxpr.outvars)
+        for var, leaf, is_away, travels in zip(traced.jaxpr.invars, traced.state, away, streamed, strict=False):
+            if not travels:
+                traced.give(var, leaf, is_away)
+        for var, leaf in zip(traced.jaxpr.invars[len(traced.state) :], others, strict=True):
+            traced.give(var, leaf, False)
         if any(streamed):
-            stream_state(evaluation, traced.state, shardings, streamed, traced.num_updates, outputs, piece_bytes, ahead)
-        for i in _order(traced.jaxpr, traced.num_updates, away):
-            if outputs[i] is None:
-                value = evaluation.value(traced.jaxpr.outvars[i])
-                at = i - traced.num_updates
-                outputs[i] = jax.device_put(value, _HOST) if at >= 0 and away[at] else value
-        return jax.tree.unflatten(traced.out_tree, outputs)
+            stream_state(traced, shardings, streamed, piece_bytes, ahead)
+        for output in _order(traced, away):
+            if traced.outputs[output] is None:
+                value, at = traced.value(traced.jaxpr.outvars[output]), traced.state_of(output)
+                traced.outputs[output] = value if at is None or not away[at] else jax.device_put(value, _HOST)
+        return jax.tree.unflatten(out_tree, traced.outputs)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -238,32 +239,8 @@ def _by_default() -> bool:
     return jax.default_backend() == "gpu" and _native.unavailable_reason() is None
 
 
-@dataclass(frozen=True, slots=True)
-class _TracedUpdate:
-    """An update as a jaxpr: state, other arguments -> updates, new state."""
-
-    closed: core.ClosedJaxpr
-    state: list[Any]
-    others: list[Any]
-    num_updates: int
-    out_tree: Any
-
-    @property
-    def jaxpr(self) -> core.Jaxpr:
-        return self.closed.jaxpr
-
-    def demand(self, away: Sequence[bool], streamed: Sequence[bool]) -> Demand:
-        """An evaluation of the update with every input but the streamed ones."""
-        evaluation = Demand(self.closed)
-        for var, leaf, is_away, is_streamed in zip(self.jaxpr.invars, self.state, away, streamed, strict=False):
-            if not is_streamed:
-                evaluation.give(var, leaf, is_away)
-        for var, leaf in zip(self.jaxpr.invars[len(self.state) :], self.others, strict=True):
-            evaluation.give(var, leaf, False)
-        return evaluation
-
-
-def _trace_update(tx: Any, state: Any, others: tuple[Any, Any, Any]) -> _TracedUpdate:
+def _trace_update(tx: Any, state: Any, others: tuple[Any, Any, Any]) -> tuple[StateUpdate, list[Any], Any]:
+    """The update, the leaves of its other arguments, and the tree of its results."""
     state_leaves, state_tree = jax.tree.flatten(state, is_leaf=is_on_disk)
     other_leaves, others_tree = jax.tree.flatten(others)
 
@@ -280,25 +257,21 @@ def _trace_update(tx: Any, state: Any, others: tuple[Any, Any, Any]) -> _TracedU
 
     closed, out = jax.make_jaxpr(flat, return_shape=True)(*map(shape, (*state_leaves, *other_leaves)))
     num_updates = len(jax.tree.leaves(out[0]))
-    return _TracedUpdate(inlined(closed), state_leaves, other_leaves, num_updates, jax.tree.structure(out))
+    return StateUpdate(inlined(closed), state_leaves, num_updates), other_leaves, jax.tree.structure(out)
 
 
-def _order(jaxpr: core.Jaxpr, num_updates: int, away: Sequence[bool]) -> list[int]:
+def _order(update: StateUpdate, away: Sequence[bool]) -> list[int]:
     """An order of the outputs in which those that need the same arrays of the host follow one another."""
-    on_host = [var for var, is_away in zip(jaxpr.invars, away, strict=False) if is_away]
-    needs: dict[Any, frozenset[int]] = {var: frozenset((i,)) for i, var in enumerate(on_host)}
-    for eqn in jaxpr.eqns:
-        found = frozenset().union(*(needs.get(v, frozenset()) for v in eqn.invars if not isinstance(v, core.Literal)))
-        needs.update(dict.fromkeys(eqn.outvars, found))
-    group: dict[int, int] = {}
-    outs = [frozenset() if isinstance(v, core.Literal) else needs.get(v, frozenset()) for v in jaxpr.outvars]
-    for i in range(num_updates):
-        for need in outs[i]:
-            group.setdefault(need, i)
+    needs = update.needs([i for i, is_away in enumerate(away) if is_away])
+    last = update.num_updates
+    first: dict[int, int] = {}  # for each array, the first update that needs it
+    for output in range(last):
+        for need in needs[output]:
+            first.setdefault(need, output)
 
-    def place(i: int) -> tuple[int, int]:
-        if i < num_updates:
-            return (i, 0)
-        return (min((group.get(need, num_updates) for need in outs[i]), default=num_updates), 1)
+    def place(output: int) -> tuple[int, int]:
+        if output < last:
+            return (output, 0)
+        return (min((first.get(need, last) for need in needs[output]), default=last), 1)
 
-    return sorted(range(len(outs)), key=place)
+    return sorted(range(len(needs)), key=place)

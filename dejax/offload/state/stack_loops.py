@@ -21,7 +21,7 @@ from dejax.offload.state.mixing import why_not_by_layers
 from dejax.offload.state.placements import tier_of
 from dejax.offload.state.stack_settings import StackSettings, StackState, StateShardings
 from dejax.offload.state.store import is_on_disk
-from dejax.offload.state.stream.rows import HostRows, Walk, rows_of, why_no_rows
+from dejax.offload.state.stream.rows import HostRows, Walk, why_no_rows
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _SITE = 1 << 41
@@ -92,7 +92,7 @@ class Run:
         value = loss(outer, x)
         if self.rows is not None:
             ticket, value = jax.lax.optimization_barrier((self.ticket, value))
-            self.rows.finish_reading(ticket, [value])
+            self.rows.finish_loss(ticket, value)
         return value
 
     def _streams(self, certain: bool) -> bool:
@@ -197,7 +197,7 @@ class Run:
         if not self.moved:
             return
         arrays = [self.leaves[i] for i in self.moved]
-        self.rows = rows_of(arrays, [self.shardings[i] for i in self.moved], self.config.ahead)
+        self.rows = HostRows(arrays, [self.shardings[i] for i in self.moved], self.config.ahead)
         self.ticket = self.rows.begin(changes=changes)
 
     def _begin_early(self) -> None:

@@ -127,6 +127,10 @@ class DiskArray:
     def next_version(self, ticket: Any) -> DiskArray:
         """The array after an update; `ticket`: its ticket, waited for."""
         ticket = ticket + np.array([0, 0, 1, *[0] * (ticket.shape[-1] - 3)], np.uint32)
+        return self.with_ticket(ticket)
+
+    def with_ticket(self, ticket: Any) -> DiskArray:
+        """The array of another ticket, such as one that a program has returned."""
         return DiskArray(ticket, self.shape, self.dtype, self.unit_bytes, self.store, self.sharding)
 
     def shard(self, ticket: Any) -> DiskArray:

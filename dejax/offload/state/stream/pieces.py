@@ -12,18 +12,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from dejax.offload._evaluation import Demand
 from dejax.offload.state import disk_shards
-from dejax.offload.state.stream import devices
-from dejax.offload.state.stream.chain import ChainUse, Spans
-from dejax.offload.state.stream.cut import StatePiece, groups_of, pieces_of, read_by, staging_of, wide_of
+from dejax.offload.state.stream.calls import (
+    ArrayPiece,
+    Stream,
+    StreamUse,
+    shapes_of_shards,
+    staging_bytes,
+    why_no_shards,
+)
+from dejax.offload.state.stream.cut import StateGroup, StatePiece, StateUpdate, groups_of, pieces_of, read_by, wide_of
 
-_USE = ChainUse(
+_USE = StreamUse(
     feature="offload.optimizer",
     scope="offload_pieces",
     several="offload.optimizer: `state` must come from this transformation's init, called outside of jax.jit, if it "
@@ -34,59 +38,48 @@ _USE = ChainUse(
 
 
 def stream_state(
-    evaluation: Demand,
-    state: Sequence[Any],
-    shardings: Sequence[Any],
-    streamed: Sequence[bool],
-    num_updates: int,
-    outputs: list[Any],
-    piece_bytes: int,
-    ahead: int,
+    update: StateUpdate, shardings: Sequence[Any], streamed: Sequence[bool], piece_bytes: int, ahead: int
 ) -> None:
-    """Computes the outputs that depend on streamed state, and the state's new values, into `outputs`.
+    """Computes the outputs that depend on streamed state, and the state's new values, into `update.outputs`.
 
     Args:
-        evaluation: of the update, with every input but the streamed ones.
-        state: the state's arrays, which are the update's first inputs.
-        shardings: of them; None, or of one device, where they are on one device.
+        update: with every input but the streamed ones.
+        shardings: of the state's arrays; None, or of one device, where they are on one device.
         streamed: which of them travel.
-        num_updates: number of outputs before the state's new values.
-        outputs: one place for each output, filled in here.
         piece_bytes: see `optimizer`.
         ahead: see `optimizer`.
 
     Raises:
         ValueError: some arrays that travel are on several devices, and not all are on one mesh.
     """
-    groups = groups_of(evaluation.jaxpr, [i for i, yes in enumerate(streamed) if yes], num_updates, len(state))
-    numbers = sorted(i for group in groups for i in group.state)
-    arrays, where = [state[i] for i in numbers], [shardings[i] for i in numbers]
+    numbers = [i for i, yes in enumerate(streamed) if yes]
+    arrays, where = [update.state[i] for i in numbers], [shardings[i] for i in numbers]
     several = any(map(disk_shards.divided, where))
-    if several and (why := devices.why_no_shards("`update`", arrays, where)):
+    if several and (why := why_no_shards("`update`", arrays, where)):
         raise ValueError(f"offload.optimizer: {why}")
-    specs = dict(zip(numbers, [at.spec if several else None for at in where], strict=True))
-    local = dict(zip(numbers, devices.shapes_of_shards(arrays, where), strict=True))
+    at = {number: position for position, number in enumerate(numbers)}
+    shards = shapes_of_shards(arrays, where)
     elementwise: list[StatePiece] = []
     others: list[StatePiece] = []
+    groups = groups_of(update, numbers)
     for group in groups:
-        alike = len({specs[i] for i in group.state}) == 1
-        shards = [local[i] for i in group.state]
-        pieces = pieces_of(evaluation, group, shards, alike, num_updates, piece_bytes)
+        alike = not several or len({where[at[i]].spec for i in group.state}) == 1
+        pieces = pieces_of(update, group, [shards[at[i]] for i in group.state], alike, piece_bytes)
         (others if pieces[0].whole else elementwise).extend(pieces)
     stream = StatePieces(dict(zip(numbers, arrays, strict=True)), where, [*elementwise, *others], ahead)
     if elementwise:
-        _update_in_pieces(evaluation, elementwise, stream, num_updates, outputs, alone=len(groups) == 1)
+        _update_in_pieces(update, elementwise, stream, alone=len(groups) == 1)
     for piece in others:
-        _update_whole(evaluation, piece, stream, num_updates, outputs)
+        _update_whole(update, piece, stream)
     for i, array in stream.finish_all().items():
-        outputs[num_updates + i] = array
+        update.outputs[update.num_updates + i] = array
 
 
-class StatePieces(devices.Stream):
+class StatePieces(Stream):
     """The calls of one update, in the order in which they are made.
 
     Args:
-        arrays: by their numbers.
+        arrays: by their numbers in the state.
         shardings: of each.
         pieces: that travel, in the order in which they are taken.
         ahead: number of pieces that are copied to the device before they are needed.
@@ -96,67 +89,68 @@ class StatePieces(devices.Stream):
         self, arrays: dict[int, Any], shardings: Sequence[Any], pieces: Sequence[StatePiece], ahead: int
     ) -> None:
         self._at = {number: position for position, number in enumerate(arrays)}
-        local = dict(zip(arrays, devices.shapes_of_shards(list(arrays.values()), shardings), strict=True))
-        super().__init__(_USE, list(arrays.values()), shardings, staging_of(pieces, local, ahead))
+        held = list(arrays.values())
+        shards = shapes_of_shards(held, shardings)
+        self._parts = [[piece.of(self._at[i], shards[self._at[i]]) for i in piece.group.state] for piece in pieces]
+        largest = max(([part.nbytes for part in parts] for parts in self._parts), key=sum)
+        super().__init__(_USE, held, shardings, staging_bytes(largest, ahead, len(pieces)))
         self._pieces = pieces
         self._ahead = ahead
         self._taken = 0
-        self._pulls: list[tuple[int, int, int]] = []
-        self._pushes: list[tuple[int, int, Any]] = []
+        self._pulls: list[ArrayPiece] = []
+        self._pushes: list[tuple[ArrayPiece, Any]] = []
         self._after: list[Any] = []
         self._ticket = self.begin()
 
-    def specs(self, numbers: Sequence[int]) -> list[PartitionSpec]:
-        return [self._specs[self._at[i]] for i in numbers]
+    def specs_of(self, numbers: Sequence[int]) -> list[PartitionSpec]:
+        return [self.specs[self._at[i]] for i in numbers]
 
-    def has(self, number: int) -> bool:
-        """Whether the array travels."""
+    def travels(self, number: int | None) -> bool:
         return number in self._at
 
-    def run(
+    def evaluate(
         self,
-        calls: Callable[..., list[Any]],
+        fn: Callable[..., list[Any]],
         values: Sequence[Any] = (),
         given: Sequence[PartitionSpec] = (),
         results: Sequence[PartitionSpec] = (),
     ) -> list[Any]:
-        """Evaluates `calls(*shards of values)` on every device, which may take, push and wait; returns its results.
+        """Evaluates `fn(*shards of values)` on every device, which may take, push and wait; returns its results.
 
         Args:
-            calls: to a list of arrays.
+            fn: to a list of arrays.
             values: divided as `given` says.
             given: of the values.
             results: of the results.
         """
 
-        def body(ticket: Array, *shards: Any) -> tuple[Array, list[Any]]:
+        def calls(ticket: Array, *shards: Any) -> tuple[Array, list[Any]]:
             self._ticket = ticket
-            made = calls(*shards)
+            made = fn(*shards)
             if self.mesh is not None:  # what is pushed is a value of this body
                 self._flush()
             return self._ticket, made
 
-        self._ticket, made = self._run(body, self._ticket, values, given, results)
+        self._ticket, made = self.run(calls, self._ticket, values, given, results)
         return made
 
     def take(self) -> dict[int, Any]:
-        """In `run`: the arrays of the next piece by number, while the `ahead` pieces after it are copied."""
+        """In `evaluate`: the arrays of the next piece by number, while the `ahead` pieces after it are copied."""
         if self._taken == 0:
-            for piece in self._pieces[: self._ahead]:
-                self._pull(piece)
-            self._call()
-        piece = self._pieces[self._taken]
-        if self._taken + self._ahead < len(self._pieces):
-            self._pull(self._pieces[self._taken + self._ahead])
+            self._pulls += [part for parts in self._parts[: self._ahead] for part in parts]
+            self._next_call()
+        at = self._taken
         self._taken += 1
-        return dict(zip(piece.group.state, self._call(take=piece), strict=True))
+        self._pulls += [part for parts in self._parts[at + self._ahead : at + self._ahead + 1] for part in parts]
+        return dict(zip(self._pieces[at].group.state, self._next_call(self._parts[at]), strict=True))
 
-    def push(self, i: int, piece: StatePiece, value: Any) -> None:
-        """In `run`: the next call begins to copy a piece of array i's new value to the host."""
-        self._pushes.append((i, piece.span(self._shard(i))[0], value))
+    def push(self, number: int, piece: StatePiece, value: Any) -> None:
+        """In `evaluate`: the next call begins to copy a piece of an array's new value to the host."""
+        k = self._at[number]
+        self._pushes.append((piece.of(k, self.shards[k]), value))
 
     def wait_for(self, value: Any) -> Any:
-        """In `run`: `value`, computed before the next call. XLA might otherwise keep its operands until the end."""
+        """In `evaluate`: `value`, computed before the next call. XLA might otherwise keep its operands to the end."""
         value = jax.lax.optimization_barrier(value)
         self._after.append(value)
         return value
@@ -166,94 +160,63 @@ class StatePieces(devices.Stream):
         self._flush()
         return dict(zip(self._at, self.finish(self._ticket), strict=True))
 
-    def shape(self, i: int) -> tuple[int, ...]:
-        """Of array i, as one device has it."""
-        return tuple(self._shard(i).shape)
-
-    def _shard(self, i: int) -> Any:
-        return self._chain.arrays[self._at[i]]
-
-    def _pull(self, piece: StatePiece) -> None:
-        """The next call begins to copy the piece to the device."""
-        self._pulls += [(i, *piece.span(self._shard(i))) for i in piece.group.state]
+    def shape(self, number: int) -> tuple[int, ...]:
+        """Of an array, as one device has it."""
+        return tuple(self.shards[self._at[number]].shape)
 
     def _flush(self) -> None:
         """Begins what the next call would begin."""
         if self._pulls or self._pushes or self._after:
-            self._call()
+            self._next_call()
 
-    def _call(self, take: StatePiece | None = None) -> list[Any]:
-        """Makes the next call; returns the arrays of the piece to take, which was pulled `ahead` calls before."""
-        taken: list[tuple[int, int]] = []
-        results = []
-        for i in () if take is None else take.group.state:
-            assert take is not None
-            array = self._shard(i)
-            taken.append((i, take.span(array)[0]))
-            shape = array.shape if take.whole else (take.end - take.begin, *take.group.shape[1:])
-            results.append(jax.ShapeDtypeStruct(shape, array.dtype))
+    def _next_call(self, take: Sequence[ArrayPiece] = ()) -> list[Any]:
+        """Makes the next call; returns the arrays of the pieces to take, which were pulled `ahead` calls before."""
         pulls, pushes, after = self._pulls, self._pushes, self._after
         self._pulls, self._pushes, self._after = [], [], []
-        self._ticket, values = self._chain.loop(
+        self._ticket, values = self.call(
             self._ticket,
-            takes=self._spans(taken),
-            results=results,
-            pulls=self._spans([(i, offset) for i, offset, _ in pulls]),
-            pull_bytes=[nbytes for *_, nbytes in pulls],
-            pushes=self._spans([(i, offset) for i, offset, _ in pushes]),
-            values=[value for *_, value in pushes],
+            take=take,
+            pull=pulls,
+            push=[part for part, _ in pushes],
+            values=[value for _, value in pushes],
             after=after,
         )
         return values
 
-    def _spans(self, pieces: list[tuple[int, int]]) -> Spans:
-        numbers = [self._at[i] for i, _ in pieces]
-        return numbers, [offset for _, offset in pieces], np.zeros(len(pieces), np.int64).tolist()
 
-
-def _update_in_pieces(
-    evaluation: Demand,
-    pieces: Sequence[StatePiece],
-    stream: StatePieces,
-    num_updates: int,
-    outputs: list[Any],
-    alone: bool,
-) -> None:
+def _update_in_pieces(update: StateUpdate, pieces: Sequence[StatePiece], stream: StatePieces, alone: bool) -> None:
     """Of elementwise groups: on each device alone.
 
     Args:
-        evaluation: of the update.
+        update: of the state.
         pieces: the next ones of the stream.
         stream: of the state.
-        num_updates: number of outputs before the state's new values.
-        outputs: filled in.
         alone: there is no other group.
     """
-    jaxpr = evaluation.jaxpr
-    groups = list({id(piece.group): piece.group for piece in pieces}.values())
-    spec = {id(group): stream.specs(group.state)[0] for group in groups}
-    reads = {(id(group), var): None for group in groups for var in read_by(evaluation, group)}  # in order
+    groups = list(dict.fromkeys(piece.group for piece in pieces))
+    spec = {group: stream.specs_of(group.state)[0] for group in groups}
+    reads = [(group, var) for group in groups for var in read_by(update, group)]
     given = [PartitionSpec() if var.aval.shape == () else spec[group] for group, var in reads]
-    values = [evaluation.value(var) for _, var in reads]
-    kept = [(group, o) for group in groups for o in group.outputs if not stream.has(o - num_updates)]
+    values = [update.value(var) for _, var in reads]
+    kept = [(group, o) for group in groups for o in group.roots if not stream.travels(update.state_of(o))]
 
-    def calls(*shards: Any) -> list[Any]:
-        known: dict[int, dict[Any, Any]] = {id(group): {} for group in groups}
+    def fn(*shards: Any) -> list[Any]:
+        known: dict[StateGroup, dict[Any, Any]] = {group: {} for group in groups}
         for (group, var), shard in zip(reads, shards, strict=True):
             known[group][var] = shard
         parts: dict[int, list[Any]] = {o: [] for _, o in kept}
         for piece in pieces:
-            made = _evaluated(jaxpr, piece, stream.take(), known[id(piece.group)], alone)
-            for output, value in zip(piece.group.outputs, made, strict=True):
-                if stream.has(output - num_updates):
-                    stream.push(output - num_updates, piece, value)
-                else:
+            made = _evaluated(update.jaxpr, piece, stream.take(), known[piece.group], alone)
+            for output, value in zip(piece.group.roots, made, strict=True):
+                if output in parts:
                     parts[output].append(stream.wait_for(value))
+                else:
+                    stream.push(output - update.num_updates, piece, value)
         return [_joined(parts[o], stream.shape(group.state[0])) for group, o in kept]
 
-    made = stream.run(calls, values, given, [spec[id(group)] for group, _ in kept])
+    made = stream.evaluate(fn, values, given, [spec[group] for group, _ in kept])
     for (group, output), value in zip(kept, made, strict=True):
-        outputs[output] = _with_tail(evaluation, value, group.tails.get(output, ()))
+        update.outputs[output] = _with_tail(update, value, group.tails[output])
 
 
 def _evaluated(
@@ -285,37 +248,33 @@ def _evaluated(
 
     for eqn in group.equations:
         known[eqn.outvars[0]] = eqn.primitive.bind(*map(read, eqn.invars), **eqn.params)
-    tails = [group.tails.get(output) for output in group.outputs]
-    roots = [wide_of(tail[0]) if tail else jaxpr.outvars[o] for o, tail in zip(group.outputs, tails, strict=True)]
-    return [jnp.broadcast_to(read(var), (piece.end - piece.begin, *group.shape[1:])) for var in roots]
+    shape = (piece.end - piece.begin, *group.shape[1:])
+    return [jnp.broadcast_to(read(var), shape) for var in group.roots.values()]
 
 
-def _update_whole(
-    evaluation: Demand, piece: StatePiece, stream: StatePieces, num_updates: int, outputs: list[Any]
-) -> None:
+def _update_whole(update: StateUpdate, piece: StatePiece, stream: StatePieces) -> None:
     """Of the next piece of the stream, which is whole: XLA divides the computation."""
-    jaxpr, group = evaluation.jaxpr, piece.group
+    group = piece.group
 
     def read() -> list[Any]:
         return list(stream.take().values())
 
-    for i, value in zip(group.state, stream.run(read, results=stream.specs(group.state)), strict=True):
-        evaluation.give(jaxpr.invars[i], value, False)
-    tails = {output: group.tails.get(output, []) for output in group.outputs}
-    made = {o: evaluation.value(wide_of(tail[0]) if tail else jaxpr.outvars[o]) for o, tail in tails.items()}
-    pushed = [o for o in group.outputs if stream.has(o - num_updates)]
+    for i, value in zip(group.state, stream.evaluate(read, results=stream.specs_of(group.state)), strict=True):
+        update.give(update.jaxpr.invars[i], value, False)
+    made = {o: update.value(root) for o, root in group.roots.items()}
+    pushed = {o: o - update.num_updates for o in made if stream.travels(update.state_of(o))}
 
     def write(*shards: Any) -> list[Any]:
-        for output, shard in zip(pushed, shards, strict=True):
-            stream.push(output - num_updates, piece, shard)
+        for number, shard in zip(pushed.values(), shards, strict=True):
+            stream.push(number, piece, shard)
         if stream.mesh is None:  # on several devices XLA orders the updates
             made.update((o, stream.wait_for(made[o])) for o in made if o not in pushed)
         return []
 
-    stream.run(write, [jnp.asarray(made[o]) for o in pushed], stream.specs([o - num_updates for o in pushed]))
+    stream.evaluate(write, [jnp.asarray(made[o]) for o in pushed], stream.specs_of(list(pushed.values())))
     for output, value in made.items():
         if output not in pushed:
-            outputs[output] = _with_tail(evaluation, value, tails[output])
+            update.outputs[output] = _with_tail(update, value, group.tails[output])
 
 
 def _joined(parts: list[Any], shape: tuple[int, ...]) -> Any:
@@ -323,9 +282,9 @@ def _joined(parts: list[Any], shape: tuple[int, ...]) -> Any:
     return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)).reshape(shape)
 
 
-def _with_tail(evaluation: Demand, value: Any, tail: Sequence[Any]) -> Any:
+def _with_tail(update: StateUpdate, value: Any, tail: Sequence[Any]) -> Any:
     """An update after its last equations."""
     for eqn in tail:
         wide = wide_of(eqn)
-        value = eqn.primitive.bind(*(value if v is wide else evaluation.value(v) for v in eqn.invars), **eqn.params)
+        value = eqn.primitive.bind(*(value if v is wide else update.value(v) for v in eqn.invars), **eqn.params)
     return value

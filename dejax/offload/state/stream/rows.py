@@ -7,21 +7,19 @@ own shards.
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dejax.offload.state import disk_shards
-from dejax.offload.state.stream import devices
-from dejax.offload.state.stream.chain import ChainUse, staging_bytes
+from dejax.offload.state.stream.calls import ArrayPiece, Stream, StreamUse, staging_bytes, why_no_shards
 
-_USE = ChainUse(
+_USE = StreamUse(
     feature="offload.stack_step",
     scope="offload_rows",
     several="stack_step: `state` must come from this step's init if it lies on several devices, got one that the step "
@@ -46,68 +44,56 @@ class Walk:
     reverse: bool
     ahead: int
 
-    def offset(self, iteration: int, row_bytes: int) -> int:
-        """Of the row of an iteration."""
-        return (self.length - 1 - iteration if self.reverse else iteration) * row_bytes
 
-    def stride(self, row_bytes: int) -> int:
-        """From one iteration's row to the next one's."""
-        return -row_bytes if self.reverse else row_bytes
-
-
-class HostRows(devices.Stream):
+class HostRows(Stream):
     """The calls of one step, in the order in which they are made.
 
     Args:
         arrays: in host memory or on disk, [rows, ...], all with as many rows.
-        staging_bytes: cap of staging memory on each device.
-        shardings: how each is divided: on one mesh, and not along the first axis. None: all are on one device.
+        shardings: of each; what is no `NamedSharding` on several devices is on one device.
+        ahead: number of rows that are on their way to the device. Staging memory holds as many, and one more, each way.
+
+    Raises:
+        ValueError: not all arrays are on one mesh, or the mesh divides rows from one another.
     """
 
-    def __init__(self, arrays: Sequence[Any], staging_bytes: int, shardings: Sequence[Any] | None = None) -> None:
-        super().__init__(_USE, arrays, [None] * len(arrays) if shardings is None else shardings, staging_bytes)
-        self._row_bytes = [math.prod(x.shape[1:]) * np.dtype(x.dtype).itemsize for x in self._chain.arrays]
+    def __init__(self, arrays: Sequence[Any], shardings: Sequence[Any], ahead: int) -> None:
+        if any(map(disk_shards.divided, shardings)) and (why := why_no_rows(arrays, shardings)):
+            raise ValueError(f"stack_step: {why}")
+        pairs = zip(arrays, shardings, strict=True)
+        row = [disk_shards.shard_bytes(at, x.shape, x.dtype) // x.shape[0] for x, at in pairs]
+        super().__init__(_USE, arrays, shardings, staging_bytes(row, ahead, arrays[0].shape[0]))
 
     def first_rows(self, ticket: Array, walk: Walk) -> Array:
         """Begins to copy the rows of the first iterations to the device."""
 
         def calls(ticket: Array) -> tuple[Array, list[Array]]:
             for t in range(min(walk.ahead, walk.length)):
-                offsets = [walk.offset(t, self._row_bytes[i]) for i in walk.arrays]
-                pulls = (walk.arrays, offsets, [0] * len(offsets))
-                ticket, _ = self._chain.loop(ticket, pulls=pulls, pull_bytes=[self._row_bytes[i] for i in walk.arrays])
+                ticket, _ = self.call(ticket, pull=self._rows(walk, walk.arrays, t, in_loop=False))
             return ticket, []
 
-        return self._run(calls, ticket)[0]
+        return self.run(calls, ticket)[0]
 
     def take(self, ticket: Array, walk: Walk) -> tuple[Array, list[Array]]:
         """In the body of a loop: the iteration's rows; begins to copy later ones."""
-        rows = [self._row_bytes[i] for i in walk.arrays]
-        strides = [walk.stride(row) for row in rows]
-        later = [walk.offset(walk.ahead, row) for row in rows]
 
         def calls(ticket: Array) -> tuple[Array, list[Array]]:
-            arrays = [self._chain.arrays[i] for i in walk.arrays]
-            return self._chain.loop(
+            return self.call(
                 ticket,
-                takes=(walk.arrays, [walk.offset(0, row) for row in rows], strides),
-                results=[jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in arrays],
-                pulls=(walk.arrays, later, strides),
-                pull_bytes=rows,
+                take=self._rows(walk, walk.arrays, 0),
+                pull=self._rows(walk, walk.arrays, walk.ahead),
                 pull_iterations=max(0, walk.length - walk.ahead),
             )
 
-        return self._run(calls, ticket, results=self._row_specs(walk.arrays))
+        return self.run(calls, ticket, results=self._row_specs(walk.arrays))
 
     def put(self, ticket: Array, walk: Walk, arrays: Sequence[int], values: Sequence[Array]) -> Array:
         """In the body of a loop: begins to copy new values of the iteration's rows of some arrays to the host."""
-        rows = [self._row_bytes[i] for i in arrays]
-        pushes = (arrays, [walk.offset(0, row) for row in rows], [walk.stride(row) for row in rows])
 
         def calls(ticket: Array, *values: Array) -> tuple[Array, list[Array]]:
-            return self._chain.loop(ticket, pushes=pushes, values=values)
+            return self.call(ticket, push=self._rows(walk, arrays, 0), values=values)
 
-        return self._run(calls, ticket, values, self._row_specs(arrays))[0]
+        return self.run(calls, ticket, values, self._row_specs(arrays))[0]
 
     def finish_step(self, ticket: Array, results: Sequence[tuple[Array, Any]]) -> list[Any]:
         """Ends a step; returns the arrays, in the memory that they came in.
@@ -118,14 +104,19 @@ class HostRows(devices.Stream):
         """
         return self.finish(ticket, *self._waited(results))
 
-    def finish_reading(self, ticket: Array, results: Sequence[Array] = ()) -> None:
-        """Ends a program that only reads: the call has side effects, so it runs although nothing uses its result."""
+    def finish_loss(self, ticket: Array, loss: Array) -> None:
+        """Ends a program that only reads."""
+        self.finish_reading(ticket, *self._waited([(loss, None)]))
 
-        def calls(ticket: Array, *values: Array) -> tuple[Array, list[Array]]:
-            self._chain.finish_reading(ticket, values)
-            return ticket, []
-
-        self._run(calls, ticket, *self._waited([(x, None) for x in results]))
+    def _rows(self, walk: Walk, arrays: Sequence[int], iteration: int, *, in_loop: bool = True) -> list[ArrayPiece]:
+        """The rows of some arrays in an iteration; in a loop, of the one that comes so many iterations later."""
+        pieces = []
+        for i in arrays:
+            piece = ArrayPiece(i, 0, tuple(self.shards[i].shape[1:]), self.shards[i].dtype)
+            offset = (walk.length - 1 - iteration if walk.reverse else iteration) * piece.nbytes
+            stride = (-piece.nbytes if walk.reverse else piece.nbytes) if in_loop else 0
+            pieces.append(dataclasses.replace(piece, offset=offset, stride=stride))
+        return pieces
 
     def _waited(self, results: Sequence[tuple[Array, Any]]) -> tuple[list[Array], list[PartitionSpec]]:
         """Values that the last call waits for, and how they are divided.
@@ -145,30 +136,12 @@ class HostRows(devices.Stream):
         return [x for x, _ in values], [spec for _, spec in values]
 
     def _row_specs(self, arrays: Sequence[int]) -> list[PartitionSpec]:
-        return [PartitionSpec(*self._specs[i][1:]) for i in arrays]
-
-
-def rows_of(arrays: Sequence[Any], shardings: Sequence[Any], ahead: int) -> HostRows:
-    """The calls that copy the rows of arrays, on one device or on those of a mesh.
-
-    Args:
-        arrays: in host memory or on disk, [rows, ...].
-        shardings: of each; what is no `NamedSharding` on several devices is on one device.
-        ahead: number of rows that are on their way to the device. Staging memory holds as many, and one more, each way.
-
-    Raises:
-        ValueError: not all arrays are on one mesh, or the mesh divides rows from one another.
-    """
-    if any(map(disk_shards.divided, shardings)) and (why := why_no_rows(arrays, shardings)):
-        raise ValueError(f"stack_step: {why}")
-    pairs = zip(arrays, shardings, strict=True)
-    row = [disk_shards.shard_bytes(at, x.shape, x.dtype) // x.shape[0] for x, at in pairs]
-    return HostRows(arrays, staging_bytes(row, ahead, arrays[0].shape[0]), shardings)
+        return [PartitionSpec(*self.specs[i][1:]) for i in arrays]
 
 
 def why_no_rows(arrays: Sequence[Any], shardings: Sequence[Any]) -> str | None:
     """What keeps the devices of a mesh from copying the rows of arrays, and the remedy; None where nothing does."""
-    if why := devices.why_no_shards("the step", arrays, shardings):
+    if why := why_no_shards("the step", arrays, shardings):
         return why
     found = (_why_no_whole_rows(x, at) for x, at in zip(arrays, shardings, strict=True))
     return next((why for why in found if why), None)
