@@ -7,21 +7,21 @@ run of elements of each value in the trace it is then known which of these three
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
+from jax.interpreters import partial_eval
 
-from dejax import _compat
-from dejax.offload._evaluation import ELEMENTWISE, is_elementwise
+from dejax._jaxprs import part, variables
+from dejax.offload._evaluation import inlined, is_elementwise
 
 Labels = frozenset[int]
 Runs = tuple[tuple[int, Labels], ...]
 """What a value depends on: runs of elements in row-major order, each as (number of elements, labels of inputs)."""
 _NOTHING: Labels = frozenset()
 _ROW_MAJOR = frozenset(("reshape", "squeeze", "expand_dims", "copy", "copy_p"))  # results have their operand's elements
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def why_not_by_layers(tx: Any, outer: Any, layer: Any) -> str | None:
@@ -74,7 +74,14 @@ def dependences(jaxpr: core.Jaxpr, given: Sequence[Runs]) -> list[Runs]:
         return _uniform(var, _NOTHING) if isinstance(var, core.Literal) or var not in known else known[var]
 
     for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _results(eqn, [read(v) for v in eqn.invars]), strict=True))
+        found = _of_elements(eqn, [read(v) for v in eqn.invars])
+        if found is None:  # a loop, a branch, a sum: its results depend on the operands that JAX's own rules keep
+            inputs = variables(eqn.invars)
+            found = []
+            for var in eqn.outvars:
+                _, used = partial_eval.dce_jaxpr(part(jaxpr, [eqn], inputs, [var]).jaxpr, [True])
+                found.append(_uniform(var, _all(run for v in itertools.compress(inputs, used) for run in read(v))))
+        known.update(zip(eqn.outvars, found, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
@@ -85,7 +92,8 @@ def _labelled(tree: Any, label: int) -> Any:
 def _traced(tx: Any, params: Any, labels: Sequence[int]) -> tuple[core.ClosedJaxpr, list[Runs]]:
     """The update of gradients, state and parameters, and what its arguments depend on in the first step."""
     init, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
-    update = jax.make_jaxpr(lambda g, s, p: tx.update(g, s, p))(params, state, params)
+    init = inlined(init)
+    update = inlined(jax.make_jaxpr(lambda g, s, p: tx.update(g, s, p))(params, state, params))
     own = [((x.size, frozenset((label,))),) for x, label in zip(jax.tree.leaves(params), labels, strict=True)]
     return update, [*own, *dependences(init.jaxpr, own), *own]
 
@@ -107,94 +115,36 @@ def _draws(jaxpr: core.Jaxpr) -> bool:
     names = {eqn.primitive.name for eqn in jaxpr.eqns}
     if "threefry2x32" in names or any(name.startswith(("random_bits", "random_split", "rng_")) for name in names):
         return True
-    params = [value for eqn in jaxpr.eqns for value in eqn.params.values()]
-    inner = [_open(x) for value in params for x in (value if isinstance(value, (tuple, list)) else (value,))]
-    return any(_draws(x) for x in inner if isinstance(x, core.Jaxpr))
+    inner = jax.tree.leaves([list(eqn.params.values()) for eqn in jaxpr.eqns], is_leaf=lambda x: hasattr(x, "eqns"))
+    return any(_draws(getattr(x, "jaxpr", x)) for x in inner if hasattr(x, "eqns"))
 
 
-def _results(eqn: Any, given: list[Runs]) -> list[Runs]:
-    name, params = eqn.primitive.name, eqn.params
-    if name == "cond":
-        branches = [dependences(_open(b), given[1:]) for b in params["branches"]]
-        return [_with(_joined(runs), _all(given[0])) for runs in zip(*branches, strict=True)]
-    if name == "while":
-        return _of_while(eqn, given)
-    if name == "scan":
-        return _of_scan(eqn, given)
-    inner = next((params[key] for key in _CALLS if key in params), None)
-    if inner is not None and len(_open(inner).invars) == len(given) and len(_open(inner).outvars) == len(eqn.outvars):
-        return dependences(_open(inner), given)
-    if len(eqn.outvars) == 1 and (runs := _of_elements(eqn, given)) is not None:
-        return [runs]
-    if name == "split" and eqn.params["axis"] == 0:
-        ends = [0]
-        for var in eqn.outvars:
-            ends.append(ends[-1] + var.aval.size)
-        return [_part(given[0], begin, end) for begin, end in itertools.pairwise(ends)]
-    labels = _NOTHING.union(*map(_all, given))
-    return [_uniform(var, labels) for var in eqn.outvars]
-
-
-def _of_elements(eqn: Any, given: list[Runs]) -> Runs | None:
-    """Of an equation whose result's elements are those of operands, or come from elements at the same place."""
+def _of_elements(eqn: Any, given: list[Runs]) -> list[Runs] | None:
+    """Of an equation whose results' elements are those of operands, or come from elements at the same place."""
     name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0].aval
     if name in _ROW_MAJOR:
-        return given[0]
-    if name in ELEMENTWISE:
+        return [given[0]]
+    if is_elementwise(eqn, getattr(out, "shape", ())):
         wide = [runs for v, runs in zip(eqn.invars, given, strict=True) if v.aval.shape == out.shape]
-        scalars = _NOTHING.union(*(_all(runs) for v, runs in zip(eqn.invars, given, strict=True) if v.aval.shape == ()))
-        if is_elementwise(eqn, out.shape):
-            return _with(_joined(wide), scalars)
+        scalars = _all(run for v, runs in zip(eqn.invars, given, strict=True) if v.aval.shape == () for run in runs)
+        return [tuple((size, own | scalars) for size, own in _joined(wide))]
     if name == "concatenate" and params["dimension"] == 0:
-        return _merged([run for runs in given for run in runs])
+        return [_merged([run for runs in given for run in runs])]
     if name == "slice" and params["strides"] is None and out.shape[1:] == eqn.invars[0].aval.shape[1:] and out.ndim:
         row = out.size // max(1, out.shape[0])
-        return _part(given[0], params["start_indices"][0] * row, params["limit_indices"][0] * row)
+        return [_part(given[0], params["start_indices"][0] * row, params["limit_indices"][0] * row)]
+    if name == "split" and params["axis"] == 0:
+        ends = list(itertools.accumulate((var.aval.size for var in eqn.outvars), initial=0))
+        return [_part(given[0], begin, end) for begin, end in itertools.pairwise(ends)]
     return None
-
-
-def _of_while(eqn: Any, given: list[Runs]) -> list[Runs]:
-    consts, more = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    test, body = _open(eqn.params["cond_jaxpr"]), _open(eqn.params["body_jaxpr"])
-
-    def once(carry: list[Runs]) -> list[Runs]:
-        goes_on = _all(dependences(test, [*given[:consts], *carry])[0])
-        return [_with(runs, goes_on) for runs in dependences(body, [*given[consts : consts + more], *carry])]
-
-    return _until_stable(once, given[consts + more :])
-
-
-def _of_scan(eqn: Any, given: list[Runs]) -> list[Runs]:
-    body, (consts, carried) = _open(eqn.params["jaxpr"]), _compat.scan_counts(eqn)
-    stacked = body.invars[consts + carried :]
-    rows = [_uniform(v, _all(runs)) for v, runs in zip(stacked, given[consts + carried :], strict=True)]
-    carry = _until_stable(lambda c: dependences(body, [*given[:consts], *c, *rows])[:carried], given[consts:][:carried])
-    results = dependences(body, [*given[:consts], *carry, *rows])[carried:]
-    return [*carry, *(_uniform(v, _all(r)) for v, r in zip(eqn.outvars[carried:], results, strict=True))]
-
-
-def _until_stable(once: Any, carry: list[Runs]) -> list[Runs]:
-    while True:
-        later = [_joined(pair) for pair in zip(carry, once(carry), strict=True)]
-        if later == carry:
-            return carry
-        carry = later
-
-
-def _open(jaxpr: Any) -> core.Jaxpr:
-    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _uniform(var: Any, labels: Labels) -> Runs:
     return ((getattr(var.aval, "size", 1), labels),)
 
 
-def _all(runs: Runs) -> Labels:
+def _all(runs: Iterable[tuple[int, Labels]]) -> Labels:
     return _NOTHING.union(*(labels for _, labels in runs))
-
-
-def _with(runs: Runs, labels: Labels) -> Runs:
-    return tuple((size, own | labels) for size, own in runs)
 
 
 def _merged(runs: Sequence[tuple[int, Labels]]) -> Runs:
@@ -220,16 +170,8 @@ def _part(runs: Runs, begin: int, end: int) -> Runs:
 
 def _joined(several: Sequence[Runs]) -> Runs:
     """What elements depend on that come from the elements at the same place of several values."""
-    ends = sorted({end for runs in several for end in _ends(runs)})
+    ends = sorted({end for runs in several for end in itertools.accumulate(size for size, _ in runs)})
     parts = zip([0, *ends], ends, strict=False)
     return _merged([(e - b, _NOTHING.union(*(_all(_part(r, b, e)) for r in several))) for b, e in parts]) or (
         (0, _NOTHING),
     )
-
-
-def _ends(runs: Runs) -> list[int]:
-    at, found = 0, []
-    for size, _ in runs:
-        at += size
-        found.append(at)
-    return found
