@@ -14,6 +14,19 @@ from dejax.offload import _files
 _open: dict[int, StoreResources] = {}
 """The resources of open stores, by `id`, for the end of the process. Changes are atomic under the GIL."""
 
+_PAGE = 4096
+
+
+def check_sizes(owner: str, chunk_bytes: int, io_threads: int, **sizes: int | None) -> None:
+    """Raises ValueError for a size of a store that is out of range; `owner` begins the message."""
+    for name, value in sizes.items():
+        if value is not None and value < 0:
+            raise ValueError(f"{owner}: `{name}` must be at least 0 or None, got {value}")
+    if chunk_bytes <= 0 or chunk_bytes % _PAGE:
+        raise ValueError(f"{owner}: `chunk_bytes` must be a positive multiple of {_PAGE}, got {chunk_bytes}")
+    if io_threads < 1:
+        raise ValueError(f"{owner}: `io_threads` must be at least 1, got {io_threads}")
+
 
 class StoreResources:
     """The resources of a store. Given back once: by `close`, with the store's last reference, or as the process ends.

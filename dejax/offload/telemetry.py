@@ -5,10 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,49 +15,15 @@ from dejax._optional import optional
 _GIB = 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """The counters of a store at a time.
-
-    Attributes:
-        seconds: since the recording began.
-        ring, host, disk: bytes that are allocated in each tier.
-        live: bytes that are stored and not fetched.
-        moved: bytes copied to host memory and back, written and read, so far.
-        stalls: seconds for which launches and devices waited, so far.
-    """
-
-    seconds: float
-    ring: int
-    host: int
-    disk: int
-    live: int
-    moved: int
-    stalls: float
-
-    @staticmethod
-    def of(stats: Any, seconds: float) -> Moment:
-        """From the counters of a store."""
-        moved = stats.copied_out_bytes + stats.prefetched_bytes + stats.demand_bytes
-        stalls = stats.store_stall_seconds + stats.fetch_stall_seconds
-        stalls += stats.device_store_stall_seconds + stats.device_fetch_stall_seconds
-        return Moment(
-            seconds,
-            stats.ring_bytes,
-            stats.host_bytes,
-            stats.disk_bytes,
-            stats.live_bytes,
-            moved + stats.written_bytes + stats.read_bytes,
-            stalls,
-        )
-
-
 class Recording:
     """The counters of a store while it is recorded: a context manager, made by `ActivationStore.record`.
 
     Args:
         store: an `ActivationStore`.
         interval: seconds between samples.
+
+    Attributes:
+        samples: the store's `StoreStats`, in order.
 
     >>> import tempfile
     >>> from dejax.offload import ActivationStore
@@ -72,15 +35,13 @@ class Recording:
     def __init__(self, store: Any, interval: float = 0.002) -> None:
         if interval <= 0:
             raise ValueError(f"ActivationStore.record: `interval` must be positive, got {interval}")
-        self.moments: list[Moment] = []
+        self.samples: list[Any] = []
         self._store = weakref.ref(store)
         self._interval = interval
         self._done = threading.Event()
-        self._began = time.perf_counter()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Recording:
-        self._began = time.perf_counter()
         self._sample()
         self._thread = threading.Thread(target=self._run, name="dejax-offload-record", daemon=True)
         self._thread.start()
@@ -110,7 +71,7 @@ class Recording:
         if store is None or not store.is_open:
             return False
         try:
-            self.moments.append(Moment.of(store.stats(), time.perf_counter() - self._began))
+            self.samples.append(store.stats())
         except RuntimeError:  # the store closes meanwhile
             return False
         return True
@@ -123,17 +84,21 @@ class Recording:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
 
-        moments = _some(self.moments, "plot")
-        at = [m.seconds for m in moments]
+        samples = self._some("plot")
+        at = [sample.open_seconds - samples[0].open_seconds for sample in samples]
         figure, (tiers, waits) = plt.subplots(
             2, 1, figsize=(7, 4.5), sharex=True, gridspec_kw={"height_ratios": [3, 1]}
         )
         for name, style in (("live", "k-"), ("ring", "-"), ("host", "-"), ("disk", "-")):
             label = {"live": "stored, not fetched", "ring": "device ring", "host": "host memory"}.get(name, name)
-            tiers.plot(at, [getattr(m, name) / _GIB for m in moments], style, lw=1, label=label)
+            tiers.plot(at, [getattr(s, f"{name}_bytes") / _GIB for s in samples], style, lw=1, label=label)
         tiers.set_ylabel("GiB")
         tiers.legend(fontsize=7)
-        shares = [(b.stalls - a.stalls) / max(1e-9, b.seconds - a.seconds) for a, b in itertools.pairwise(moments)]
+        waited = itertools.pairwise([sample.waited_seconds for sample in samples])
+        shares = [
+            (b - a) / max(1e-9, end - begin)
+            for (a, b), (begin, end) in zip(waited, itertools.pairwise(at), strict=True)
+        ]
         waits.fill_between(at[1:], shares, step="pre", color="tab:red", lw=0)
         waits.set_ylabel("waiting")
         waits.set_xlabel("seconds")
@@ -142,28 +107,26 @@ class Recording:
 
     def trace(self, path: str | Path) -> None:
         """Writes a JSON trace that Perfetto and chrome://tracing show: a counter track for each tier, and waits."""
-        moments = _some(self.moments, "trace")
+        samples = self._some("trace")
+        began = samples[0].open_seconds
         events: list[dict[str, Any]] = [
             {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "dejax offload"}},
             {"name": "thread_name", "ph": "M", "pid": 1, "tid": 1, "args": {"name": "waits"}},
         ]
-        for moment in moments:
-            tiers = {"ring": moment.ring, "host": moment.host, "disk": moment.disk, "live": moment.live}
-            microseconds = moment.seconds * 1e6
-            for name, value in tiers.items():
-                events.append(
-                    {"name": f"{name}, bytes", "ph": "C", "pid": 1, "ts": microseconds, "args": {"bytes": value}}
-                )
-        for a, b in itertools.pairwise(moments):
-            waited = min(b.stalls - a.stalls, b.seconds - a.seconds)
+        for sample in samples:
+            at = (sample.open_seconds - began) * 1e6  # microseconds
+            for name in ("ring", "host", "disk", "live"):
+                nbytes = getattr(sample, f"{name}_bytes")
+                events.append({"name": f"{name}, bytes", "ph": "C", "pid": 1, "ts": at, "args": {"bytes": nbytes}})
+        for a, b in itertools.pairwise(samples):
+            waited = min(b.waited_seconds - a.waited_seconds, b.open_seconds - a.open_seconds)
             if waited > 0:
-                events.append(
-                    {"name": "wait", "ph": "X", "pid": 1, "tid": 1, "ts": a.seconds * 1e6, "dur": waited * 1e6}
-                )
+                at = (a.open_seconds - began) * 1e6
+                events.append({"name": "wait", "ph": "X", "pid": 1, "tid": 1, "ts": at, "dur": waited * 1e6})
         Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
-
-def _some(moments: Sequence[Moment], what: str) -> Sequence[Moment]:
-    if len(moments) < 2:
-        raise ValueError(f"Recording.{what}: there must be at least two samples, got {len(moments)}; record a step")
-    return moments
+    def _some(self, what: str) -> list[Any]:
+        if len(self.samples) < 2:
+            count = len(self.samples)
+            raise ValueError(f"Recording.{what}: there must be at least two samples, got {count}; record a step")
+        return self.samples

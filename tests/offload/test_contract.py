@@ -182,7 +182,12 @@ def test_a_step_layer_by_layer(place: str, tmp_path: Path) -> None:
             np.asarray(state.layers)
         assert not list(tmp_path.iterdir())
         step = make(tmp_path)
-        state = restore(step.init(jnp.ones(()), jnp.asarray(WS)), saved)
+        like = step.init(jnp.ones(()), jnp.asarray(WS))
+        with pytest.raises(ValueError, match=r"got float32\[2, 64, 64\] in place of float32\[3, 64, 64\]"):
+            restore(like, saved._replace(layers=saved.layers[:2]))
+        with pytest.raises(ValueError, match="`arrays` must have the structure of `like`, got"):
+            restore(like, saved.layers)
+        state = restore(like, saved)
         run = step.jit(state)
     else:
         assert state.layers.sharding.memory_kind == "pinned_host"

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from dejax.offload import DiskArray, StateStore, master_weights, optimizer, restore
 from dejax.offload.state import optimizer as _optimizer
-from tests.offload.processes import assert_two_are_fine, python
+from tests.offload.processes import assert_two_are_fine
 from tests.offload.state_faults import interceptor, store_of_shards
 from tests.offload.states import (
     cannot_be_traced,
@@ -21,9 +21,7 @@ from tests.offload.states import (
     in_memory,
     is_on_disk,
     is_on_host,
-    load,
     not_elementwise,
-    save,
 )
 from tests.offload.test_optimizer import TRANSFORMATIONS as OF_ONE_DEVICE
 from tests.offload.test_shards import collectives, mesh_of
@@ -264,35 +262,6 @@ def test_restored_state():
     one, state, _ = train(tx, params, 1)
     got = train(other, one, 2, 1, restore(other.init(params), in_memory(state)))
     equal(got[:2], train(TRANSFORMATIONS["adamw"], params, 3)[:2])
-
-
-RESTORE = """
-import sys
-from dejax.offload import optimizer, restore
-from tests.offload.states import load, save
-from tests.offload.test_state_shards import SMALL, TRANSFORMATIONS, jax, params_of, train
-folder, mesh = sys.argv[1:]
-tx = optimizer(TRANSFORMATIONS["adamw"], **SMALL, path=folder)
-like = params_of(mesh)
-state = tx.init(like)
-params, saved = load(folder + "/saved.npz", params=like, state=state)
-params = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), params, like)
-params, state, _ = train(tx, params, 2, 2, restore(state, saved))
-save(folder + "/end.npz", params=params, state=state)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data and tensor", "fsdp"])
-def test_a_new_process_goes_on_from_a_checkpoint_on_the_same_mesh_or_another(mesh, tmp_path):
-    """Files go with their process: a checkpoint has whole arrays, which any mesh divides again."""
-    tx = optimizer(TRANSFORMATIONS["adamw"], **SMALL, path=tmp_path)
-    params, state, _ = train(tx, params_of("data and tensor"), 2)
-    save(tmp_path / "saved.npz", params=params, state=state)
-    params, state, _ = train(tx, params, 2, 2, state)
-    done = python(RESTORE, str(tmp_path), mesh, as_here=True)
-    assert done.returncode == 0, done.stderr
-    equal(load(tmp_path / "end.npz", params=params, state=state), [in_memory(params), in_memory(state)])
 
 
 ONE_OF_TWO = """
@@ -579,15 +548,6 @@ class TestFaults:
         state = restore(state, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state, is_leaf=is_on_disk))
         with pytest.raises(RuntimeError, match="is damaged: it does not hold what was written to it"):
             in_memory(state)
-
-    @pytest.mark.slow
-    def test_an_old_state(self, store):
-        step, params, first = self.first(store)
-        one, second = jax.block_until_ready(step(params, first, gradients(params, 0)))
-        assert np.abs(in_memory(first)[1][0].mu["w"]).max() == 0  # still whole: the second one lies elsewhere
-        with pytest.raises(Exception, match="must be the newest state on disk, got version 0 of an array whose files"):
-            jax.block_until_ready(step(params, first, gradients(params, 0)))
-        self.goes_on(step, one, second, 4)
 
     @pytest.mark.slow
     def test_a_closed_store(self, store):

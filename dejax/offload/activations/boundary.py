@@ -17,6 +17,7 @@ from jax import Array
 from jax.extend import core
 
 from dejax import _compat
+from dejax._jaxprs import nested
 from dejax.offload.activations import calls, notes, on_demand
 from dejax.offload.activations.forward_mode import FORWARD_MODE, refuse_forward_mode
 from dejax.offload.activations.residuals import Derivative, Residual, make_derivative
@@ -69,7 +70,7 @@ class Choice:
         if not isinstance(self.policy, Names):
             return
         # `offload` sees no names inside of loops and jitted functions, `region` does.
-        missing = self.policy.names - set(_names(jaxpr, nested=self.on_demand))
+        missing = self.policy.names - set(_names(jaxpr, inside=self.on_demand))
         if missing:
             raise ValueError(
                 f"offload: `policy` must have names of tensors, got {sorted(missing)[0]!r}, which no tensor of "
@@ -238,22 +239,17 @@ def _site(digest: bytes, occurrence: int, number: int) -> int:
 def _primitives(jaxpr: Any) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
-        for value in eqn.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _primitives(inner)
+        for inner in nested(eqn):
+            yield from _primitives(inner)
 
 
-def _names(jaxpr: Any, nested: bool) -> Iterator[str]:
-    """What `checkpoint_name` has given to tensors."""
+def _names(jaxpr: Any, inside: bool) -> Iterator[str]:
+    """What `checkpoint_name` has given to tensors, also `inside` of loops and jitted functions."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
             yield str(eqn.params["name"])
-        if nested:
-            for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
-                inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns"):
-                    yield from _names(inner, nested)
+        for inner in nested(eqn) if inside else ():
+            yield from _names(inner, inside)
 
 
 def ring_bytes(sizes: Sequence[int], flops: float) -> int:

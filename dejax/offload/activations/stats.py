@@ -82,6 +82,12 @@ class StoreStats:
         """Share of the stored bytes that was off the device at the peak: all but the ring."""
         return max(0.0, 1 - self.ring_bytes / self.peak_live_bytes) if self.peak_live_bytes else 0.0
 
+    @property
+    def waited_seconds(self) -> float:
+        """For how long launch threads and compute streams have waited."""
+        launches = self.store_stall_seconds + self.fetch_stall_seconds
+        return launches + self.device_store_stall_seconds + self.device_fetch_stall_seconds
+
     def lifetime_years(self, endurance_bytes: float) -> float:
         """Years that a drive of this rated endurance lasts at the rate of writing so far."""
         written = max(self.drive_written_bytes, self.written_bytes)
@@ -91,11 +97,10 @@ class StoreStats:
 
     def line(self) -> str:
         """The counters in a few words, for a progress bar."""
-        waited = self.store_stall_seconds + self.fetch_stall_seconds
-        waited += self.device_store_stall_seconds + self.device_fetch_stall_seconds
         disk = f", {_size(self.written_bytes)} to disk" if self.written_bytes else ""
         return (
-            f"offload {_size(self.peak_live_bytes)} a step, {100 * self.saving:.0f} % off{disk}, waited {waited:.1f} s"
+            f"offload {_size(self.peak_live_bytes)} a step, {100 * self.saving:.0f} % off{disk}, "
+            f"waited {self.waited_seconds:.1f} s"
         )
 
     def summary(self, *, endurance_bytes: float | None = None) -> str:

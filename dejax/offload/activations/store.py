@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dejax import _compat, _native
 from dejax.offload import _files
-from dejax.offload._resources import StoreResources
+from dejax.offload._resources import StoreResources, check_sizes
 from dejax.offload.activations import current, memory
 from dejax.offload.activations.calls import DEVICE
 from dejax.offload.activations.notes import notes
@@ -22,7 +22,6 @@ from dejax.offload.activations.tensorstore import TensorStoreIO
 from dejax.offload.telemetry import Recording
 
 Engine = Literal["auto", "tensorstore", "direct"]
-_PAGE = 4096
 
 _entered: list[ActivationStore] = []
 """Stores inside their `with`: they stay open without other references."""
@@ -107,7 +106,8 @@ class ActivationStore:
         io_threads: int = 8,
     ) -> None:
         extension = _native.extension("ActivationStore")
-        _check_sizes(device_bytes, host_bytes, disk_bytes, chunk_bytes, io_threads)
+        sizes = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
+        check_sizes("ActivationStore", chunk_bytes, io_threads, **sizes)
         if engine not in ("auto", "direct", "tensorstore"):
             raise ValueError(f"ActivationStore: `engine` must be 'auto', 'direct' or 'tensorstore', got {engine!r}")
         paths = [] if path is None else [path] if isinstance(path, (str, os.PathLike)) else list(path)
@@ -329,18 +329,6 @@ def _raise_failure_of_shards() -> None:
     """Raises what failed on one device of several: such a step itself goes on, with NaN (together.h)."""
     if why := _native.extension("ActivationStore").take_failure_of_shards():
         raise RuntimeError(why)
-
-
-def _check_sizes(
-    device_bytes: int | None, host_bytes: int | None, disk_bytes: int | None, chunk_bytes: int, io_threads: int
-) -> None:
-    for name, value in (("device_bytes", device_bytes), ("host_bytes", host_bytes), ("disk_bytes", disk_bytes)):
-        if value is not None and value < 0:
-            raise ValueError(f"ActivationStore: `{name}` must be at least 0 or None, got {value}")
-    if chunk_bytes <= 0 or chunk_bytes % _PAGE:
-        raise ValueError(f"ActivationStore: `chunk_bytes` must be a positive multiple of {_PAGE}, got {chunk_bytes}")
-    if io_threads < 1:
-        raise ValueError(f"ActivationStore: `io_threads` must be at least 1, got {io_threads}")
 
 
 def _after_fork() -> None:

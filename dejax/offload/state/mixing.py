@@ -14,7 +14,7 @@ import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from dejax._jaxprs import part, variables
+from dejax._jaxprs import nested, part, variables
 from dejax.offload._evaluation import inlined, is_elementwise
 
 Labels = frozenset[int]
@@ -115,8 +115,7 @@ def _draws(jaxpr: core.Jaxpr) -> bool:
     names = {eqn.primitive.name for eqn in jaxpr.eqns}
     if "threefry2x32" in names or any(name.startswith(("random_bits", "random_split", "rng_")) for name in names):
         return True
-    inner = jax.tree.leaves([list(eqn.params.values()) for eqn in jaxpr.eqns], is_leaf=lambda x: hasattr(x, "eqns"))
-    return any(_draws(getattr(x, "jaxpr", x)) for x in inner if hasattr(x, "eqns"))
+    return any(_draws(inner) for eqn in jaxpr.eqns for inner in nested(eqn))
 
 
 def _of_elements(eqn: Any, given: list[Runs]) -> list[Runs] | None:

@@ -22,10 +22,9 @@ import numpy as np
 
 from dejax import _native
 from dejax._pytrees import of_this_process
-from dejax.offload._resources import StoreResources
+from dejax.offload._resources import StoreResources, check_sizes
 from dejax.offload.state import disk_shards
 
-_PAGE = 4096
 _REMEDY = "read the array first: np.asarray(array), with is_leaf=lambda x: isinstance(x, DiskArray) in jax.tree.map"
 
 
@@ -250,13 +249,7 @@ class StateStore:
         checksum: bool = True,
     ) -> None:
         extension = _native.extension("StateStore")
-        for name, value in (("disk_bytes", disk_bytes), ("host_bytes", host_bytes)):
-            if value is not None and value < 0:
-                raise ValueError(f"StateStore: `{name}` must be at least 0 or None, got {value}")
-        if io_threads < 1:
-            raise ValueError(f"StateStore: `io_threads` must be at least 1, got {io_threads}")
-        if chunk_bytes <= 0 or chunk_bytes % _PAGE:
-            raise ValueError(f"StateStore: `chunk_bytes` must be a positive multiple of {_PAGE}, got {chunk_bytes}")
+        check_sizes("StateStore", chunk_bytes, io_threads, disk_bytes=disk_bytes, host_bytes=host_bytes)
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
         if not paths:
             raise ValueError("StateStore: `path` must name at least one folder, got none")
@@ -391,20 +384,21 @@ def restore(like: Any, arrays: Any) -> Any:
         raise ValueError(
             f"offload.restore: `arrays` must have the structure of `like`, got {found} in place of {treedef}"
         )
-    made = []
-    for place, value in zip(places, values, strict=True):
+    for place, value in zip(places, values, strict=True):  # all of them before the first file is freed
         if tuple(place.shape) != tuple(value.shape) or place.dtype != value.dtype:
             raise ValueError(
                 f"offload.restore: `arrays` must be as in `like`, got {value.dtype}{list(value.shape)} in place of "
                 f"{place.dtype}{list(place.shape)}"
             )
-        if not is_on_disk(place):
-            # What `init` left where jax puts it, jit may move to the devices of the parameters.
-            made.append(jax.device_put(value, place.sharding if getattr(place, "committed", False) else None))
-            continue
+    return jax.tree.unflatten(treedef, map(_restored, places, values))
+
+
+def _restored(place: Any, value: Any) -> Any:
+    if is_on_disk(place):
         place.store.remove(place)
-        made.append(place.store.put(value, place.unit_bytes, place.sharding))
-    return jax.tree.unflatten(treedef, made)
+        return place.store.put(value, place.unit_bytes, place.sharding)
+    # What `init` left where jax puts it, jit may move to the devices of the parameters.
+    return jax.device_put(value, place.sharding if getattr(place, "committed", False) else None)
 
 
 def store_at(path: Any) -> StateStore:
