@@ -13,16 +13,10 @@ from dejax.pallas.products.row_products import row_products
 from dejax.pallas.products.sums import sum_rows
 from dejax.pallas.products.weight_gradient import grouped_weight_gradient, split_table
 from dejax.pallas.special import erf, exp
+from dejax.pallas.traversal.accumulate import Reduction
 from dejax.pallas.traversal.factored import Factored, whole
-from dejax.pallas.traversal.template import (
-    LongSegmentTable,
-    Outputs,
-    Reduction,
-    RowSegments,
-    TileOperand,
-    map_entries,
-    traverse,
-)
+from dejax.pallas.traversal.request import LongSegmentTable, Outputs, RowSegments, TileOperand
+from dejax.pallas.traversal.template import map_entries, traverse
 from dejax.pallas.traversal.traversal_schedule import TraversalSchedule
 
 __all__ = [

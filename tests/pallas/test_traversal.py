@@ -143,7 +143,7 @@ def test_a_map_uses_rows_as_it_writes_them(shape):
     found = np.asarray(rows.decode(), np.float64)
     np.testing.assert_allclose(found, x + 3, atol=2.0**-11 * np.abs(x + 3).max())
     np.testing.assert_allclose(total, found.reshape(37, -1).sum(1), rtol=1e-6)
-    with pytest.raises(ValueError, match="row_scaled_outputs names output 1, which is bfloat16"):
+    with pytest.raises(ValueError, match="row_scaled names output 1, which must be float32, got bfloat16"):
         kernels.map_entries(
             lambda a: (a, a), [x], [kernels.TileOperand("entry")], num_entries=37,
             outputs=[(shape, jnp.float32), (shape, jnp.bfloat16)], row_scaled_outputs=(1,), interpret=True,

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dejax.pallas._checks import FLOATS, as_index
+from dejax.pallas._checks import FLOATS
 from dejax.pallas._shapes import padded, padded_size
 from dejax.pallas.formats.row_scaled import RowScaled, encode, of_stored, stored
-from dejax.pallas.traversal.plan import BY_ROW, SHARED, Output, TileOperand
+from dejax.pallas.traversal.plan import Name
+from dejax.pallas.traversal.request import BY_ROW, SHARED, Output, TileOperand
 
 # Padded features of one row that a program can hold: 8 warps of 32 threads with 16 elements each.
 MAX_WIDTH = 4096
-
-
-def declared(outputs: Sequence[Output]) -> tuple[Output, ...]:
-    """Outputs with shapes as tuples and dtypes of NumPy, so that equal ones compare equal."""
-    return tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in outputs)
 
 
 def check_width(shapes: Sequence[tuple[int, ...]]) -> int:
@@ -96,7 +92,6 @@ def check_operands(
                     f"entry; got {operand.when} for access {operand.access!r}"
                 )
         rows = array.mantissa if isinstance(array, RowScaled) else array
-        shape = rows.shape[1:] if operand.columns is None else operand.columns[1]
         if operand.part is not None:
             first, count = operand.part
             if array.ndim != 3 or not 0 <= first < first + count <= array.shape[1] or operand.access in SHARED:
@@ -104,8 +99,7 @@ def check_operands(
                     f"operands[{i}].part must name a range of the second axis of a 3-dimensional array, got "
                     f"{operand.part} for access {operand.access!r} of shape {array.shape}"
                 )
-            shape = (count, rows.shape[2])
-        features.append(shape)
+        features.append(operand.features(rows.shape))
         ready.append(not_empty(array))
     return ready, tuple(features)
 
@@ -115,29 +109,6 @@ def _check_length(array: jax.Array, length: int, name: str, what: str, or_more: 
         raise ValueError(f"{name} must have {length} {what} on its first axis, got shape {array.shape}")
 
 
-def exponents_of(arrays: Sequence[Any]) -> tuple[int, ...]:
-    """Exponents a row of those that are `RowScaled`, 0 for the others."""
-    return tuple(a.exponent.shape[1] if isinstance(a, RowScaled) else 0 for a in arrays)
-
-
-def flat(arrays: Sequence[Any]) -> list[jax.Array]:
-    """The arrays, mantissas in place of `RowScaled`, and then the exponents of those."""
-    exponents = [a.exponent for a in arrays if isinstance(a, RowScaled)]
-    return [a.mantissa if isinstance(a, RowScaled) else a for a in arrays] + exponents
-
-
-def traversal_inputs(
-    arrays: Sequence[jax.Array],
-    tables: Sequence[jax.Array],
-    offsets: jax.Array,
-    order: jax.Array | None,
-    num_entries: int,
-) -> list[jax.Array]:
-    """What a traversal of entries reads, in the order in which kernels take it."""
-    given = [*arrays, *map(not_empty, tables), offsets.astype(jnp.int32)]
-    return given if order is None else [*given, not_empty(as_index(order, "order", num_entries))]
-
-
 def not_empty(array: Any) -> Any:
     """A buffer that a kernel can be given: one row of zeros for none. Masks keep it from being read."""
     if isinstance(array, RowScaled):
@@ -145,40 +116,38 @@ def not_empty(array: Any) -> Any:
     return jnp.zeros((1, *array.shape[1:]), array.dtype) if array.shape[0] == 0 else array
 
 
-def structs_of(outputs: Sequence[Output], length: int) -> list[jax.ShapeDtypeStruct]:
-    """The arrays of outputs, `length` rows each."""
-    return [jax.ShapeDtypeStruct((length, *shape), dtype) for shape, dtype in outputs]
+Structs = dict[Name, jax.ShapeDtypeStruct]
 
 
-def zeros(structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    """Arrays of zeros of these shapes and dtypes."""
-    return [jnp.zeros(s.shape, s.dtype) for s in structs]
+def named(arrays: Sequence[Any], tables: Sequence[jax.Array]) -> dict[Name, jax.Array]:
+    """The arrays of operands, mantissas in place of `RowScaled`, then the exponents of those; and index tables."""
+    scaled = {i: a for i, a in enumerate(arrays) if isinstance(a, RowScaled)}
+    found = {("arrays", i): scaled[i].mantissa if i in scaled else a for i, a in enumerate(arrays)}
+    found |= {("exponents", i): a.exponent for i, a in scaled.items()}
+    return found | {("tables", i): not_empty(table) for i, table in enumerate(tables)}
 
 
-def check_row_scaled(row_scaled: Sequence[int], outputs: Sequence[Output], what: str) -> None:
-    """Raises ValueError where an output to be stored in 16 bits is not float32."""
-    for i in row_scaled:
-        if outputs[i][1] != jnp.float32:
-            raise ValueError(f"row_scaled_outputs names {what} {i}, which is {outputs[i][1]} and not float32")
+def written(what: str, outputs: Sequence[Output], length: int, row_scaled: Sequence[int] = ()) -> Structs:
+    """What a kernel writes: mantissas in place of the outputs `row_scaled`, and after all outputs their exponents."""
+    found: Structs = {}
+    for i, (shape, dtype) in enumerate(outputs):
+        stored_as = (stored(shape), jnp.dtype(jnp.float16)) if i in row_scaled else (shape, dtype)
+        found[what, i] = jax.ShapeDtypeStruct((length, *stored_as[0]), stored_as[1])
+    exponent = jax.ShapeDtypeStruct((length, 1), jnp.dtype(jnp.uint8))
+    return found | {("row_exponents", i): exponent for i in row_scaled}
 
 
-def encoded(arrays: Sequence[jax.Array], row_scaled: Sequence[int]) -> list[Any]:
-    """The arrays, those whose positions are in `row_scaled` as `RowScaled`."""
-    return [encode(a) if i in row_scaled else a for i, a in enumerate(arrays)]
+def results(
+    made: Mapping[Name, jax.Array], what: str, outputs: Sequence[Output], row_scaled: Sequence[int] = ()
+) -> tuple[Any, ...]:
+    """The outputs, of what a kernel wrote; arguments as in `written`."""
+    return tuple(
+        of_stored(made[what, i], made["row_exponents", i], shape) if i in row_scaled else made[what, i]
+        for i, (shape, _) in enumerate(outputs)
+    )
 
 
-def row_scaled_structs(
-    structs: Sequence[jax.ShapeDtypeStruct], row_scaled: Sequence[int], length: int
-) -> list[jax.ShapeDtypeStruct]:
-    """What the kernel writes: mantissas in place of the outputs `row_scaled`, and after all outputs their exponents."""
-    mantissa = lambda s: jax.ShapeDtypeStruct((s.shape[0], *stored(s.shape[1:])), jnp.dtype(jnp.float16))  # noqa: E731
-    narrow = [mantissa(s) if i in row_scaled else s for i, s in enumerate(structs)]
-    return narrow + [jax.ShapeDtypeStruct((length, 1), jnp.dtype(jnp.uint8)) for _ in row_scaled]
-
-
-def joined(written: Sequence[jax.Array], row_scaled: Sequence[int], outputs: Sequence[Output]) -> list[Any]:
-    """The outputs, of what the kernel wrote."""
-    found: list[Any] = list(written[: len(outputs)])
-    for i, exponent in zip(row_scaled, written[len(outputs) :], strict=True):
-        found[i] = of_stored(found[i], exponent, outputs[i][0])
-    return found
+def nothing(outputs: Sequence[Output], length: int, row_scaled: Sequence[int] = ()) -> tuple[Any, ...]:
+    """The outputs of a traversal without rows or entries: zeros."""
+    zeros = (jnp.zeros((length, *shape), dtype) for shape, dtype in outputs)
+    return tuple(encode(x) if i in row_scaled else x for i, x in enumerate(zeros))

@@ -1,4 +1,4 @@
-"""What a traversal is asked for: the segments of its rows, its outputs, and sums that are fused with it."""
+"""What a traversal is asked for: how it reads arrays, the segments of its rows, and its outputs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,52 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dejax._pytrees import pytree
 from dejax.pallas._checks import as_index
-from dejax.pallas.traversal.arrays import (
-    check_row_scaled,
-    declared,
-)
-from dejax.pallas.traversal.plan import SHARED, Output, TileOperand
+
+Output = tuple[tuple[int, ...], Any]
+# Accesses by which an operand is read once for all entries of a row.
+BY_ROW = ("row", "row_indexed", "shared", "each_slot", "late", "times_row")
+# Accesses of arrays without a leading axis.
+SHARED = ("shared", "each_slot", "late", "times_row")
+
+
+@dataclass(frozen=True, slots=True)
+class TileOperand:
+    """How a traversal reads an array.
+
+    Attributes:
+      access: `entry`, row i of the array for entry i; `indexed`, row `index_tables[index][i]`; `positioned`, row
+        `index_tables[index][p]` for position p of the order, which saves a load where the table could be permuted
+        beforehand; `position`, row p for position p; `row`, the row of the traversal, of an array that may have further
+        rows; `row_indexed`, row `index_tables[index][r]` for row r of the traversal; `shared`, an array without a
+        leading axis, the same everywhere; `each_slot`, the same as a tile [rows, entries, *features], so that no
+        element moves between threads where it meets the rows of entries; `late`, as `each_slot`, but after the
+        traversal and for the epilogue alone; `times_row`, an array without a leading axis times the tile of operand
+        `index`, which is read by row: multiplied once, before the traversal.
+      index: which index table, for `indexed`, `positioned` and `row_indexed`; which operand before this one, for
+        `times_row`.
+      columns: the operand is a part of each row of an array [length, columns]: (first column, feature shape of at most
+        one axis). Narrow values that are read at the same rows share an array, and with it a memory sector; not for
+        what is read by row.
+      part: the operand is a part of an array [length, m, n]: (first, count) on the axis of m.
+      when: for `entry`, the position of an operand before this one, a scalar an entry: where that is 0 the row is not
+        read, and is zeros.
+    """
+
+    access: str
+    index: int | None = None
+    columns: tuple[int, tuple[int, ...]] | None = None
+    part: tuple[int, int] | None = None
+    when: int | None = None
+
+    def features(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The feature shape of what is read of an array of this shape, whose first axis is rows."""
+        if self.columns is not None:
+            return self.columns[1]
+        return shape[1:] if self.part is None else (self.part[1], *shape[2:])
 
 
 @pytree
@@ -110,12 +148,15 @@ class Outputs:
     covers_all_entries: bool = False
 
     def declared(self) -> Outputs:
-        """With tuples of dtypes of NumPy; raises ValueError where an output of `row_scaled` is not float32."""
-        rows = declared(self.rows)
-        check_row_scaled(tuple(self.row_scaled), rows, "row output")
-        return Outputs(declared(self.entries), rows, tuple(self.row_scaled), self.covers_all_entries)
+        """With shapes as tuples and dtypes of NumPy, so that equal ones compare equal.
 
-
-def lengths_of(arrays: Sequence[Any], operands: Sequence[TileOperand]) -> tuple[int, ...]:
-    """The rows of each array; 1 where all programs read one row."""
-    return tuple(1 if o.access in SHARED else a.shape[0] for a, o in zip(arrays, operands, strict=True))
+        Raises:
+          ValueError: an output of `row_scaled` is not float32.
+        """
+        entries, rows = (
+            tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in each) for each in (self.entries, self.rows)
+        )
+        for i in self.row_scaled:
+            if rows[i][1] != jnp.float32:
+                raise ValueError(f"row_scaled names output {i}, which must be float32, got {rows[i][1]}")
+        return Outputs(entries, rows, tuple(self.row_scaled), self.covers_all_entries)

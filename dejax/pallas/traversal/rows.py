@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,14 +17,16 @@ from dejax.pallas._tiles import as_integers, both, broadcast, resized, steps, wh
 from dejax.pallas.formats.row_scaled import exponents, inverse_power, power, raised, without_padding
 from dejax.pallas.traversal.accumulate import initial, merge, results, update
 from dejax.pallas.traversal.factored import Factored
-from dejax.pallas.traversal.plan import Array, LoopPlan, Output, Refs
+from dejax.pallas.traversal.plan import LoopPlan, Refs
+from dejax.pallas.traversal.request import Output
 
 # Features from which on a tile comes as `Factored`, and is stored from threads of one entry.
 WIDE = 16
 
 
 def load(
-    array: Array,
+    ref: Any,
+    exponents: Any,
     index: jax.Array,
     mask: jax.Array | None,
     shape: tuple[int, ...],
@@ -34,12 +36,12 @@ def load(
 ) -> Any:
     """The tile [*index.shape, *padded shape] of rows `index`, floats as float32, zeros where masked and in padding.
 
-    With `factored`, a wide tile of floats comes as `Factored`.
+    `exponents` is the reference of those of `RowScaled`, else None. With `factored`, a wide tile of floats comes as
+    `Factored`.
 
     With `column`, the features start there in each row of a two-dimensional array; they start at `first` on their
     first axis.
     """
-    ref = array.rows
     lead = index.ndim
     inside = feature_mask(shape, lead=lead)
     if mask is not None:
@@ -52,40 +54,36 @@ def load(
     tile = _triton.load(ref, (row, *features), inside)
     tile = tile.astype(jnp.float32) if jnp.issubdtype(tile.dtype, jnp.floating) else tile
     factored = factored and math.prod(shape) >= WIDE and tile.dtype == jnp.float32
-    if array.exponent is None:
+    if exponents is None:
         return Factored(tile, None, True) if factored else tile
-    if array.parts == 1:
-        exponent = _triton.load(array.exponent, (index, jnp.zeros_like(index)), mask)
+    if exponents.shape[1] == 1:
+        exponent = _triton.load(exponents, (index, jnp.zeros_like(index)), mask)
         product = Factored(tile, with_axes(power(exponent.astype(jnp.int32)), len(shape)), True)
         return product if factored else product.whole()
     flat = jnp.zeros((), jnp.int32)
     for size, feature in zip(shape, features, strict=True):
         flat = flat * size + feature
-    part, _ = divide(flat, math.prod(ref.shape[1:]) // array.parts)
+    part, _ = divide(flat, math.prod(ref.shape[1:]) // exponents.shape[1])
     # Lanes in the features' padding may point past the last part.
-    exponent = _triton.load(array.exponent, (row, part), inside)
+    exponent = _triton.load(exponents, (row, part), inside)
     return tile * power(exponent.astype(jnp.int32))
 
 
-def _tile(
-    plan: LoopPlan, arrays: Sequence[Array], i: int, index: jax.Array, mask: jax.Array | None, factored: bool = False
-) -> Any:
+def _tile(plan: LoopPlan, r: Refs, i: int, index: jax.Array, mask: jax.Array | None, factored: bool = False) -> Any:
     """TileOperand `i` at rows `index` of its array."""
-    operand = plan.operands[i]
+    operand, ref = plan.operands[i], r.arrays[i]
     column = None if operand.columns is None else operand.columns[0]
     first = 0 if operand.part is None else operand.part[0]
-    return load(arrays[i], index, mask, plan.features[i], column, first, factored)
+    return load(ref, r.exponents.get(i), index, mask, operand.features(ref.shape), column, first, factored)
 
 
-def store(
-    ref: Any, index: jax.Array, mask: jax.Array, shape: tuple[int, ...], past: int, tile: jax.Array, first: int = 0
-) -> None:
+def store(ref: Any, index: jax.Array, mask: jax.Array, shape: tuple[int, ...], tile: jax.Array, first: int = 0) -> None:
     """Stores the tile to rows `index`, from `first` on of their first feature axis.
 
-    `past` is the row past the end, which masked lanes name.
+    Masked lanes name the row past the end.
     """
     lead = index.ndim
-    index = with_axes(where(mask, index, past), len(shape))
+    index = with_axes(where(mask, index, ref.shape[0]), len(shape))
     inside = feature_mask(shape, lead=lead)
     wide = with_axes(mask, len(shape))
     inside = wide if inside is None else both(wide, inside)
@@ -93,35 +91,33 @@ def store(
     _triton.store(ref, (index, *feature_indices(shape, lead, first)), tile, inside)
 
 
-def tiles_of_rows(
-    plan: LoopPlan, arrays: Sequence[Any], tables: Sequence[Any], row: jax.Array, mask: jax.Array
-) -> dict[int, jax.Array]:
+def tiles_of_rows(plan: LoopPlan, r: Refs, row: jax.Array, mask: jax.Array) -> dict[int, jax.Array]:
     """[rows, 1, *padded] or, for shared operands, [1, 1, *padded] tiles; by operand number."""
     tiles = {}
     for i in plan.per_row:
         if plan.operands[i].access == "row":
-            tiles[i] = _tile(plan, arrays, i, row[:, None], mask[:, None])
+            tiles[i] = _tile(plan, r, i, row[:, None], mask[:, None])
         elif plan.operands[i].access == "row_indexed":
             number = plan.operands[i].index
             assert number is not None
-            index = _triton.load(tables[number], (row,), mask)
-            inside = within(index, plan.lengths[i], mask)
-            tiles[i] = _tile(plan, arrays, i, index[:, None], inside[:, None])
+            index = _triton.load(r.tables[number], (row,), mask)
+            inside = within(index, r.arrays[i].shape[0], mask)
+            tiles[i] = _tile(plan, r, i, index[:, None], inside[:, None])
         elif plan.operands[i].access == "shared":
-            tiles[i] = load(arrays[i], jnp.zeros((1, 1), jnp.int32), None, plan.features[i])
+            tiles[i] = _tile(plan, r, i, jnp.zeros((1, 1), jnp.int32), None)
         elif plan.operands[i].access == "each_slot":
-            tiles[i] = _spread(plan, arrays, i, row.shape[0], plan.entries)
+            tiles[i] = _spread(plan, r, i, row.shape[0], plan.entries)
         elif plan.operands[i].access == "times_row":
             of = plan.operands[i].index
             assert of is not None
-            tiles[i] = lax.mul(tiles[of], _spread(plan, arrays, i, row.shape[0], 1))
+            tiles[i] = lax.mul(tiles[of], _spread(plan, r, i, row.shape[0], 1))
     return tiles
 
 
-def _spread(plan: LoopPlan, arrays: Sequence[Any], i: int, rows: int, entries: int) -> jax.Array:
+def _spread(plan: LoopPlan, r: Refs, i: int, rows: int, entries: int) -> jax.Array:
     """An array without a leading axis as the tile [rows, entries, *padded], each slot loaded by its own threads."""
     index = lanes(rows, 0, 2) * 0 + lanes(entries, 1, 2) * 0
-    return load(arrays[i], index, None, plan.features[i])
+    return _tile(plan, r, i, index, None)
 
 
 def _needed_tables(plan: LoopPlan) -> tuple[tuple[int, str], ...]:
@@ -130,18 +126,16 @@ def _needed_tables(plan: LoopPlan) -> tuple[tuple[int, str], ...]:
     return tuple(dict.fromkeys((index, access) for index, access in found if index is not None))
 
 
-def indices_at(
-    plan: LoopPlan, tables: Sequence[Any], order: Any, position: jax.Array, mask: jax.Array
-) -> tuple[jax.Array, ...]:
+def indices_at(plan: LoopPlan, r: Refs, position: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
     """Entry ids, then the entries of `_needed_tables`, at [rows, entries] positions."""
-    entry = position if order is None or not plan.needs_entries else _triton.load(order, (position,), mask)
+    entry = _triton.load(r.order[0], (position,), mask) if r.order and plan.needs_entries else position
     read = {"positioned": position, "indexed": entry}
-    return (entry, *(_triton.load(tables[i], (read[access],), mask) for i, access in _needed_tables(plan)))
+    return (entry, *(_triton.load(r.tables[i], (read[access],), mask) for i, access in _needed_tables(plan)))
 
 
 def evaluate(
     plan: LoopPlan,
-    arrays: Sequence[Array],
+    r: Refs,
     row_tiles: dict[int, jax.Array],
     position: jax.Array,
     indices: Sequence[jax.Array],
@@ -158,19 +152,20 @@ def evaluate(
             tiles.append(None)
         elif operand.access == "entry":
             read = mask if operand.when is None else both(mask, tiles[operand.when] != 0)
-            tiles.append(_tile(plan, arrays, i, entry, read, plan.factored))
+            tiles.append(_tile(plan, r, i, entry, read, plan.factored))
         elif operand.access == "position":
-            tiles.append(_tile(plan, arrays, i, position, mask, plan.factored))
+            tiles.append(_tile(plan, r, i, position, mask, plan.factored))
         else:
             assert operand.index is not None
             index = by_table[operand.index, operand.access]
             # An index out of range (a padding entry's) reads zeros, never other memory.
-            inside = within(index, plan.lengths[i], mask)
-            tiles.append(_tile(plan, arrays, i, index, inside, plan.factored))
+            inside = within(index, r.arrays[i].shape[0], mask)
+            tiles.append(_tile(plan, r, i, index, inside, plan.factored))
     values, outputs = plan.body(*tiles)
-    if len(values) != len(plan.reductions) or len(outputs) != len(plan.entry_outputs):
+    declared = plan.outputs.entries
+    if len(values) != len(plan.reductions) or len(outputs) != len(declared):
         raise ValueError(
-            f"body must return {len(plan.reductions)} reduction values and {len(plan.entry_outputs)} entry outputs, "
+            f"body must return {len(plan.reductions)} reduction values and {len(declared)} entry outputs, "
             f"got {len(values)} and {len(outputs)}"
         )
     full = lambda v, shape: jnp.broadcast_to(v, (*entry.shape, *padded(shape)))  # noqa: E731
@@ -183,8 +178,8 @@ def evaluate(
             return Factored(full(v.tile, shape), v.factor, v.zeros)
         return full(v.astype(jnp.float32), shape)
 
-    found = tuple(value(v, r.shape) for v, r in zip(values, plan.reductions, strict=True))
-    return found, tuple(output(o, shape) for o, (shape, _) in zip(outputs, plan.entry_outputs, strict=True))
+    found = tuple(value(v, a.shape) for v, a in zip(values, plan.reductions, strict=True))
+    return found, tuple(output(o, shape) for o, (shape, _) in zip(outputs, declared, strict=True))
 
 
 def _part(whole: tuple[int, ...], parts: Any) -> tuple[int, ...]:
@@ -192,7 +187,7 @@ def _part(whole: tuple[int, ...], parts: Any) -> tuple[int, ...]:
     return (whole[0] // len(parts), *whole[1:]) if isinstance(parts, tuple) and len(parts) > 1 else whole
 
 
-def _store_parts(ref: Any, index: jax.Array, mask: jax.Array, whole: tuple[int, ...], past: int, value: Any) -> None:
+def _store_parts(ref: Any, index: jax.Array, mask: jax.Array, whole: tuple[int, ...], value: Any) -> None:
     """Stores a tile to rows `index`, or a tuple of them side by side along the first feature axis.
 
     Where rows are longer than `whole` zeros follow: those of the last tile's padding, where it has as many.
@@ -206,27 +201,26 @@ def _store_parts(ref: Any, index: jax.Array, mask: jax.Array, whole: tuple[int, 
     for number, part in enumerate(parts):
         last = number == len(parts) - 1 and behind and within
         wide = (shape[0] + behind,) if last else shape
-        store(ref, index, mask, wide, past, part, number * shape[0] if number else 0)
+        store(ref, index, mask, wide, part, number * shape[0] if number else 0)
     if not within:
-        store(ref, index, mask, (behind,), past, jnp.zeros((1,) * (index.ndim + 1), jnp.float32), whole[0])
+        store(ref, index, mask, (behind,), jnp.zeros((1,) * (index.ndim + 1), jnp.float32), whole[0])
 
 
 def reduce_entries(
     plan: LoopPlan,
-    refs: Refs,
+    r: Refs,
     row_tiles: dict[int, jax.Array],
     start: jax.Array,
     end: jax.Array,
-    entries: int,
     longest: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Accumulators [rows, *padded] over positions `start` to `end` of each row; stores entry outputs on the way.
 
-    With `longest` all rows are one, of so many entries, and take `entries` of them in turns.
+    With `longest` all rows are one, of so many entries, and take `plan.entries` of them in turns.
 
     The indices of the next step are loaded before the rows of this one are used: the two wait for memory together.
     """
-    rows = start.shape[0]
+    rows, entries = start.shape[0], plan.entries
     count = lax.sub(end, start)
     here = start[:, None] + lanes(entries, 1, 2)
     stride = entries
@@ -242,46 +236,42 @@ def reduce_entries(
         position = here + i * stride
         mask = position < end
         following = position + stride
-        ahead = indices_at(plan, refs.tables, refs.order, following, following < end)
-        values, stored = evaluate(plan, refs.arrays, row_tiles, position, indices, mask)
-        for ref, (shape, _), value in zip(refs.entry_outputs, plan.entry_outputs, stored, strict=True):
-            _store_parts(ref, indices[0], mask, shape, plan.num_entries, value)
+        ahead = indices_at(plan, r, following, following < end)
+        values, stored = evaluate(plan, r, row_tiles, position, indices, mask)
+        for ref, (shape, _), value in zip(r.entries.values(), plan.outputs.entries, stored, strict=True):
+            _store_parts(ref, indices[0], mask, shape, value)
         return update(plan.reductions, accs, values, mask), ahead
 
-    first = indices_at(plan, refs.tables, refs.order, here, here < end)
+    first = indices_at(plan, r, here, here < end)
     accs, _ = _triton.fori_loop(0, steps(longest, stride), step, (initial(plan.reductions, rows, entries), first))
     # Before slots are merged: each thread multiplies its own elements.
     found = tuple(
-        a if r.factor is None else lax.mul(a, _spread(plan, refs.arrays, r.factor, rows, entries))
-        for a, r in zip(accs, plan.reductions, strict=True)
+        a if of.factor is None else lax.mul(a, _spread(plan, r, of.factor, rows, entries))
+        for a, of in zip(accs, plan.reductions, strict=True)
     )
     return merge(plan.reductions, found)
 
 
 def write_rows(
     plan: LoopPlan,
-    outputs: Sequence[Any],
+    r: Refs,
     merged: Sequence[jax.Array],
     row_tiles: dict[int, jax.Array],
     row: jax.Array,
     mask: jax.Array,
-    arrays: Sequence[Any],
 ) -> None:
-    """Runs the epilogue on accumulators [rows, *padded] and stores what it gives; tuples side by side in each row.
-
-    `outputs` are the row outputs, then the exponents of those in `plan.row_scaled`.
-    """
+    """Runs the epilogue on accumulators [rows, *padded] and stores what it gives; tuples side by side in each row."""
     values: Sequence[Any] = results(plan.reductions, merged)
     if plan.epilogue is not None:
-        factors = {r.factor for r in plan.reductions}
+        factors = {of.factor for of in plan.reductions}
         late = [i for i in plan.per_row if plan.operands[i].access == "late" and i not in factors]
-        loaded = row_tiles | {i: _spread(plan, arrays, i, row.shape[0], plan.entries) for i in late}
+        loaded = row_tiles | {i: _spread(plan, r, i, row.shape[0], plan.entries) for i in late}
         tiles = tuple(None if i in factors else _of_rows(loaded[i]) for i in plan.per_row)
         values = plan.epilogue(values, tiles)
-    if len(values) != len(plan.row_outputs):
-        raise ValueError(f"epilogue must return {len(plan.row_outputs)} row outputs, got {len(values)}")
-    entries = plan.entries if plan.warps == 1 and row.shape[0] == plan.rows else 1
-    store_outputs(plan.row_scaled, plan.row_outputs, outputs, row, mask, plan.num_rows, values, entries)
+    if len(values) != len(plan.outputs.rows):
+        raise ValueError(f"epilogue must return {len(plan.outputs.rows)} row outputs, got {len(values)}")
+    entries = plan.entries if plan.schedule.num_warps == 1 and row.shape[0] == plan.rows else 1
+    store_outputs(plan.outputs.rows, r.rows, r.row_exponents, row, mask, values, entries)
 
 
 def _of_rows(tile: jax.Array) -> jax.Array:
@@ -292,28 +282,26 @@ def _of_rows(tile: jax.Array) -> jax.Array:
 
 
 def store_outputs(
-    row_scaled: Sequence[int],
     declared: Sequence[Output],
-    refs: Sequence[Any],
+    refs: Mapping[int, Any],
+    exponents: Mapping[int, Any],
     index: jax.Array,
     mask: jax.Array,
-    past: int,
     values: Sequence[Any],
     entries: int = 1,
 ) -> None:
-    """Stores all outputs; `refs` are theirs, then those of the exponents of the outputs `row_scaled`.
+    """Stores all outputs, those with `exponents` as `RowScaled`.
 
     With `entries`, from tiles [*index.shape, entries, *padded shape] of which the first entry is stored. Threads of all
     entries have what was reduced over them, and what several threads have goes through shared memory to where it is
     stored; what each has for itself is shuffled. Traversals whose programs take any shared memory are slower,
     presumably for what the L1 has less: one of biokg's took 544 us with it and 396 without.
     """
-    exponent_refs = dict(zip(row_scaled, refs[len(declared) :], strict=True))
     for i, ((whole, _), value) in enumerate(zip(declared, values, strict=True)):
-        if i in exponent_refs:
-            value = _scaled(exponent_refs[i], index, mask, whole, past, value)
+        if i in exponents:
+            value = _scaled(exponents[i], index, mask, whole, value)
         if entries == 1 or math.prod(whole) < WIDE:
-            _store_parts(refs[i], index, mask, whole, past, value)
+            _store_parts(refs[i], index, mask, whole, value)
             continue
         shape = (*index.shape, entries)
         features = padded(_part(whole, value))
@@ -322,11 +310,11 @@ def store_outputs(
         ]
         spread = tuple(broadcast(jnp.expand_dims(p, index.ndim), (*shape, *features)) for p in parts)
         first = both(with_axes(mask, 1), lanes(entries, index.ndim, index.ndim + 1) == 0)
-        _store_parts(refs[i], broadcast(with_axes(index, 1), shape), first, whole, past, spread)
+        _store_parts(refs[i], broadcast(with_axes(index, 1), shape), first, whole, spread)
 
 
 def _scaled(
-    exponent_ref: Any, index: jax.Array, mask: jax.Array, whole: tuple[int, ...], past: int, value: Any
+    exponent_ref: Any, index: jax.Array, mask: jax.Array, whole: tuple[int, ...], value: Any
 ) -> tuple[jax.Array, ...]:
     """Tiles that are stored side by side, below 2^15 in magnitude; the exponents of their rows are stored."""
     parts: tuple[jax.Array, ...] = value if isinstance(value, tuple) else (value,)
@@ -337,6 +325,6 @@ def _scaled(
     axes = tuple(range(lead, lead + len(shape)))
     exponent = raised(functools.reduce(lax.max, (exponents(part, axes)[0] for part in parts)))
     inverse = inverse_power(exponent)
-    at = where(mask, index, past)
+    at = where(mask, index, exponent_ref.shape[0])
     _triton.store(exponent_ref, (at, jnp.zeros_like(at)), resized(exponent, mask.shape), mask)
     return tuple(part * inverse for part in parts)

@@ -16,24 +16,10 @@ from dejax.pallas._checks import as_index
 from dejax.pallas._shapes import cdiv
 from dejax.pallas.formats.row_scaled import RowScaled
 from dejax.pallas.traversal.accumulate import Reduction, check_reductions
-from dejax.pallas.traversal.arrays import (
-    MAX_WIDTH,
-    check_operands,
-    check_row_scaled,
-    check_width,
-    declared,
-    encoded,
-    exponents_of,
-    flat,
-    joined,
-    row_scaled_structs,
-    structs_of,
-    traversal_inputs,
-    zeros,
-)
+from dejax.pallas.traversal.arrays import check_operands, check_width, named, not_empty, nothing, results, written
 from dejax.pallas.traversal.kernels import map_kernel, row_kernel
-from dejax.pallas.traversal.plan import BY_ROW, SHARED, LoopPlan, Output, TileOperand
-from dejax.pallas.traversal.request import LongSegmentTable, Outputs, RowSegments, lengths_of
+from dejax.pallas.traversal.plan import LoopPlan, Name
+from dejax.pallas.traversal.request import BY_ROW, SHARED, Output, Outputs, RowSegments, TileOperand
 from dejax.pallas.traversal.traversal_schedule import (
     TraversalSchedule,
     map_schedule,
@@ -41,17 +27,6 @@ from dejax.pallas.traversal.traversal_schedule import (
     traversal_schedule,
 )
 from dejax.pallas.tuning import bucket, choose
-
-__all__ = [
-    "MAX_WIDTH",
-    "LongSegmentTable",
-    "TileOperand",
-    "Outputs",
-    "Reduction",
-    "RowSegments",
-    "map_entries",
-    "traverse",
-]
 
 # Chunks of a long segment that are merged in a step.
 _MERGED_CHUNKS = 8
@@ -114,12 +89,11 @@ def traverse(
     outputs = outputs.declared()
     tables = segments.check(operands, index_tables)
     ready, features = check_operands(arrays, operands, tables, segments.num_entries, segments.num_rows)
-    written = [shape for shape, _ in (*outputs.entries, *outputs.rows)]
-    width = check_width([*features, *(r.shape for r in reductions), *written])
-    entry_structs = structs_of(outputs.entries, segments.num_entries)
-    row_structs = structs_of(outputs.rows, segments.num_rows)
+    shapes_out = (shape for shape, _ in (*outputs.entries, *outputs.rows))
+    width = check_width([*features, *(r.shape for r in reductions), *shapes_out])
     if segments.num_rows == 0 or not (outputs.entries or outputs.rows):
-        return tuple(encoded(zeros(row_structs), outputs.row_scaled)), tuple(zeros(entry_structs))
+        no_rows = nothing(outputs.rows, segments.num_rows, outputs.row_scaled)
+        return no_rows, nothing(outputs.entries, segments.num_entries)
     again = functools.partial(
         traverse, epilogue=epilogue, arrays=arrays, operands=operands, segments=segments, index_tables=tables,
         reductions=reductions, factored=factored, interpret=interpret,
@@ -127,7 +101,7 @@ def traverse(
     # An output without elements cannot be given to a kernel.
     if segments.num_entries == 0 and outputs.entries:
         rows, _ = again(lambda *tiles: (body(*tiles)[0], ()), outputs=replace(outputs, entries=()), schedule=schedule)
-        return rows, tuple(zeros(entry_structs))
+        return rows, nothing(outputs.entries, 0)
     if schedule is None:
         shapes = [(math.prod(f), isinstance(a, RowScaled)) for a, f in zip(ready, features, strict=True)]
         schedule = _chosen_schedule(
@@ -138,37 +112,15 @@ def traverse(
         body=body,
         epilogue=epilogue,
         operands=tuple(operands),
-        features=features,
-        lengths=lengths_of(arrays, operands),
         reductions=reductions,
-        entry_outputs=tuple(outputs.entries),
-        row_outputs=tuple(outputs.rows),
-        parts=exponents_of(ready),
-        row_scaled=tuple(outputs.row_scaled),
+        outputs=outputs,
+        schedule=schedule,
         factored=factored,
-        num_tables=len(tables),
-        **_extents(segments, schedule, width),
-    )
-    return _run(plan, segments, schedule, flat(ready), tables, outputs.covers_all_entries, interpret)
-
-
-def _extents(segments: RowSegments, schedule: TraversalSchedule, width: int) -> dict[str, Any]:
-    """The fields of a plan that say how many rows, entries and chunks there are, and how many a program takes."""
-    long = segments.chunks
-    slots = schedule.rows_per_program * schedule.entries_per_step
-    return {
-        "num_entries": segments.num_entries,
-        "num_rows": segments.num_rows,
-        "rows": schedule.rows_per_program,
-        "entries": schedule.entries_per_step,
-        "chunk": None if long is None else long.chunk,
-        "num_chunks": 0 if long is None else long.row.shape[0],
+        chunk=None if segments.chunks is None else segments.chunks.chunk,
         # More of them at once would take registers from the program of rows, which is the same kernel.
-        "merged_chunks": max(slots, min(_MERGED_CHUNKS, 4096 // width)),
-        "has_order": segments.order is not None,
-        "has_row_order": segments.row_order is not None,
-        "warps": schedule.num_warps,
-    }
+        merged_chunks=max(schedule.rows_per_program * schedule.entries_per_step, min(_MERGED_CHUNKS, 4096 // width)),
+    )
+    return _run(plan, named(ready, tables), segments, interpret)
 
 
 def _chosen_schedule(
@@ -212,42 +164,41 @@ def _chosen_schedule(
 
 
 def _run(
-    plan: LoopPlan,
-    segments: RowSegments,
-    schedule: TraversalSchedule,
-    arrays: list[jax.Array],
-    tables: list[jax.Array],
-    covers_all_entries: bool,
-    interpret: bool | None,
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """The kernel of a plan: a program for some rows or for a chunk of a long segment."""
-    shared = traversal_inputs(arrays, tables, segments.offsets, segments.order, segments.num_entries)
+    plan: LoopPlan, given: dict[Name, jax.Array], segments: RowSegments, interpret: bool | None
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The kernel of a plan on arrays and index tables: a program for some rows or for a chunk of a long segment."""
+    outputs, schedule = plan.outputs, plan.schedule
+    given["offsets", 0] = segments.offsets.astype(jnp.int32)
+    if segments.order is not None:
+        given["order", 0] = not_empty(as_index(segments.order, "order", segments.num_entries))
     if segments.row_order is not None:
-        shared.append(as_index(segments.row_order, "row_order", segments.num_rows))
-    entry_structs = structs_of(plan.entry_outputs, plan.num_entries)
-    row_structs = row_scaled_structs(structs_of(plan.row_outputs, plan.num_rows), plan.row_scaled, plan.num_rows)
-    structs = [*entry_structs, *row_structs]
+        given["row_order", 0] = as_index(segments.row_order, "row_order", segments.num_rows)
+    made = written("entries", outputs.entries, segments.num_entries)
     # What is not written as a whole, and what is counted up, is zero beforehand.
-    zeroed = [] if covers_all_entries else [*range(len(entry_structs))]
+    zeroed = [] if outputs.covers_all_entries else [*made]
+    made |= written("rows", outputs.rows, segments.num_rows, outputs.row_scaled)
+    num_chunks = 0
     if segments.chunks is not None:
-        shared += segments.chunks.arrays
-        if plan.row_outputs:
-            partials = [(r.shape, jnp.float32) for r in plan.reductions]
-            structs += structs_of([*partials, ((), jnp.float32)], plan.num_chunks)
-            zeroed.append(len(structs) - 1)
-    initial = zeros([structs[i] for i in zeroed])
+        given |= {("chunks", i): array for i, array in enumerate(segments.chunks.arrays)}
+        num_chunks = segments.chunks.row.shape[0]
+        if outputs.rows:
+            made |= written("partials", [(r.shape, jnp.float32) for r in plan.reductions], num_chunks)
+            made["counters", 0] = jax.ShapeDtypeStruct((num_chunks,), jnp.float32)
+            zeroed.append(("counters", 0))
+    aliases = {len(given) + i: [*made].index(name) for i, name in enumerate(zeroed)}
+    given |= {("zeros", i): jnp.zeros(made[name].shape, made[name].dtype) for i, name in enumerate(zeroed)}
     found = _triton.pallas_call(
-        functools.partial(row_kernel, plan=plan, num_aliased=len(initial)),
+        functools.partial(row_kernel, plan=replace(plan, names=(*given, *made))),
         name="traverse",
-        num_programs=plan.num_chunks + cdiv(plan.num_rows, plan.rows),
-        out_shape=structs,
-        aliases={len(shared) + i: output for i, output in enumerate(zeroed)},
+        num_programs=num_chunks + cdiv(segments.num_rows, plan.rows),
+        out_shape=[*made.values()],
+        aliases=aliases,
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
         interpret=_triton.use_interpreter(interpret),
-    )(*shared, *initial)
-    n, end = len(entry_structs), len(entry_structs) + len(row_structs)
-    return tuple(joined(found[n:end], plan.row_scaled, plan.row_outputs)), tuple(found[:n])
+    )(*given.values())
+    arrays = dict(zip(made, found, strict=True))
+    return results(arrays, "rows", outputs.rows, outputs.row_scaled), results(arrays, "entries", outputs.entries)
 
 
 def map_entries(
@@ -284,45 +235,34 @@ def map_entries(
       NotImplementedError: a dtype or a feature shape that the kernel does not have.
       ValueError: arguments that do not fit each other.
     """
-    outputs = declared(outputs)
-    index_tables = [as_index(t, f"index_tables[{i}]", num_entries) for i, t in enumerate(index_tables)]
-    lengths = lengths_of(arrays, operands)
-    ready, features = check_operands(arrays, operands, index_tables, num_entries, None)
-    width = check_width([*features, *(s for s, _ in outputs)])
-    row_scaled = tuple(row_scaled_outputs)
-    check_row_scaled(row_scaled, outputs, "output")
-    structs = structs_of(outputs, num_entries)
+    declared = Outputs(rows=outputs, row_scaled=tuple(row_scaled_outputs)).declared()
+    written_to = Outputs(entries=declared.rows, row_scaled=declared.row_scaled)
+    tables = [as_index(t, f"index_tables[{i}]", num_entries) for i, t in enumerate(index_tables)]
+    ready, features = check_operands(arrays, operands, tables, num_entries, None)
+    width = check_width([*features, *(s for s, _ in written_to.entries)])
     if num_entries == 0 or not outputs:
-        return tuple(encoded(zeros(structs), row_scaled))
-    structs = row_scaled_structs(structs, row_scaled, num_entries)
+        return nothing(written_to.entries, num_entries, written_to.row_scaled)
     interpreted = _triton.use_interpreter(interpret)
-    narrows = bool(row_scaled) and not any(isinstance(a, RowScaled) for a in ready)
+    narrows = bool(written_to.row_scaled) and not any(isinstance(a, RowScaled) for a in ready)
     schedule = schedule or map_schedule(width, narrows=narrows, interpret=interpreted)
     block = schedule.rows_per_program * schedule.entries_per_step
+    given, made = named(ready, tables), written("entries", written_to.entries, num_entries, written_to.row_scaled)
     plan = LoopPlan(
         body=lambda *tiles: ((), tuple(body(*tiles))),
         epilogue=None,
         operands=tuple(operands),
-        features=features,
-        lengths=lengths,
         reductions=(),
-        entry_outputs=outputs,
-        row_outputs=(),
-        num_entries=num_entries,
-        num_rows=1,
-        rows=1,
-        entries=block,
-        parts=exponents_of(ready),
-        row_scaled=row_scaled,
-        num_tables=len(index_tables),
+        outputs=written_to,
+        schedule=replace(schedule, rows_per_program=1, entries_per_step=block),
+        names=(*given, *made),
     )
-    results = _triton.pallas_call(
+    found = _triton.pallas_call(
         functools.partial(map_kernel, plan=plan),
         name="map_entries",
         num_programs=cdiv(num_entries, block),
-        out_shape=structs,
+        out_shape=[*made.values()],
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
         interpret=interpreted,
-    )(*flat(ready), *index_tables)
-    return tuple(joined(results, row_scaled, outputs))
+    )(*given.values())
+    return results(dict(zip(made, found, strict=True)), "entries", written_to.entries, written_to.row_scaled)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dejax.pallas._shapes import padded_size
-from dejax.pallas.traversal.template import MAX_WIDTH
+from dejax.pallas.traversal.arrays import MAX_WIDTH
 from dejax.rgnn.ir.inter import COMPOSED_VIAS, Op
 from dejax.rgnn.ir.operators import named
 from dejax.rgnn.ir.products import Product, with_axes
