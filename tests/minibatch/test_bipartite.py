@@ -1,6 +1,7 @@
 """`Block.bipartite`: what `Block.graph` gives at destinations, gradients included; padding rows may hold anything."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -174,15 +175,8 @@ def test_results_are_those_of_the_graph_at_destinations(name, backend, case):
             np.testing.assert_allclose(got, expected, rtol=0, atol=3e-3 * scale)
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        ("rgat", "xla"),
-        pytest.param("everything", "kernels", marks=pytest.mark.slow),
-        pytest.param("everything", "xla", marks=pytest.mark.slow),
-        pytest.param("rgat", "kernels", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # padding of graphs as such: tests/rgnn/test_cases.py
+@pytest.mark.parametrize(("name", "backend"), itertools.product(("everything", "rgat"), BACKENDS))
 def test_the_graph_itself_takes_any_padding(name, backend):
     block, program, params = case_of(name, "bounded edges")
     one = jax.jit(functools.partial(run, program, params, BACKENDS[backend], None))

@@ -208,6 +208,7 @@ def all_types(scale=None, width=4):
 )
 def test_joined_features_are_those_by_type_in_the_order_of_blocks(scale):
     topology, store = topology_of(), all_types(scale)
+    sample = lambda key, topology, seeds: sample_blocks(key, topology, ("paper", seeds), [3])  # noqa: E731
     seeds, keys = seed_batches(np.arange(COUNTS["paper"]), 5, seed=0)[-2:], step_keys(jax.random.key(3), 7, 2)
 
     def update(total, batch):

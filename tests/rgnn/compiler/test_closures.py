@@ -16,6 +16,7 @@ import pytest
 
 from dejax import rgnn
 from dejax.rgnn import Options, library
+from tests.cases import slow_but
 from tests.rgnn.compiler import programs_to_pickle
 from tests.rgnn.references import graph_of
 
@@ -194,38 +195,26 @@ def test_partial_functions() -> None:
     np.testing.assert_array_equal(copy.deepcopy(program)(GRAPH, X), 3 * X)
 
 
-@pytest.mark.parametrize("options", [None, Options(backend="xla", disable=("cse",))])
-def test_modules_are_pickled(options: Options | None) -> None:
+@pytest.mark.parametrize("name", slow_but(["layer"], ["layer", "with options", "of a program", "linen"]))
+def test_modules_are_pickled(name: str) -> None:
     from flax import nnx
 
-    from dejax.rgnn import nnx as modules
-
-    held = {} if options is None else {"options": options}
-    layer = modules.RGATConv(3, 4, GRAPH.num_edge_types, num_heads=2, rngs=nnx.Rngs(0), **held)
-    want = layer(GRAPH, jnp.asarray(X))
-    for other in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
-        np.testing.assert_array_equal(other(GRAPH, jnp.asarray(X)), want)
-
-
-@pytest.mark.slow
-def test_linen_modules_are_pickled() -> None:
     from dejax.rgnn import linen
-
-    layer = linen.RGCNConv(4, GRAPH.num_edge_types, options=Options(backend="xla"))
-    params = layer.init(jax.random.key(0), GRAPH, jnp.asarray(X))
-    other, held = pickle.loads(pickle.dumps((layer, params)))
-    np.testing.assert_array_equal(other.apply(held, GRAPH, jnp.asarray(X)), layer.apply(params, GRAPH, jnp.asarray(X)))
-
-
-@pytest.mark.slow
-def test_modules_of_programs_are_pickled() -> None:
-    from flax import nnx
-
     from dejax.rgnn import nnx as modules
 
-    shapes = {"weight": ((GRAPH.num_edge_types, 3, 4), nnx.initializers.lecun_normal())}
-    layer = modules.ProgramModule(programs_to_pickle.typed, shapes, rngs=nnx.Rngs(0))
-    want = layer(GRAPH, jnp.asarray(X))
-    other = pickle.loads(pickle.dumps(layer))
-    np.testing.assert_array_equal(other(GRAPH, jnp.asarray(X)), want)
-    np.testing.assert_array_equal(copy.deepcopy(layer)(GRAPH, jnp.asarray(X)), want)
+    types, x, rngs = GRAPH.num_edge_types, jnp.asarray(X), nnx.Rngs(0)
+    if name == "linen":
+        layer = linen.RGCNConv(4, types, options=Options(backend="xla"))
+        params = layer.init(jax.random.key(0), GRAPH, x)
+        other, held = pickle.loads(pickle.dumps((layer, params)))
+        np.testing.assert_array_equal(other.apply(held, GRAPH, x), layer.apply(params, GRAPH, x))
+        return
+    if name == "of a program":
+        shapes = {"weight": ((types, 3, 4), nnx.initializers.lecun_normal())}
+        module: Any = modules.ProgramModule(programs_to_pickle.typed, shapes, rngs=rngs)
+    else:
+        held = {} if name == "layer" else {"options": Options(backend="xla", disable=("cse",))}
+        module = modules.RGATConv(3, 4, types, num_heads=2, rngs=rngs, **held)
+    want = module(GRAPH, x)
+    for other in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
+        np.testing.assert_array_equal(other(GRAPH, x), want)
