@@ -32,7 +32,7 @@ def optional(package: str, of: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing != package.partition("-")[0]:
+        if missing not in (package.partition("-")[0], package.replace("-", "_")):
             raise
         raise ModuleNotFoundError(
             f"{of} needs {package}, which is not installed: pip install {package}", name=error.name

@@ -15,6 +15,7 @@ from dejax.datasets._load import NAMES, load
 from dejax.datasets._planted import synthetic_triples
 from dejax.datasets._synthetic import COUNTS, synthetic
 from dejax.datasets._table_files import read_csv
+from dejax.datasets._vectors import sentence_vectors
 from dejax.datasets.columns import NEVER, Column
 from dejax.datasets.igb import load_igb
 from dejax.datasets.igb_shape import IGBShape, fill_rows, random_csc, random_rows_on_device, synthetic_igb
@@ -56,6 +57,7 @@ __all__ = [
     "random_rows_on_device",
     "read_csv",
     "read_rdf",
+    "sentence_vectors",
     "synthetic",
     "synthetic_igb",
     "synthetic_triples",

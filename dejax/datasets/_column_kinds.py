@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from dejax.datasets._columns import as_numbers, missing_in, text_of, texts_of
+from dejax.datasets._columns import as_numbers, in_parts, missing_in, text_of, texts_of
 from dejax.datasets._known_from import TimeColumn, time_of_text, times_of_texts
 from dejax.datasets.columns import NEVER, Column, Kind, hashes_of
 
@@ -207,7 +207,7 @@ class RawColumn:
         if values.ndim != 2 or values.dtype.kind not in "biuf":
             raise ValueError(f"the column {self.name} must have vectors of numbers, got {values.dtype}")
         values = values if values.dtype.kind == "f" else values.astype(np.float32)
-        if np.isinf(values).any():
+        if any(np.isinf(part).any() for part in in_parts(values)):
             raise ValueError(f"the column {self.name} must be finite, got infinity")
         return self._column("vector", values, missing)
 

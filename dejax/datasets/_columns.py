@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,9 +102,8 @@ def _of_arrow(column: Any) -> np.ndarray:
         column = column.combine_chunks() if hasattr(column, "combine_chunks") else column
         names = np.array([*column.dictionary.to_pylist(), None], object)  # equal text is one object
         return names[column.indices.fill_null(len(names) - 1).to_numpy(zero_copy_only=False)]
-    if types.is_fixed_size_list(kind) and types.is_floating(kind.value_type) and not column.null_count:
-        parts = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
-        return np.concatenate([np.zeros(0, kind.value_type.to_pandas_dtype()), *parts]).reshape(-1, kind.list_size)
+    if _is_list(kind) and types.is_floating(kind.value_type) and (rows := _rows_of_floats(column)) is not None:
+        return rows
     if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
         if not column.null_count:
             return column.to_numpy()
@@ -113,6 +112,30 @@ def _of_arrow(column: Any) -> np.ndarray:
     if types.is_timestamp(kind) or types.is_date(kind) or types.is_duration(kind):
         return column.to_numpy()  # of zones the times are in UTC
     return objects_of(column.to_pylist())
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _rows_of_floats(column: Any) -> np.ndarray | None:
+    """Lists of floats of one length as float[rows, length], NaN where a list is missing; None if lengths differ."""
+    import pyarrow.compute as pc
+
+    lengths = pc.min_max(pc.list_value_length(column)).as_py()
+    width = lengths["max"]
+    if not width or lengths["min"] != width:
+        return None
+    found = np.full((len(column), width), np.nan, column.type.value_type.to_pandas_dtype())
+    row = 0
+    for chunk in column.chunks:  # chunk by chunk, so that there is no second copy of all
+        there = chunk.is_valid().to_numpy(zero_copy_only=False)
+        values = chunk.drop_null().flatten().to_numpy(zero_copy_only=False).reshape(-1, width)
+        found[row : row + len(chunk)][there] = values
+        row += len(chunk)
+    return found
 
 
 def objects_of(values: list[Any]) -> np.ndarray:
@@ -184,7 +207,15 @@ def missing_in(values: np.ndarray) -> np.ndarray:
         return np.array([value is None for value in values], bool)
     if values.dtype.kind != "f":
         return np.zeros(len(values), bool)
-    return np.isnan(values) if values.ndim == 1 else np.isnan(values).any(axis=1)
+    if values.ndim == 1:
+        return np.isnan(values)
+    return np.concatenate([np.zeros(0, bool), *(np.isnan(part).any(axis=1) for part in in_parts(values))])
+
+
+def in_parts(values: np.ndarray) -> Iterator[np.ndarray]:
+    """The rows of an array or memory map, some megabytes at a time, so that what is computed of them is small."""
+    rows = max(1, (1 << 22) // max(1, values[:1].size))
+    return (np.asarray(values[at : at + rows]) for at in range(0, len(values), rows))
 
 
 def texts_of(values: np.ndarray) -> list[str | None]:

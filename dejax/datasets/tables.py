@@ -18,6 +18,7 @@ from dejax.datasets._labels import Label, labelled
 from dejax.datasets._references import edges_of, with_added_rows, with_joined_keys
 from dejax.datasets._row_features import features_of
 from dejax.datasets._table_files import read_folder, read_sqlite, to_primary_keys
+from dejax.datasets._vectors import with_vectors
 from dejax.datasets.columns import NEVER, Column
 
 
@@ -29,6 +30,7 @@ def from_tables(
     *,
     known_at: Mapping[str, Mapping[str, str]] | None = None,
     kinds: Mapping[str, Mapping[str, str]] | None = None,
+    vectors: Mapping[str, Mapping[str, Any]] | None = None,
     label: Label | None = None,
     fit_before: Any = None,
     fixed_features: bool = True,
@@ -88,6 +90,10 @@ def from_tables(
         known_at: table -> column -> the column of the same table with the time from which the first one is known. The
             times themselves are known from then on, too. Where the time is missing, the value is never shown.
         kinds: table -> column -> the kind to read it as, or "ignore". Keys are columns only if they are named here.
+        vectors: table -> column -> an array of a vector for each row, float[rows, width] (a memory map is not read into
+            memory here), which becomes that column; or a function that is called once with the different texts of
+            the column and returns a vector for each. Each vector must come from its text alone, not from other rows:
+            then it tells nothing of the future. `sentence_vectors` makes such a function.
         label: classes to predict, for models that classify nodes. A `Task` can do more.
         fit_before: as above; by default `label.valid_from`.
         fixed_features: whether to make `features`.
@@ -125,6 +131,7 @@ def from_tables(
     if dangling not in ("error", "drop", "add"):
         raise ValueError(f"dangling must be 'error', 'drop' or 'add', got {dangling!r}")
     columns = {table: columns_of(table, given) for table, given in tables.items()}
+    columns = with_vectors(columns, vectors or {})
     columns, keys, references = with_joined_keys(columns, primary_keys or {}, foreign_keys or ())
     time_columns, known_at, kinds = dict(time_columns or {}), dict(known_at or {}), dict(kinds or {})
     named = {"primary_keys": list(keys.items()), "time_columns": list(time_columns.items())}

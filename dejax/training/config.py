@@ -6,6 +6,7 @@ primary_keys = {customers = "id"}
 foreign_keys = [["orders", "customer", "customers"]]
 time_columns = {orders = "placed"}
 known_at = {orders = {rating = "rated"}} # columns that are known later than their rows
+vectors = {reviews = {text = "text.npy"}} # of each row, beside this file; they become that column
 
 [tasks.return]
 ...                                      # the arguments of a task's maker: task_of_events if there are "events";
@@ -23,6 +24,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dejax.datasets import HeteroDataset, Task, from_tables, task_from_columns, task_of_events, task_of_rows
 from dejax.datasets._columns import columns_of
@@ -58,6 +61,10 @@ class TablesConfig:
         given = dict(self.database)
         place = self.path.parent / given.pop("path")
         references = [tuple(reference) for reference in given.pop("foreign_keys", ())] or None
+        given["vectors"] = {
+            table: {column: _mapped(self.path.parent / file) for column, file in of.items()}
+            for table, of in given.get("vectors", {}).items()
+        }
         given = {"fixed_features": False, "name": place.stem, **given}  # encoders read columns
         data = from_tables(place, foreign_keys=references, **given)
         for name, task in self.tasks.items():
@@ -74,6 +81,13 @@ def _task(data: HeteroDataset, name: str, given: Mapping[str, Any], folder: Path
         return make(data, name, **arguments)
     except TypeError as error:  # a missing or unknown argument
         raise ValueError(f"[tasks.{name}] must have the arguments of {make.__name__}: {error}") from None
+
+
+def _mapped(path: Path) -> np.ndarray:
+    if path.suffix != ".npy" or not path.is_file():
+        raise FileNotFoundError(f"vectors must name .npy files with a vector for each row, {path} is none")
+    found: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    return found
 
 
 def _with_columns(name: str, given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
