@@ -1,5 +1,6 @@
 """Which flights will be late? A database of five tables, from its CSV files to a prediction of each flight.
 
+    pip install '.[tables]'
     python examples/flights.py --data FOLDER
 
 The folder holds flights.csv (or flights.csv.zip), planes.csv, airlines.csv, airports.csv and weather.csv of the flights
@@ -10,17 +11,14 @@ scheduled departure: will it arrive more than 30 minutes late?
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
 import numpy as np
 
-from dejax.datasets import HeteroDataset, from_tables, task_of_rows
+from dejax.datasets import HeteroDataset, from_tables, read_csv, task_of_rows
 from dejax.training import cli
 
 MINUTE, HOUR = 60, 3600
@@ -28,31 +26,10 @@ LATE = 30  # minutes
 _ISLANDS = "America/Puerto_Rico"  # four destinations are not among the airports; all keep this time
 
 
-def read_csv(folder: Path, name: str) -> dict[str, list[str]]:
-    """The columns of a CSV file, or of a zipped one, as text."""
+def read(folder: Path, name: str) -> Any:
+    """A CSV file, or a zipped one, as an Arrow table. NA is missing."""
     path = folder / f"{name}.csv"
-    if path.exists():
-        text = path.read_text(encoding="utf-8")
-    else:
-        with zipfile.ZipFile(folder / f"{name}.csv.zip") as archive:
-            text = archive.read(f"{name}.csv").decode()
-    names, *rows = csv.reader(io.StringIO(text))
-    return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
-
-
-def numbers(values: list[str]) -> np.ndarray:
-    """A column of numbers; NA is nan."""
-    return np.array([np.nan if value in ("NA", "") else float(value) for value in values])
-
-
-def texts(values: list[str]) -> list[str | None]:
-    """A column of text; NA is None."""
-    return [None if value in ("NA", "") else value for value in values]
-
-
-def seconds(values: list[str]) -> np.ndarray:
-    """A column of times in UTC as int64 seconds since 1970."""
-    return np.array([value.removesuffix("Z") for value in values], "datetime64[s]").astype(np.int64)
+    return read_csv(path if path.exists() else folder / f"{name}.csv.zip")
 
 
 def moments(values: np.ndarray) -> np.ndarray:
@@ -61,12 +38,12 @@ def moments(values: np.ndarray) -> np.ndarray:
     return np.where(there, np.where(there, values, 0).astype("datetime64[s]"), np.datetime64("NaT", "s"))
 
 
-def scheduled_arrivals(flights: dict[str, list[str]], departures: np.ndarray, zones: dict[str, str]) -> np.ndarray:
+def scheduled_arrivals(flights: Any, departures: np.ndarray, zones: dict[str, str]) -> np.ndarray:
     """The scheduled arrivals in UTC: the file has hours and minutes of the destination's clock."""
-    clock = numbers(flights["sched_arr_time"]).astype(np.int64)
+    clock = flights["sched_arr_time"].to_numpy()
     offsets: dict[tuple[str, int], int] = {}
     found = np.empty(len(departures), np.int64)
-    for row, (dest, departure) in enumerate(zip(flights["dest"], departures.tolist(), strict=True)):
+    for row, (dest, departure) in enumerate(zip(flights["dest"].to_pylist(), departures.tolist(), strict=True)):
         key = (zones.get(dest, _ISLANDS), departure // (24 * HOUR))
         if key not in offsets:
             noon = np.datetime64(key[1] * 24 * HOUR + 17 * HOUR, "s").item()
@@ -79,46 +56,40 @@ def scheduled_arrivals(flights: dict[str, list[str]], departures: np.ndarray, zo
     return departures + (arrival - found)
 
 
-def read_tables(folder: Path) -> dict[str, dict[str, Any]]:
+def read_tables(folder: Path) -> dict[str, Any]:
     """The five tables, with times in UTC."""
-    raw = {name: read_csv(folder, name) for name in ("flights", "planes", "airlines", "airports", "weather")}
-    flights = raw["flights"]
-    scheduled = seconds(flights["time_hour"]) + numbers(flights["sched_dep_time"]).astype(np.int64) % 100 * MINUTE
-    zones = {
-        faa: zone for faa, zone in zip(raw["airports"]["faa"], raw["airports"]["tzone"], strict=True) if zone != "NA"
-    }
-    arrival = scheduled_arrivals(flights, scheduled, zones)
-    delays = {name: numbers(flights[name]) for name in ("dep_delay", "arr_delay")}
+    flights, planes, airlines, airports, weather = (
+        read(folder, name) for name in ("flights", "planes", "airlines", "airports", "weather")
+    )
+    hour = flights["time_hour"].to_numpy().astype("datetime64[s]").astype(np.int64)
+    scheduled = hour + flights["sched_dep_time"].to_numpy() % 100 * MINUTE
+    zones = dict(zip(airports["faa"].to_pylist(), airports["tzone"].to_pylist(), strict=True))
+    arrival = scheduled_arrivals(flights, scheduled, {faa: zone for faa, zone in zones.items() if zone is not None})
+    delays = {name: flights[name].to_numpy().astype(np.float64) for name in ("dep_delay", "arr_delay")}
     return {
         "flights": {
             "carrier": flights["carrier"],
-            "tailnum": texts(flights["tailnum"]),
+            "tailnum": flights["tailnum"],
             "origin": flights["origin"],
             "dest": flights["dest"],
             "sched_dep": moments(scheduled),
             "sched_arr": moments(arrival),
-            "distance": numbers(flights["distance"]),
+            "distance": flights["distance"],
             "dep_time": moments(scheduled + delays["dep_delay"] * MINUTE),
             "dep_delay": delays["dep_delay"],
             "arr_time": moments(arrival + delays["arr_delay"] * MINUTE),
             "arr_delay": delays["arr_delay"],
-            "air_time": numbers(flights["air_time"]),
+            "air_time": flights["air_time"],
             "asked_at": moments(scheduled - 2.0 * HOUR),
         },
-        "planes": {
-            name: numbers(values) if name in ("year", "engines", "seats", "speed") else texts(values)
-            for name, values in raw["planes"].items()
-        },
-        "airlines": {name: texts(values) for name, values in raw["airlines"].items()},
-        "airports": {
-            name: numbers(values) if name in ("lat", "lon", "alt", "tz") else texts(values)
-            for name, values in raw["airports"].items()
-        },
+        "planes": planes,
+        "airlines": airlines,
+        "airports": airports,
         "weather": {
-            "origin": raw["weather"]["origin"],
-            "time": moments(seconds(raw["weather"]["time_hour"])),
+            "origin": weather["origin"],
+            "time": weather["time_hour"],
             **{
-                name: numbers(raw["weather"][name])
+                name: weather[name]
                 for name in (
                     *("temp", "dewp", "humid", "wind_dir", "wind_speed", "wind_gust", "precip", "pressure", "visib"),
                 )

@@ -6,6 +6,8 @@ import pytest
 from dejax.datasets import NEVER
 from examples import flights
 
+pytest.importorskip("pyarrow")
+
 FILES = {
     "flights": "time_hour,sched_dep_time,sched_arr_time,dep_delay,arr_delay,air_time,distance,carrier,tailnum,origin,"
     "dest\n"
