@@ -11,6 +11,7 @@ from dejax import info
 
 NEXT = (
     ("dejax-train", "train an R-GCN on the code graph of your Python's standard library, in about a minute"),
+    ("dejax-train tables CONFIG", "predict something about rows of your database: docs/tables.md"),
     ("python -m dejax.info", "versions, devices, the driver, and the remedy for all that is unavailable"),
     ('python -c "import dejax.rgnn; help(dejax.rgnn)"', "the compiler for graph layers; the other parts likewise"),
 )
