@@ -111,7 +111,7 @@ def test_softmax_of_large_scores(name: str, backend: str) -> None:
     check(name, "long_segments", Size(), BACKENDS[backend], tolerance=F32, scores=1e4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", slow_but(["xla"], BACKENDS))
 def test_products_of_rounded_operands(backend: str) -> None:
     """`precision="bf16"` rounds the operands of products, and nothing else."""
     options = Options(backend=backend, precision="bf16", interpret=True)

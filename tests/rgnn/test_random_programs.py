@@ -131,32 +131,26 @@ SHARES = {
 }
 SHARES |= {"kernels": 4, "kernels_scaled": 2, "kernels_float16": 2, "kernels_bfloat16": 2}
 SHARDS = 20  # of a hundred programs each
-# Each operator and each pass has its test by numpy; of XLA and kernels, one program that differs in each run is quick.
-
-
-def random_runs(name: str, programs: int, shard: int | None = None) -> None:
-    """Checks programs of one kind, each on a graph and with some passes off; a shard always has the same programs."""
-    options, dtype, asked, tolerance = RUNS[name]
-
-    @settings(max_examples=programs)
-    @given(recipe=recipes(**asked), edges=edge_lists(), disable=PASS_SUBSETS)
-    def test(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...]) -> None:
-        compare(recipe, edges, replace(options, disable=disable), dtype, tolerance)
-
-    with as_with_rounded_products() if name == "xla_as_kernels" else nullcontext():
-        (test if shard is None else seed(shard)(test))()
-
-
-def test_some() -> None:
-    random_runs("xla", 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", range(SHARDS))
 @pytest.mark.parametrize("name", RUNS)
-def test_many(name: str, shard: int) -> None:
-    """2,000 fixed programs; a shard of all kinds takes some minutes of one core."""
-    random_runs(name, SHARES[name], shard)
+def test_on_backends(name: str, shard: int) -> None:
+    """2,000 fixed programs, each on a graph and with some passes off; a shard of all kinds takes minutes of a core.
+
+    Quick tests have each operator on XLA in one program (test_operators.py), and random programs by numpy.
+    """
+    options, dtype, asked, tolerance = RUNS[name]
+
+    @seed(shard)
+    @settings(max_examples=SHARES[name])
+    @given(recipe=recipes(**asked), edges=edge_lists(), disable=PASS_SUBSETS)
+    def test(recipe: Recipe, edges: EdgeList, disable: tuple[str, ...]) -> None:
+        compare(recipe, edges, replace(options, disable=disable), dtype, tolerance)
+
+    with as_with_rounded_products() if name == "xla_as_kernels" else nullcontext():
+        test()
 
 
 @pytest.mark.slow

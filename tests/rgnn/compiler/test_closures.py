@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import pickle
 import subprocess
 import sys
@@ -37,8 +38,9 @@ def summed(rows: np.ndarray) -> np.ndarray:
 # --- arrays that a program closes over -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])
+@pytest.mark.parametrize(
+    ("library", "backend"), slow_but([(np, "xla"), (jnp, "pallas")], itertools.product((np, jnp), BACKENDS))
+)
 def test_arrays_are_constants(library: Any, backend: str) -> None:
     w, c, e = library.asarray(W), library.asarray([1.0, -2.0, 0.5]), library.asarray(np.arange(E, dtype=np.float32))
     ids = library.asarray(np.arange(N) % 3)

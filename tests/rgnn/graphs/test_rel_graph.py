@@ -24,17 +24,9 @@ SETTINGS = hypothesis.settings(deadline=None, max_examples=20)
 
 
 @pytest.mark.cpu_only("tables for a GPU are packed into one array: see test_tables_in_one_array")
-@SETTINGS
-@hypothesis.given(edge_lists(), st.booleans(), st.booleans())
+@hypothesis.settings(SETTINGS, max_examples=40)
+@hypothesis.given(st.booleans().flatmap(lambda masks: edge_lists(masks=masks)), st.booleans(), st.booleans())
 def test_every_table_agrees_with_the_reference(edges: EdgeList, add_reverse: bool, add_self_loops: bool) -> None:
-    graph = edges.build(add_reverse=add_reverse, add_self_loops=add_self_loops, long_segment_chunk=CHUNK)
-    check_tables(graph, edges.added(add_reverse, add_self_loops), exact=True)
-
-
-@pytest.mark.cpu_only("tables for a GPU are packed into one array: see test_tables_in_one_array")
-@SETTINGS
-@hypothesis.given(edge_lists(masks=True), st.booleans(), st.booleans())
-def test_every_table_of_a_masked_graph_agrees(edges: EdgeList, add_reverse: bool, add_self_loops: bool) -> None:
     graph = edges.build(add_reverse=add_reverse, add_self_loops=add_self_loops, long_segment_chunk=CHUNK)
     check_tables(graph, edges.added(add_reverse, add_self_loops), exact=True)
 
