@@ -176,7 +176,7 @@ def test_results_are_those_of_the_graph_at_destinations(name, backend, case):
 
 
 @pytest.mark.slow  # padding of graphs as such: tests/rgnn/test_cases.py
-@pytest.mark.parametrize(("name", "backend"), itertools.product(("everything", "rgat"), BACKENDS))
+@pytest.mark.parametrize(("name", "backend"), list(itertools.product(("everything", "rgat"), BACKENDS)))
 def test_the_graph_itself_takes_any_padding(name, backend):
     block, program, params = case_of(name, "bounded edges")
     one = jax.jit(functools.partial(run, program, params, BACKENDS[backend], None))
