@@ -23,7 +23,7 @@ NUMBERS = ("standard", "piecewise", "periodic")
 _SCALES = (1 / 24, 6 / 24, 1.0, 7.0, 30.0, 365.0)
 """Days. Of each, t / (|t| + scale) tells times of about that size apart."""
 _FREQUENCIES = 8
-_MOST_ONE_HOT = 32  # a product with so few rows is faster than a gather and its gradient's scatter
+_MOST_ONE_HOT = 256  # a product with so few rows is faster than a gather and its gradient's scatter
 
 
 class TableEncoder(nnx.Module):
@@ -36,7 +36,8 @@ class TableEncoder(nnx.Module):
     | time | relative to the cutoff on scales from hours to years; hour and weekday, and season where data span a year |
     | vector, hashed text | standardised |
 
-    Each has a mark for missing values, of numbers, times and vectors.
+    Each has a mark for missing values, of numbers, times and vectors. The columns of one kind are encoded together; the
+    vectors of categories have the width of the first dense layer's result, to which they are added.
 
     Args:
         plan: where the columns stand.
@@ -51,24 +52,20 @@ class TableEncoder(nnx.Module):
     ) -> None:
         if numbers not in NUMBERS:
             raise ValueError(f"numbers must be one of {', '.join(NUMBERS)}, got {numbers!r}")
-        self.plan, self.numbers, self.day = plan, numbers, day
-        width = 0
-        for place in plan.columns:
-            if place.kind in ("category", "categories"):
-                own = embedding_width(place.codes)
-                setattr(self, f"codes_{place.name}", nnx.Embed(place.codes + 1, own, rngs=rngs))
-                width += own
+        self.plan, self.numbers, self.day, self.hidden = plan, numbers, day, hidden
+        count = len(plan.of_kind("number"))
         self.frequencies = nnx.data(None)
-        count = len(_of_kind(plan, "number"))
         if numbers == "periodic" and count:
             self.frequencies = nnx.Param(jax.random.normal(rngs.params(), (count, _FREQUENCIES)))
-        width += sum(part.shape[1] for part in jax.eval_shape(self._plain, *_abstract(plan)))
-        self.base = nnx.Param(jnp.zeros(hidden)) if not width else nnx.data(None)
-        if width:
-            self.first = nnx.Linear(width, hidden, rngs=rngs)
+        codes = sum(place.codes + 1 for place in plan.of_kind("category", "categories"))
+        self.codes = nnx.Embed(codes, hidden, rngs=rngs) if codes else nnx.data(None)
+        shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, plan.width), (1,), (1,)))
+        width = sum(part.shape[1] for part in jax.eval_shape(self._plain, *shapes))
+        self.first = nnx.Linear(width, hidden, rngs=rngs) if width else nnx.data(None)
+        self.base = nnx.data(None) if width or codes else nnx.Param(jnp.zeros(hidden))
+        if width or codes:
             self.norm = nnx.LayerNorm(hidden, rngs=rngs)
             self.second = nnx.Linear(hidden, hidden, rngs=rngs)
-        self.hidden = hidden
 
     def __call__(self, rows: Array | None, cutoffs: Array) -> Array:
         """float32[rows, hidden].
@@ -84,54 +81,71 @@ class TableEncoder(nnx.Module):
             return jnp.zeros((cutoffs.shape[0], self.hidden), jnp.float32)
         days, seconds = _divided(cutoffs)
         days = days + self.day
-        parts = self._plain(rows, days, seconds)
-        for place in self.plan.columns:
-            if place.kind in ("category", "categories"):
-                codes = rows[:, place.first : place.first + place.width]
-                codes = jnp.where(_known(rows, place, days, seconds)[:, None], codes, -1).astype(jnp.int32)
-                parts.append(_embedded(getattr(self, f"codes_{place.name}").embedding[...], codes, place.codes))
-        h = self.norm(self.first(jnp.concatenate(parts, axis=1)))
-        return nnx.relu(self.second(nnx.relu(h)))
+        found = [] if self.first is None else [self.first(jnp.concatenate(self._plain(rows, days, seconds), axis=1))]
+        if self.codes is not None:
+            found.append(_summed(self.codes.embedding[...], self._codes(rows, days, seconds)))
+        return nnx.relu(self.second(nnx.relu(self.norm(sum(found[1:], start=found[0])))))
 
     def _plain(self, rows: Array, days: Array, seconds: Array) -> list[Array]:
-        """The encodings without embeddings."""
+        """The encodings without categories, [rows, width] each."""
         parts = []
-        if places := _of_kind(self.plan, "number"):
-            x, missing = _columns(rows, places, days, seconds)
-            parts += [self._numbers(x, missing, places), missing.astype(jnp.float32)]
-        for place in _of_kind(self.plan, "time"):
-            there = _known(rows, place, days, seconds) & ~jnp.isnan(rows[:, place.first])
-            own = [jnp.where(there, rows[:, place.first + n], 0.0) for n in (0, 1)]
-            found = _relative((own[0] - days) + (own[1] - seconds) / DAY) + _calendar(own[0], own[1], place.seasons)
-            parts += [jnp.where(there[:, None], jnp.stack(found, axis=1), 0.0), (~there)[:, None].astype(jnp.float32)]
-        for place in _of_kind(self.plan, "vector"):
-            x = rows[:, place.first : place.first + place.width]
-            there = (_known(rows, place, days, seconds) & ~jnp.isnan(x[:, 0]))[:, None]
+        if places := self.plan.of_kind("number"):
+            x = _values(rows, places)
+            there = self._known(places, rows, days, seconds) & jnp.isfinite(x)
+            parts += [*self._numbers(jnp.where(there, x, 0.0), there, places), (~there).astype(jnp.float32)]
+        if places := self.plan.of_kind("time"):
+            times = _values(rows, places).reshape(-1, len(places), 2)
+            there = self._known(places, rows, days, seconds) & ~jnp.isnan(times[:, :, 0])
+            times = jnp.where(there[:, :, None], times, 0.0)
+            relative = _relative((times[:, :, 0] - days[:, None]) + (times[:, :, 1] - seconds[:, None]) / DAY)
+            seasons = np.array([place.seasons for place in places])
+            found = jnp.concatenate([relative, _calendar(times[:, :, 0], times[:, :, 1], seasons)], axis=2)
+            found = jnp.where(there[:, :, None], found, 0.0)
+            parts += [found.reshape(-1, found.shape[1] * found.shape[2]), (~there).astype(jnp.float32)]
+        for place in self.plan.of_kind("vector"):
+            x = _values(rows, [place])
+            known = self._known([place], rows, days, seconds) & ~jnp.isnan(x[:, :1])
             x = (x - np.asarray(place.mean, np.float32)) / np.asarray(place.deviation, np.float32)
-            parts += [jnp.where(there, x, 0.0), (~there).astype(jnp.float32)]
+            parts += [jnp.where(known, x, 0.0), (~known).astype(jnp.float32)]
         return parts
 
-    def _numbers(self, x: Array, missing: Array, places: Sequence[ColumnPlace]) -> Array:
+    def _known(self, places: Sequence[ColumnPlace], rows: Array, days: Array, seconds: Array) -> Array:
+        """Whether the values of columns are known by the cutoff: bool[rows, columns], or [rows, 1] where all are."""
+        if all(place.known is None for place in places):
+            return jnp.ones((rows.shape[0], 1), bool)
+        times = rows[:, self.plan.known :].reshape(rows.shape[0], -1, 2)
+        day, second = days[:, None], seconds[:, None]
+        known = (times[:, :, 0] < day) | ((times[:, :, 0] == day) & (times[:, :, 1] <= second))
+        return jnp.stack([known[:, p.known] if p.known is not None else jnp.ones_like(known[:, 0]) for p in places], 1)
+
+    def _numbers(self, x: Array, there: Array, places: Sequence[ColumnPlace]) -> list[Array]:
         mean = np.array([place.mean[0] for place in places], np.float32)
-        z = jnp.where(missing, 0.0, (x - mean) / np.array([place.deviation[0] for place in places], np.float32))
-        z = jnp.clip(z, -10.0, 10.0)
+        z = (x - mean) / np.array([place.deviation[0] for place in places], np.float32)
+        z = jnp.where(there, jnp.clip(z, -10.0, 10.0), 0.0)
+        more = None
         if self.numbers == "periodic":
             assert self.frequencies is not None
             angle = 2 * np.pi * z[:, :, None] * self.frequencies[...]
-            waves = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
-            return jnp.concatenate([z, jnp.where(missing[..., None], 0.0, waves).reshape(len(x), -1)], axis=1)
-        if self.numbers == "standard":
-            return z
-        low, high, column = _bins(places)
-        if not len(column):
-            return z
-        share = jnp.clip((x[:, column] - low) / (high - low), 0.0, 1.0)
-        return jnp.concatenate([z, jnp.where(missing[:, column], 0.0, share)], axis=1)
+            more = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=2)
+        elif self.numbers == "piecewise":
+            low, high = _bins(places)
+            more = jnp.clip((x[:, :, None] - low) / (high - low), 0.0, 1.0)
+        if more is None:
+            return [z]
+        return [z, jnp.where(there[:, :, None], more, 0.0).reshape(-1, more.shape[1] * more.shape[2])]
 
+    def _codes(self, rows: Array, days: Array, seconds: Array) -> Array:
+        """The rows of `codes` of all categories, int32[rows, values], -1 for none.
 
-def embedding_width(codes: int) -> int:
-    """The width of the vectors of categories: about the root of their number, from 4 to 32."""
-    return int(np.clip(2 * np.ceil(np.sqrt(codes + 1) / 2) * 2, 4, 32))
+        A category that training rows did not have has the last row of its column.
+        """
+        places = self.plan.of_kind("category", "categories")
+        widths = [place.width for place in places]
+        most = np.repeat([place.codes for place in places], widths).astype(np.int32)
+        first = np.repeat(np.cumsum([0, *(place.codes + 1 for place in places[:-1])]), widths).astype(np.int32)
+        codes = _values(rows, places).astype(jnp.int32)
+        known = self._known([place for place in places for _ in range(place.width)], rows, days, seconds)
+        return jnp.where(known & (codes >= 0), jnp.minimum(codes, most) + first, -1)
 
 
 class TablesEncoder(nnx.Module):
@@ -154,65 +168,55 @@ class TablesEncoder(nnx.Module):
         return {name: getattr(self, f"table_{name}")(rows.get(name), cutoffs[name]) for name in self.tables}
 
 
-def _of_kind(plan: TablePlan, kind: str) -> list[ColumnPlace]:
-    return [place for place in plan.columns if place.kind == kind]
-
-
-def _abstract(plan: TablePlan) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, plan.width), (1,), (1,)))
-
-
 def _divided(times: Array) -> tuple[Array, Array]:
     """Whole days and seconds of the day, as float32."""
     days = times // DAY
     return days.astype(jnp.float32), (times - days * DAY).astype(jnp.float32)
 
 
-def _known(rows: Array, place: ColumnPlace, days: Array, seconds: Array) -> Array:
-    """Whether a column's value is known by the cutoff: bool[rows]."""
-    if place.known is None:
-        return jnp.ones(rows.shape[0], bool)
-    day, second = rows[:, place.known], rows[:, place.known + 1]
-    return (day < days) | ((day == days) & (second <= seconds))
+def _values(rows: Array, places: Sequence[ColumnPlace]) -> Array:
+    """The values of columns that lie side by side."""
+    return rows[:, places[0].first : places[-1].first + places[-1].width]
 
 
-def _columns(rows: Array, places: Sequence[ColumnPlace], days: Array, seconds: Array) -> tuple[Array, Array]:
-    """Numbers of several columns, [rows, columns], 0 where missing or not known, and which are."""
-    x = jnp.stack([rows[:, place.first] for place in places], axis=1)
-    known = {place.known: _known(rows, place, days, seconds) for place in places}
-    there = jnp.stack([known[place.known] for place in places], axis=1) & jnp.isfinite(x)
-    return jnp.where(there, x, 0.0), ~there
+def _bins(places: Sequence[ColumnPlace]) -> tuple[np.ndarray, np.ndarray]:
+    """Lower and upper ends of bins, float32[columns, bins]; a column with fewer bins has some without values."""
+    most = max([1, *(len(place.edges) - 1 for place in places)])
+    far = float(np.finfo(np.float32).max) / 4
+    low, high = (np.full((len(places), most), value, np.float32) for value in (far, 2 * far))
+    for n, place in enumerate(places):
+        low[n, : max(0, len(place.edges) - 1)] = place.edges[:-1]
+        high[n, : max(0, len(place.edges) - 1)] = place.edges[1:]
+    return low, high
 
 
-def _bins(places: Sequence[ColumnPlace]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lower and upper ends of the bins of all columns, and the column of each."""
-    low = [edge for place in places for edge in place.edges[:-1]]
-    high = [edge for place in places for edge in place.edges[1:]]
-    column = [number for number, place in enumerate(places) for _ in place.edges[1:]]
-    return np.array(low, np.float32), np.array(high, np.float32), np.array(column, np.int32)
+def _relative(days: Array) -> Array:
+    """A time relative to the cutoff, on several scales: [rows, times, scales]."""
+    days = days[:, :, None]
+    size = jnp.abs(days)
+    return jnp.concatenate(
+        [days / (size + np.array(_SCALES, np.float32)), jnp.sign(days) * jnp.log1p(size * 24) / 4], 2
+    )
 
 
-def _relative(days: Array) -> list[Array]:
-    """A time relative to the cutoff, on several scales."""
-    return [days / (jnp.abs(days) + scale) for scale in _SCALES] + [
-        jnp.sign(days) * jnp.log1p(jnp.abs(days) * 24.0) / 4.0
-    ]
+def _calendar(days: Array, seconds: Array, seasons: np.ndarray) -> Array:
+    """Hour of the day, day of the week (1970 began on a Thursday), and day of the year, as angles: [rows, times, n].
+
+    `seasons`: bool[times], of which times the day of the year counts; of the others it is 0.
+    """
+    day, whole = seconds / DAY, days + seconds / DAY
+    turns = [day, 2 * day, whole / 7.0 % 1.0, *([whole / 365.2425 % 1.0] if seasons.any() else [])]
+    angles = 2 * np.pi * jnp.stack(turns, axis=2)
+    found = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=2)
+    if seasons.all() or not seasons.any():
+        return found
+    of_season = np.arange(found.shape[2]) % len(turns) == 3
+    return jnp.where(seasons[:, None] | ~of_season, found, 0.0)
 
 
-def _calendar(days: Array, seconds: Array, seasons: bool) -> list[Array]:
-    """Hour of the day, day of the week (1970 began on a Thursday), and day of the year, as angles."""
-    turns = [seconds / DAY, 2 * seconds / DAY, (days + seconds / DAY) / 7.0 % 1.0]
-    if seasons:
-        turns.append((days + seconds / DAY) / 365.2425 % 1.0)
-    angles = [2 * np.pi * turn for turn in turns]
-    return [of(angle) for angle in angles for of in (jnp.sin, jnp.cos)]
-
-
-def _embedded(table: Array, codes: Array, known: int) -> Array:
-    """The sum of the vectors of codes, [rows, width]; codes that training rows did not have share the last vector."""
-    there = codes >= 0
-    codes = jnp.where(there, jnp.minimum(codes, known), -1)
+def _summed(table: Array, codes: Array) -> Array:
+    """The sum of the rows of codes, [rows, width]; -1 for none."""
     if table.shape[0] <= _MOST_ONE_HOT:
         counts = jax.nn.one_hot(codes, table.shape[0], dtype=table.dtype).sum(1)
         return counts @ table
-    return jnp.where(there[..., None], table[codes], 0.0).sum(1)
+    return jnp.where((codes >= 0)[:, :, None], table[codes], 0.0).sum(1)

@@ -17,7 +17,7 @@ from dejax.host_gather import HostTable
 from dejax.minibatch import FeatureStore, HeteroTopology
 from dejax.training.metrics import LOWER_IS_BETTER
 from dejax.training.state import TrainState
-from dejax.training.tables import TableTask
+from dejax.training.tables import TableTask, is_latest
 
 
 def importance(
@@ -65,6 +65,7 @@ def importance(
     relations = {
         ", ".join(edge_type): whole - value(dataclasses.replace(world, topology=without(topology, number)))
         for number, edge_type in enumerate(topology.edge_types)
+        if not is_latest(edge_type)  # its edges are edges of another one, too
     }
     return {"columns": _sorted(columns), "relations": _sorted(relations)}
 

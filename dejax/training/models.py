@@ -237,6 +237,7 @@ class SampledClassifier(nnx.Module):
         widths: the width of the features of each type that has some.
         edge_types, node_types: those of the topology.
         out_features: width of the result; None for the last layer's result itself.
+        normalized: whether a layer norm follows each layer whose result another layer or the last map reads.
         options: options of the compiler.
         rngs: streams `params` and, with dropout, `dropout`.
     """
@@ -249,6 +250,7 @@ class SampledClassifier(nnx.Module):
         node_types: tuple[str, ...],
         out_features: int | None,
         *,
+        normalized: bool = False,
         options: Options,
         rngs: nnx.Rngs,
     ) -> None:
@@ -260,6 +262,8 @@ class SampledClassifier(nnx.Module):
         for number in range(settings.layers):
             layer = relational_layer(settings, settings.hidden, settings.hidden, counts, options, rngs)
             setattr(self, f"layer_{number}", layer)
+        norms = settings.layers - (out_features is None) if normalized else 0
+        self.norms = nnx.List([nnx.LayerNorm(settings.hidden, rngs=rngs) for _ in range(norms)])
         self.head = nnx.data(None)
         if out_features is not None:
             self.head = nnx.Linear(settings.hidden, out_features, rngs=rngs)
@@ -313,7 +317,7 @@ class SampledClassifier(nnx.Module):
 
     def _layer(self, number: int, graph: RelGraph, h: Array, deterministic: bool, rngs: nnx.Rngs | None) -> Array:
         if number:
-            h = nnx.relu(h)
+            h = self._activated(number - 1, h)
         if self.input_dropout and not deterministic:
             assert rngs is not None
             h = nnx.Dropout(self.input_dropout, deterministic=False)(h, rngs=rngs)
@@ -334,7 +338,11 @@ class SampledClassifier(nnx.Module):
         return offload(jax.checkpoint(call), inputs=(1,), min_bytes=OFFLOAD_BYTES)(state, h, graph, key)
 
     def _out(self, h: Array) -> Array:
-        return h if self.head is None else self.head(nnx.relu(h))
+        return h if self.head is None else self.head(self._activated(self.num_layers - 1, h))
+
+    def _activated(self, number: int, h: Array) -> Array:
+        """What reads the result of a layer."""
+        return nnx.relu(self.norms[number](h) if self.norms else h)
 
 
 def decoder_of(settings: Settings) -> Decoder:

@@ -2,7 +2,8 @@
 
 Numbers stand as they are, NaN where missing; codes of categories as whole numbers, -1 where missing; a time as two
 numbers, whole days and seconds of the day, which float32 has exactly. So a row is read by one gather, wherever it lies,
-and nothing in it depends on the cutoff: `dejax.training.encoders` hides what is not known yet.
+and nothing in it depends on the cutoff: `dejax.training.encoders` hides what is not known yet. Columns of one kind lie
+side by side, and the times from which values are known at the end, so that an encoder needs few operations.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import numpy as np
 from dejax.datasets import Column
 
 DAY = 86_400
+KINDS = ("number", "time", "category", "categories", "vector")
+"""The kinds of packed columns, in their order in a row; text is a vector."""
 _MOST_CODES = 1 << 24  # float32 has all integers up to here
 
 
@@ -27,7 +30,7 @@ class ColumnPlace:
         kind: as `Column.kind`; text is "vector" here.
         first: the first of its numbers in a row.
         width: how many there are.
-        known: where the time stands from which its value is known; None: as its row.
+        known: which of the row's times its value is known from (`TablePlan.known`); None: known as its row.
         codes: number of categories that rows before `until` have; others are unknown.
         mean, deviation: of numbers and vectors.
         edges: quantiles of numbers, ascending, each once.
@@ -51,14 +54,20 @@ class TablePlan:
     """The columns of a table in its packed rows.
 
     Attributes:
-        columns: the columns.
+        columns: the columns, by kind.
         width: numbers of a row.
+        known: where the times begin from which values are known; they are the last of a row.
         left_out: what did not fit in a row -> how many.
     """
 
     columns: tuple[ColumnPlace, ...]
     width: int
+    known: int
     left_out: tuple[tuple[str, int], ...] = ()
+
+    def of_kind(self, *kinds: str) -> list[ColumnPlace]:
+        """The columns of these kinds; those of one kind lie side by side."""
+        return [place for place in self.columns if place.kind in kinds]
 
 
 def pack(
@@ -94,18 +103,16 @@ def pack(
     parts: list[np.ndarray] = []
     places: list[ColumnPlace] = []
     left_out: list[tuple[str, int]] = []
-    known_places: list[tuple[np.ndarray, int]] = []
+    known_times: list[np.ndarray] = []
     width = 0
-    for name, column in columns.items():
-        if name in hidden:
-            continue
+    shown = {name: column for name, column in columns.items() if name not in hidden}
+    for name, column in sorted(shown.items(), key=lambda item: KINDS.index(_kind(item[1]))):
         known = None
         if column.known_at is not None:
-            known = next((at for times, at in known_places if np.array_equal(times, column.known_at)), None)
-            if known is None:
-                known, width = width, width + 2
-                parts.append(as_days(column.known_at))
-                known_places.append((column.known_at, known))
+            same = [np.array_equal(times, column.known_at) for times in known_times]
+            known = same.index(True) if any(same) else len(known_times)
+            if known == len(known_times):
+                known_times.append(column.known_at)
         when = column.known_at if column.known_at is not None else known_from
         fitted = ~column.missing if until is None or when is None else ~column.missing & (when < until)
         values = _values(column, text_width, most_of_a_list)
@@ -118,14 +125,19 @@ def pack(
         places.append(_place(name, column, values, fitted, width, known, bins))
         parts.append(values)
         width += values.shape[1]
+    parts += [as_days(times) for times in known_times]
     rows = np.concatenate(parts, axis=1) if parts else np.zeros((len(next(iter(columns.values()), ())), 0), np.float32)
-    return rows, TablePlan(tuple(places), width, tuple(left_out))
+    return rows, TablePlan(tuple(places), rows.shape[1], width, tuple(left_out))
 
 
 def as_days(times: np.ndarray) -> np.ndarray:
     """Times in seconds as float32[n, 2], whole days and seconds of the day."""
     days, seconds = np.divmod(np.asarray(times, np.int64), DAY)
     return np.stack([days, seconds], axis=1).astype(np.float32)
+
+
+def _kind(column: Column) -> str:
+    return "vector" if column.kind == "text" else column.kind
 
 
 def _values(column: Column, text_width: int, most_of_a_list: int) -> np.ndarray:
@@ -167,7 +179,7 @@ def _hashed(row: np.ndarray, words: np.ndarray, rows: int, width: int) -> np.nda
 def _place(
     name: str, column: Column, values: np.ndarray, fitted: np.ndarray, first: int, known: int | None, bins: int
 ) -> ColumnPlace:
-    kind = "vector" if column.kind == "text" else column.kind
+    kind = _kind(column)
     width = values.shape[1]
     if kind in ("category", "categories"):
         some = values[fitted] if len(fitted) else values

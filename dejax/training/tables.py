@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -36,6 +37,7 @@ with optional("flax", of="dejax.training"):
     from flax import nnx
 
 
+_LATEST = ", latest"
 _MEASURES = {"binary": "auroc", "classes": "accuracy", "regression": "mae", "link": "map@{k}"}
 
 
@@ -64,7 +66,9 @@ class TableModel(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.encoder = TablesEncoder(plans, settings.hidden, numbers=settings.numbers, day=day, rngs=rngs)
-        self.layers = SampledClassifier(settings, {}, edge_types, tuple(plans), outputs, options=options, rngs=rngs)
+        self.layers = SampledClassifier(
+            settings, {}, edge_types, tuple(plans), outputs, normalized=True, options=options, rngs=rngs
+        )
 
     def __call__(
         self,
@@ -138,7 +142,7 @@ class TableTask(TrainingTask):
         self.plans = {table: plan for table, (_, plan) in both.items()}
         self.packed = {table: rows for table, (rows, plan) in both.items() if plan.width and len(rows)}
         self.clock = Clock.of(examples.times, f"cutoffs of task {examples.name!r}")
-        topology = _topology(data, self.clock, on_host=settings.place != "device")
+        topology = _topology(data, self.clock, latest=settings.recent, on_host=settings.place != "device")
         features = FeatureStore.from_arrays(self.packed, on_device=settings.place == "device")
         self.world = World(topology, features, self._labels())
         self._train = self._trained_on(print_table)
@@ -153,7 +157,7 @@ class TableTask(TrainingTask):
             jax.random.key(0),
             topology,
             [seeds for seeds, _ in batches],
-            list(settings.fan_outs),
+            self.fan_outs,
             sigmas=settings.sigmas,
             print_table=print_table,
             seed_times=lambda seeds: times[id(seeds)],
@@ -222,6 +226,14 @@ class TableTask(TrainingTask):
         edge_types = self._edge_types
         more = {"day": self.clock.day, "options": self.options, "rngs": nnx.Rngs(key)}
         return TableModel(self.settings, self.plans, edge_types, self.outputs, **more)
+
+    @property
+    def fan_outs(self) -> list[dict[tuple[str, str, str], int]]:
+        """By relation: those of the settings, and 1 for the latest edges alone, where that differs."""
+        return [
+            {name: int(most != 1) if is_latest(name) else most for name in self._edge_types}
+            for most in self.settings.fan_outs
+        ]
 
     # -------------------------------------------------------------------------------------------- a step
 
@@ -359,8 +371,8 @@ class TableTask(TrainingTask):
         assert topology is not None
         return {
             "nodes": sum(topology.num_nodes.values()),
-            "edges": sum(topology.num_edges.values()),
-            "edge_types": len(self._edge_types),
+            "edges": sum(len(ends[0]) for ends in self.data.edges.values()),
+            "edge_types": len(self.data.edges),
             "node_types": len(topology.node_types),
             "features": {table: len(plan.columns) for table, plan in self.plans.items()},
             "split_sizes": {name: len(places) for name, places in self.splits.items()},
@@ -386,14 +398,28 @@ def task_of(data: HeteroDataset, name: str | None) -> Task:
     return next(iter(tasks.values())) if name is None else tasks[name]
 
 
-def _topology(data: HeteroDataset, clock: Clock, *, on_host: bool) -> HeteroTopology:
+def _topology(data: HeteroDataset, clock: Clock, *, latest: bool, on_host: bool) -> HeteroTopology:
     """The edges, all with times: those of relations without have that of what was always known.
 
-    So each seed has a neighbourhood of its own, with its cutoff, and all relations share one list.
+    So each seed has a neighbourhood of its own, with its cutoff, and all relations share one list. With `latest`, each
+    relation with several edges of a row is there once more, by the name "NAME, latest": a model takes a mean over the
+    latest rows, and without that the one before the cutoff, such as the hour's weather, would be lost in it.
     """
     edges = with_a_relation(data.edges, data.num_nodes)
     known = {
         relation: clock.relative(data.edge_times.get(relation, np.full(len(ends[0]), -(2**63))))
         for relation, ends in edges.items()
     }
-    return HeteroTopology.from_edges(edges, data.num_nodes, times=known, on_host=on_host, keep_edge_ids=False)
+    topology = HeteroTopology.from_edges(edges, data.num_nodes, times=known, on_host=on_host, keep_edge_ids=False)
+    again = [
+        dataclasses.replace(relation, edge_type=(source, name + _LATEST, target))
+        for relation in topology.relations
+        for source, name, target in [relation.edge_type]
+        if latest and relation.max_degree > 1
+    ]
+    return dataclasses.replace(topology, relations=(*topology.relations, *again))
+
+
+def is_latest(relation: tuple[str, str, str]) -> bool:
+    """Whether a relation of a topology is one of `_topology` for the latest edges of another."""
+    return relation[1].endswith(_LATEST)

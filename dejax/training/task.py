@@ -104,6 +104,11 @@ class TrainingTask:
     def lower_is_better(self) -> bool:
         return False
 
+    @property
+    def fan_outs(self) -> Any:
+        """Fan-outs of its samples, as `sample_blocks` takes them."""
+        return list(self.settings.fan_outs)
+
     def model(self, key: Array) -> Any:
         """A new model, an nnx.Module."""
         raise NotImplementedError
@@ -118,7 +123,7 @@ class TrainingTask:
             key,
             topology,
             seeds["ids"],
-            list(self.settings.fan_outs),
+            self.fan_outs,
             capacities=self.capacities,
             seed_times=seeds.get("times"),
             options=self.sample_options,
