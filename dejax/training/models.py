@@ -237,7 +237,7 @@ class SampledClassifier(nnx.Module):
         widths: the width of the features of each type that has some.
         edge_types, node_types: those of the topology.
         out_features: width of the result; None for the last layer's result itself.
-        normalized: whether a layer norm follows each layer whose result another layer or the last map reads.
+        normalized: whether a layer norm follows each layer.
         options: options of the compiler.
         rngs: streams `params` and, with dropout, `dropout`.
     """
@@ -262,7 +262,7 @@ class SampledClassifier(nnx.Module):
         for number in range(settings.layers):
             layer = relational_layer(settings, settings.hidden, settings.hidden, counts, options, rngs)
             setattr(self, f"layer_{number}", layer)
-        norms = settings.layers - (out_features is None) if normalized else 0
+        norms = settings.layers if normalized else 0
         self.norms = nnx.List([nnx.LayerNorm(settings.hidden, rngs=rngs) for _ in range(norms)])
         self.head = nnx.data(None)
         if out_features is not None:

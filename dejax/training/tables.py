@@ -66,8 +66,9 @@ class TableModel(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.encoder = TablesEncoder(plans, settings.hidden, numbers=settings.numbers, day=day, rngs=rngs)
+        norm = outputs is not None  # scores of links learn slower with it
         self.layers = SampledClassifier(
-            settings, {}, edge_types, tuple(plans), outputs, normalized=True, options=options, rngs=rngs
+            settings, {}, edge_types, tuple(plans), outputs, normalized=norm, options=options, rngs=rngs
         )
 
     def __call__(
