@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from dejax.training.page import calibration, write_page
 from dejax.training.report import summarise, table
 from dejax.training.rows import as_days, pack
 from dejax.training.state import History
+from dejax.training.tables import is_latest
 
 DAY = 86_400
 NOW = 15_706 * DAY + 4_321  # a second of 2013
@@ -168,6 +170,26 @@ def test_a_task_is_learnt_from_rows_of_the_past(trained):
     valid = fitted.history.measures["valid"]
     assert fitted.best_epoch == fitted.history.epochs[int(np.argmax(valid))]
     assert int(fitted.state.lost) == 0
+
+
+def test_the_latest_row_of_each_relation_stands_apart_from_the_mean(trained):
+    _, trainer, _ = trained
+    task = trainer.task
+    relations = {name: fan_out for (_, name, _), fan_out in task.fan_outs[1].items()}
+    assert relations == {
+        "customer": 4,
+        "rev_customer": 4,  # an order has one customer
+        "customer@known": 4,
+        "customer, latest": 1,
+        "customer@known, latest": 1,
+    }
+    assert {fan_out for relation, fan_out in task.fan_outs[0].items() if is_latest(relation)} == {0}
+    topology, seeds = task.world.topology, jax.tree.map(lambda x: jnp.asarray(x[-1]), task.order(0, 0))
+    sample = task.sample(jax.random.key(0), topology, seeds)
+    pieces = zip(sample.layout.pieces, sample.senders, strict=True)
+    senders = {sample.layout.edge_types[piece.relation][1]: own for piece, own in pieces if piece.hop}
+    for name in ("customer", "customer@known"):
+        np.testing.assert_array_equal(senders[f"{name}, latest"][:, 0], senders[name][:, 0])
 
 
 def test_nothing_that_lies_after_a_cutoff_changes_a_prediction(trained):
