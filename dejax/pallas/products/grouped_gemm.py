@@ -145,8 +145,9 @@ def _check_shapes(r: GroupedGemm) -> None:
         raise ValueError(
             f"`offsets` must have types + 1 = {types + 1} entries, got shape {tuple(r.groups.offsets.shape)}"
         )
-    if r.groups.block < 16 or next_power_of_two(r.groups.block) != r.groups.block:
-        raise ValueError(f"`block` must be a power of two of at least 16, got {r.groups.block}")
+    block = r.groups.block or 0
+    if block < 16 or next_power_of_two(block) != block:
+        raise ValueError(f"`block` must be a power of two of at least 16, got {block}")
     for name, a in (("bias", e.bias), ("dot_vector", e.dot_vector)):
         if a is not None and a.shape != (types, heads, n):
             raise ValueError(f"`{name}` must be [{types}, {heads}, {n}], got {a.shape}")

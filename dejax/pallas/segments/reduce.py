@@ -9,8 +9,7 @@ to make, and nothing depends on the order in which programs run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -52,21 +51,16 @@ class SegmentBounds:
 
 @dataclass(frozen=True, slots=True)
 class _ReducePlan:
-    """Static facts of one reduction."""
+    """What is known of a reduction besides its arrays; `names` are the first kernel's references in order."""
 
     kind: str
     num_entries: int
-    num_segments: int
-    num_rows: int
     width: int
     chunk: int
-    num_chunks: int
     accumulator: Any
     dtype: Any
     schedule: SegmentSchedule
-    has_rows: bool
-    has_edges: bool
-    scales: int  # scales of an entry, 0 for none
+    names: tuple[str, ...] = ()
 
     @property
     def blocks(self) -> int:
@@ -91,14 +85,22 @@ class _ReducePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Refs:
+class _ReduceRefs:
+    """The references of the kernel of rows and chunks; None for what a reduction has not."""
+
     data: Any
     offsets: Any
+    out: Any
     rows: Any = None
     edges: Any = None
     scale: Any = None
     first: Any = None
     last: Any = None
+    parts: Any = None
+
+    @property
+    def num_segments(self) -> int:
+        return int(self.out.shape[0])
 
 
 def identity(kind: str, dtype: Any) -> Any:
@@ -169,61 +171,44 @@ def segment_reduce(
             raise NotImplementedError("minima of scaled uint64 have no kernel")
         found = segment_reduce("max", ~data, segments, rows=rows, schedule=schedule, interpret=interpret)
         return (~found).astype(out_dtype)
-    accumulated = accumulator(data.dtype)
     count, width, entries = segments.num_segments, data.shape[1], segments.num_entries
     if count == 0 or width == 0 or entries == 0 or data.shape[0] == 0:
         return jnp.full((count, width), identity(kind, out_dtype), out_dtype)
-    chunk = chunk_of(entries)
-    plan = _ReducePlan(
-        kind=kind,
-        num_entries=entries,
-        num_segments=count,
-        num_rows=data.shape[0],
-        width=width,
-        chunk=chunk,
-        num_chunks=segments.first.shape[0] if entries > chunk else 0,
-        accumulator=accumulated,
-        dtype=out_dtype,
-        schedule=schedule or segment_schedule(width, entries / count, data.dtype.itemsize),
-        has_rows=rows is not None,
-        has_edges=edges is not None,
-        scales=0 if scale is None else scale.shape[1],
-    )
-    return _call(plan, data, segments, [a for a in (rows, edges, scale) if a is not None], interpret)
+    schedule = schedule or segment_schedule(width, entries / count, data.dtype.itemsize)
+    plan = _ReducePlan(kind, entries, width, chunk_of(entries), accumulator(data.dtype), out_dtype, schedule)
+    return _call(plan, segments, {"data": data, "rows": rows, "edges": edges, "scale": scale}, interpret)
 
 
 _FLOATS = tuple(jnp.dtype(t) for t in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
 
 
 def _call(
-    plan: _ReducePlan,
-    data: jax.Array,
-    segments: SegmentBounds,
-    given: Sequence[jax.Array],
-    interpret: bool | None,
+    plan: _ReducePlan, segments: SegmentBounds, given: dict[str, jax.Array | None], interpret: bool | None
 ) -> jax.Array:
     """The kernel of rows and chunks and, where segments may be long, the one that merges their parts."""
-    result = jax.ShapeDtypeStruct((plan.num_segments, plan.width), plan.dtype)
+    result = jax.ShapeDtypeStruct((segments.num_segments, plan.width), plan.dtype)
+    num_chunks = segments.first.shape[0] if plan.num_entries > plan.chunk else 0
     interpret = _triton.use_interpreter(interpret)
     settings: dict[str, Any] = {"num_warps": plan.schedule.num_warps, "num_stages": 1, "interpret": interpret}
-    operands = [data, segments.offsets, *given]
-    outputs = [result]
-    if plan.num_chunks:
-        operands += [segments.first, segments.last]
-        outputs.append(jax.ShapeDtypeStruct((2 * plan.num_chunks, plan.width), plan.accumulator))
+    operands = {"data": given["data"], "offsets": segments.offsets, **given}
+    outputs = {"out": result}
+    if num_chunks:
+        operands |= {"first": segments.first, "last": segments.last}
+        outputs["parts"] = jax.ShapeDtypeStruct((2 * num_chunks, plan.width), plan.accumulator)
+    operands = {name: array for name, array in operands.items() if array is not None}
     found = _triton.pallas_call(
-        functools.partial(_reduce_kernel, plan=plan),
+        functools.partial(_reduce_kernel, plan=replace(plan, names=(*operands, *outputs))),
         name=f"segment_{plan.kind}",
-        num_programs=(plan.num_chunks + cdiv(plan.num_segments, plan.schedule.rows)) * plan.blocks,
-        out_shape=outputs,
+        num_programs=(num_chunks + cdiv(segments.num_segments, plan.schedule.rows)) * plan.blocks,
+        out_shape=[*outputs.values()],
         **settings,
-    )(*operands)
-    if not plan.num_chunks:
+    )(*operands.values())
+    if not num_chunks:
         return found[0]
     (merged,) = _triton.pallas_call(
         functools.partial(_merge_kernel, plan=plan),
         name=f"segment_{plan.kind}_long",
-        num_programs=plan.num_chunks * plan.blocks,
+        num_programs=num_chunks * plan.blocks,
         out_shape=[result],
         aliases={3: 0},
         **(settings | {"num_warps": 4}),
@@ -233,42 +218,38 @@ def _call(
 
 def _reduce_kernel(*refs: Any, plan: _ReducePlan) -> None:
     """Chunks first, because they take longest; then `rows` segments a program."""
-    data, offsets, *rest = refs
-    named = [n for n, used in (("rows", plan.has_rows), ("edges", plan.has_edges), ("scale", plan.scales)) if used]
-    named += ["first", "last"] if plan.num_chunks else []
-    r = _Refs(data, offsets, **dict(zip(named, rest, strict=False)))
-    out, *parts = rest[len(named) :]
+    r = _ReduceRefs(**dict(zip(plan.names, refs, strict=True)))
     program, block = _triton.program_ids(plan.blocks)
-    if not plan.num_chunks:
-        _reduce_rows(plan, r, out, program, block)
+    if r.first is None:
+        _reduce_rows(plan, r, program, block)
         return
-    chunks = np.int32(plan.num_chunks)
-    _triton.when(lax.lt(program, chunks), lambda: _reduce_chunk(plan, r, parts[0], program, block))
-    _triton.when(lax.ge(program, chunks), lambda: _reduce_rows(plan, r, out, lax.sub(program, chunks), block))
+    chunks = np.int32(r.first.shape[0])
+    _triton.when(lax.lt(program, chunks), lambda: _reduce_chunk(plan, r, program, block))
+    _triton.when(lax.ge(program, chunks), lambda: _reduce_rows(plan, r, lax.sub(program, chunks), block))
 
 
-def _reduce_rows(plan: _ReducePlan, r: _Refs, out: Any, program: jax.Array, block: jax.Array) -> None:
+def _reduce_rows(plan: _ReducePlan, r: _ReduceRefs, program: jax.Array, block: jax.Array) -> None:
     rows = plan.schedule.rows
     row = lax.add(lax.mul(program, np.int32(rows)), lanes(rows, 0, 1))
-    mask = lax.lt(row, np.int32(plan.num_segments))
+    mask = lax.lt(row, np.int32(r.num_segments))
     start = _triton.load(r.offsets, (row,), mask)
     end = _triton.load(r.offsets, (lax.add(row, np.int32(1)),), mask)
-    if plan.num_chunks:
+    if r.first is not None:
         mask = both(mask, lax.le(lax.sub(end, start), np.int32(plan.chunk)))
         end = where(mask, end, start)
     found = _reduced(plan, r, start, end, plan.schedule.entries, block)
-    _store(plan, out, where(mask, row, np.int32(plan.num_segments)), mask, block, found)
+    _store(plan, r.out, where(mask, row, np.int32(r.num_segments)), mask, block, found)
 
 
 def _long(plan: _ReducePlan, offsets: Any, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Whether the segment `row` ([1]) is long, where it begins and where it ends."""
-    known = within(row, plan.num_segments, lax.ge(row, np.int32(0)))
+    known = within(row, offsets.shape[0] - 1, lax.ge(row, np.int32(0)))
     start = _triton.load(offsets, (row,), known)
     end = _triton.load(offsets, (lax.add(row, np.int32(1)),), known)
     return both(known, lax.gt(lax.sub(end, start), np.int32(plan.chunk))), start, end
 
 
-def _reduce_chunk(plan: _ReducePlan, r: _Refs, parts: Any, program: jax.Array, block: jax.Array) -> None:
+def _reduce_chunk(plan: _ReducePlan, r: _ReduceRefs, program: jax.Array, block: jax.Array) -> None:
     """Two parts: of the long segment that began before the chunk, and of the one that begins in it."""
     number = lax.broadcast(program, (1,))
     begin = lax.mul(number, np.int32(plan.chunk))
@@ -281,7 +262,7 @@ def _reduce_chunk(plan: _ReducePlan, r: _Refs, parts: Any, program: jax.Array, b
         high = where(mask, lax.min(stop, end), low)
         found = _reduced(plan, r, low, high, plan.schedule.rows * plan.schedule.entries, block)
         row = lax.add(lax.mul(number, np.int32(2)), np.int32(part))
-        _store(plan, parts, where(mask, row, np.int32(2 * plan.num_chunks)), mask, block, found)
+        _store(plan, r.parts, where(mask, row, np.int32(r.parts.shape[0])), mask, block, found)
 
 
 def _merge_kernel(offsets: Any, last: Any, parts: Any, _: Any, out: Any, *, plan: _ReducePlan) -> None:
@@ -294,7 +275,7 @@ def _merge_kernel(offsets: Any, last: Any, parts: Any, _: Any, out: Any, *, plan
     after = lax.add(lax.div(lax.sub(stop, np.int32(1)), np.int32(plan.chunk)), np.int32(1))
     count = where(mask, lax.sub(after, number), np.int32(0))
     together = max(1, _MERGED // plan.schedule.width)
-    together = min(together, next_power_of_two(plan.num_chunks))
+    together = min(together, next_power_of_two(last.shape[0]))
     columns, inside = _columns(plan, block)
 
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
@@ -307,7 +288,7 @@ def _merge_kernel(offsets: Any, last: Any, parts: Any, _: Any, out: Any, *, plan
 
     total = plan.nothing((1, together, plan.schedule.width))
     total = _triton.fori_loop(np.int32(0), steps(count.reshape(()), together), step, total)
-    _store(plan, out, where(mask, row, np.int32(plan.num_segments)), mask, block, plan.merged(total))
+    _store(plan, out, where(mask, row, np.int32(out.shape[0])), mask, block, plan.merged(total))
 
 
 def _both(mask: jax.Array, other: jax.Array | None) -> jax.Array:
@@ -328,7 +309,7 @@ def _columns(plan: _ReducePlan, block: jax.Array) -> tuple[jax.Array, jax.Array 
 
 
 def _reduced(
-    plan: _ReducePlan, r: _Refs, start: jax.Array, end: jax.Array, entries: int, block: jax.Array
+    plan: _ReducePlan, r: _ReduceRefs, start: jax.Array, end: jax.Array, entries: int, block: jax.Array
 ) -> jax.Array:
     """[rows, width]: positions `start` to `end` of each row, `entries` at a time.
 
@@ -350,13 +331,13 @@ def _reduced(
         position = lax.add(here, lax.mul(i, np.int32(entries)))
         ahead = indices(lax.add(position, np.int32(entries)))
         mask = lax.lt(position, end)
-        row = found[0] if plan.has_rows else position
-        edge = found[-1] if plan.has_edges else position
-        valid = with_axes(within(row, plan.num_rows, mask) if plan.has_rows else mask, 1)
+        row = position if r.rows is None else found[0]
+        edge = position if r.edges is None else found[-1]
+        valid = with_axes(mask if r.rows is None else within(row, r.data.shape[0], mask), 1)
         tile = _triton.load(r.data, (with_axes(row, 1), columns), _both(valid, inside)).astype(plan.accumulator)
-        if plan.scales:
+        if r.scale is not None:
             tile = lax.mul(tile, broadcast(_scales(plan, r, edge, columns, valid, inside), tile.shape))
-        if plan.kind != "sum" or plan.scales:
+        if plan.kind != "sum" or r.scale is not None:
             tile = _or_nothing(plan, valid, tile)
         return plan.combine(total, tile), ahead
 
@@ -366,14 +347,15 @@ def _reduced(
 
 
 def _scales(
-    plan: _ReducePlan, r: _Refs, edge: jax.Array, columns: jax.Array, valid: jax.Array, inside: jax.Array | None
+    plan: _ReducePlan, r: _ReduceRefs, edge: jax.Array, columns: jax.Array, valid: jax.Array, inside: jax.Array | None
 ) -> jax.Array:
     """The scales of entries: [rows, entries, 1] or one for each feature."""
     edge = with_axes(edge, 1)
-    if plan.scales == 1:
+    scales = r.scale.shape[1]
+    if scales == 1:
         return _triton.load(r.scale, (edge, lax.full((1, 1, 1), np.int32(0))), valid).astype(plan.accumulator)
-    if plan.scales < plan.width:
-        columns = lax.div(columns, np.int32(plan.width // plan.scales))
+    if scales < plan.width:
+        columns = lax.div(columns, np.int32(plan.width // scales))
     return _triton.load(r.scale, (edge, columns), _both(valid, inside)).astype(plan.accumulator)
 
 
