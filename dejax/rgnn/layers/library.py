@@ -29,7 +29,8 @@ def rgcn(g: GraphSymbol, x: Any, params: Params, normalization: str = "mean") ->
         `weight` [R, k, n]: W_r itself;
         `bases` [B, k, n] and `coefficients` [R, B]: W_r = sum over b of a_rb V_b (equation 3);
         `blocks` [R, B, k/B, n/B]: W_r block-diagonal (equation 4);
-        and optionally `root` [k, n] (W_0) and `bias` [n] (b).
+        and optionally `root` [k, n] (W_0) and `bias` [n] (b); `edge_scale` [edges] and `root_scale` [N], factors of
+        each edge's message and of each node's root term, for dropout.
         Without features: `weight` [source pairs, n], or `bases` [N, B, n] and `coefficients`; `root` [N, n].
       normalization: `"mean"`, c_ir = |N_r(i)|; `"sum"` (or `"none"`), c_ir = 1.
 
@@ -40,15 +41,18 @@ def rgcn(g: GraphSymbol, x: Any, params: Params, normalization: str = "mean") ->
         raise ProgramError(f"rgcn: normalization must be 'mean', 'sum' or 'none', got {normalization!r}")
     kind = next((name for name in ("weight", "bases", "blocks") if params.get(name) is not None), "weight")
     required = (kind, "coefficients") if kind == "bases" else (kind,)
-    check_params(params, "rgcn", required, ("root", "bias"))
+    check_params(params, "rgcn", required, ("root", "bias", "edge_scale", "root_scale"))
     message = _rgcn_messages(g, x, params, kind)
     dtype = message.dtype
     if normalization == "mean":  # 16-bit dtypes hold neither counts nor sums of many messages
         message = message / g.in_degree(within_relation=True, dtype="float64" if dtype == "float64" else "float32")
+    if params.get("edge_scale") is not None:
+        message = message * g.edge(params["edge_scale"])
     y = g.sum_to_dst(message)
     y = y if y.dtype == dtype else y.astype(dtype)
     if params.get("root") is not None:
-        y = y + (g.node(params["root"]) if x is None else g.node(x) @ g.shared(params["root"]))
+        root = g.node(params["root"]) if x is None else g.node(x) @ g.shared(params["root"])
+        y = y + (root if params.get("root_scale") is None else root * g.node(params["root_scale"]))
     if params.get("bias") is not None:
         y = y + g.shared(params["bias"])
     return y
@@ -146,13 +150,13 @@ def hgt(g: GraphSymbol, x: Any, params: Params) -> Symbol:
       x: [N, k] node features.
       params: `key`, `query`, `value` [T, H, k, d]; `relation_attention`, `relation_message` [R, H, d, d];
         `prior` [R, H]; `out` [T, H * d, n]; optionally `key_bias`, `query_bias`, `value_bias` [T, H, d],
-        `out_bias` [T, n], and `skip` [T] (then k = n).
+        `out_bias` [T, n], `skip` [T] (then k = n), and `out_scale` [N, n], a factor of o_i, for dropout.
 
     Returns:
       [N, n].
     """
     required = ("key", "query", "value", "relation_attention", "relation_message", "prior", "out")
-    check_params(params, "hgt", required, ("key_bias", "query_bias", "value_bias", "out_bias", "skip"))
+    check_params(params, "hgt", required, ("key_bias", "query_bias", "value_bias", "out_bias", "skip", "out_scale"))
     h = g.node(x)
 
     def projected(name: str) -> Symbol:
@@ -170,6 +174,8 @@ def hgt(g: GraphSymbol, x: Any, params: Params) -> Symbol:
     y = F.gelu(y.reshape(y.shape[0] * y.shape[1])) @ g.per_node_type(params["out"])
     if params.get("out_bias") is not None:
         y = y + g.per_node_type(params["out_bias"])
+    if params.get("out_scale") is not None:
+        y = y * g.node(params["out_scale"])
     if params.get("skip") is not None:
         if h.shape != y.shape:
             raise ProgramError(f"hgt: skip needs input and output of the same width, got {h.shape[0]} and {y.shape[0]}")
