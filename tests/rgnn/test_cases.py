@@ -39,7 +39,7 @@ SLOW = pytest.mark.slow  # interpreted kernels take seconds a case; all cases ru
 
 @pytest.mark.parametrize("name", CASES)
 def test_by_numpy_with_all_passes(name: str) -> None:
-    """Results and gradients in float64, as compiled for small and for large graphs."""
+    """Results and gradients in float64 of each case, as it is compiled for small and for large graphs."""
     graph = (*ORDINARY, "typed")[tuple(CASES).index(name) % 6]
     want = expected(name, graph, Size(), "float64")
     with jax.enable_x64(True), by_numpy() as programs:
@@ -265,7 +265,7 @@ def rows_in_16_bits(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
 
 @pytest.fixture
 def scores_made_again(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
-    """As on a graph with many edges, where backward saves no score."""
+    """The forward pass keeps no score for the backward pass, as on a graph with many edges."""
     monkeypatch.setattr(save, "_ARRAYS_IN_CACHE", 10**12)
 
 
@@ -322,9 +322,9 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_scalars_that_one_traversal_stores_for_others(
     size: Size, dtype: str, precision: str | None, tolerance: float, side_by_side: list[int]
 ) -> None:
-    """Two an edge and head, which lie side by side, in float32 whatever dtype they have.
+    """One traversal stores two numbers for each edge and head in one array, in float32 whatever dtype they have.
 
-    With `f32` the loops keep the digits of differences (`CompileTask.exact`), and read none of such numbers together.
+    With `f32` the traversals keep the digits of differences (`CompileTask.exact`), and none stores two such numbers in one array.
     """
     options = dataclasses.replace(PALLAS, precision=precision)
     check("hgt", "typed", size, options, dtype, tolerance=tolerance, loop_tables=True)
@@ -387,7 +387,7 @@ def test_kernels_as_on_a_gpu(
 
 
 def test_where_keys_and_messages_take_one_product() -> None:
-    """Where all edges of a type come from nodes of one type."""
+    """The compiler sees whether all edges of each type come from nodes of one type."""
     assert counts_of(graph_of("typed")).typed_sources and not counts_of(graph_of("typical")).typed_sources
 
 
@@ -406,7 +406,7 @@ def test_where_keys_and_messages_take_one_product() -> None:
 )
 @pytest.mark.usefixtures("as_on_a_large_graph")
 def test_rows_of_nodes_without_edges_are_not_read(name: str, size: Size, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where node rows exceed the cache and are read often: RGAT's gradients are copied as row-scaled float16."""
+    """Where rows of nodes exceed the cache and are read often, RGAT's gradients are copied as row-scaled float16."""
     run, found = PallasLowering.traversal, []
 
     def traversal(self: PallasLowering, t: Traversal, env: dict[int, Any]) -> None:
@@ -425,7 +425,7 @@ def test_rows_of_nodes_without_edges_are_not_read(name: str, size: Size, monkeyp
 @SLOW
 @pytest.mark.usefixtures("as_on_a_large_graph")
 def test_scalars_of_others_in_xla(side_by_side: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA evaluates the reduction that reads them."""
+    """XLA evaluates the reduction that reads numbers which another traversal stored."""
     original = PallasLowering.traversal
 
     def traversal(self: PallasLowering, t: Traversal, env: dict[int, Any]) -> None:

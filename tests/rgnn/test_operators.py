@@ -1,4 +1,4 @@
-"""Operators that the contract does not have, on XLA and interpreted kernels, with first and second derivatives."""
+"""Operators that cases.py does not have: on XLA and interpreted kernels, with first and second derivatives."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_vmap_and_jacobians() -> None:
     slow_but([("xla", (0, 0))], itertools.product(BACKENDS, [(0, None), (None, 0), (0, 0)])),
 )
 def test_vmap(backend: str, axes: tuple[int | None, int | None]) -> None:
-    """Forward and gradients of a batch of features, of weights (an ensemble), and of both."""
+    """Results and gradients where features have a batch axis, where weights do (an ensemble), and where both do."""
     (x, params), (xs, many) = arrays(), stacked(2)
     given = (xs if axes[0] == 0 else x, many if axes[1] == 0 else params)
     both = jax.value_and_grad(loss(backend), argnums=(0, 1))
@@ -168,7 +168,7 @@ def test_any_order_of_gradients_and_transformations() -> None:
 
 
 def test_checkpoint_saves_only_arguments() -> None:
-    """Backward gets only the arguments from forward."""
+    """Under `jax.checkpoint` the forward pass keeps only the arguments for the backward pass."""
     x, params = arrays()
     kept = lambda f: sum(a.size for a in jax.tree.leaves(jax.vjp(f, x, params)[1]) if hasattr(a, "size"))  # noqa: E731
     # The arrays of the graph are constants of the function and are saved in both cases.
@@ -213,7 +213,7 @@ def test_shard_map(backend: str, sharded: str) -> None:
 
 @XLA_FIRST
 def test_gradients_inside_of_shard_map(backend: str) -> None:
-    """Of replicated weights, of two examples on each of two devices: the sum of all examples' gradients."""
+    """Each of two devices has two examples; replicated weights get the sum of the gradients of all four."""
     devices = jax.devices("cpu")[:2]
     if len(devices) < 2:
         pytest.skip("needs two CPU devices, which tests/conftest.py asks XLA for before jax starts")
@@ -344,7 +344,7 @@ def test_integer_arguments_and_results() -> None:
 
 @XLA_FIRST
 def test_second_derivatives(backend: str) -> None:
-    """The gradient of a gradient's squared norm, as in a gradient penalty, against XLA's own autodiff."""
+    """The gradient of a gradient's squared norm, as in a gradient penalty, is that of JAX's own autodiff."""
     x, params = arrays()
 
     def penalty(x: Any, params: Any, options: Options) -> Any:

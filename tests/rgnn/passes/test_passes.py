@@ -261,7 +261,7 @@ def two_halves(b: Tiny) -> int:
 
 @program("combine_node_products")
 def gradients_of_both_ends(b: Tiny) -> list[int]:
-    """Also three terms; a product that has another reader, and one of rows that are read, stay."""
+    """Sums of two and of three products become one; a product that another operator reads, too, stays."""
     x, y, z, w = b.node("x", 3), b.node("y", 3), b.node("z", 3), b.given("w", Space.GRAPH, 4, 3)
     rows, kept = b.node("rows", 4), b.node("kept", 3)
     product = lambda a: b.op("linear", a, w, spec="n,kn->k", via="all")  # noqa: E731
@@ -294,7 +294,7 @@ def mean(b: Tiny) -> int:
 
 @program("reuse_rows")
 def aggregations_of_one_message(b: Tiny) -> list[int]:
-    """Sums of a row and of its square, and the largest of its negative; what edges read alone stays."""
+    """Sums of a row and of its square, and the largest of its negative; a row that only one sum reads stays."""
     x, y = b.node("x", 8), b.node("y", 8)
     alone = b.src(b.op("exp", y))
     opposite = b.op("sub", b.const(0.0, "float32", Space.NODE), x)
@@ -310,7 +310,7 @@ def sum_of_a_shared_vector(b: Tiny) -> int:
 
 @program("sum_by_node")
 def gradient_of_a_shared_vector(b: Tiny) -> list[int]:
-    """Also sums that stay: of rows that the program is given, of nodes, and of a result."""
+    """Some sums stay: those of rows that are inputs, of rows of nodes, and of a result."""
     x, y, s, e = b.node("x", 4), b.node("y", 4), b.edge("s"), b.edge("e", 4)
     row = b.op("tanh", b.op("add", b.src(x), b.dst(y)))
     scaled = b.op("mul", b.op("reshape", s, shape=(1,)), row)
@@ -534,7 +534,7 @@ def test_parts_are_read_and_written_where_they_are() -> None:
 
 
 def read_in_place(b: Tiny) -> int:
-    """A kernel reads the first product in place, to activate it."""
+    """The kernel that applies the activation reads the first product where it is."""
     x, u, v = b.node("x", 4), b.weight("u", 2, 4, 3), b.weight("v", 2, 4, 3)
     row = b.src(x)
     first, second = (b.linear(row, w, "k,hkn->hn") for w in (u, v))
@@ -700,7 +700,7 @@ def hgt_training(
 
 @pytest.mark.parametrize(("edges", "kept"), [(1_000_000, True), (100_000_000, False)])
 def test_scores_of_many_edges_are_recomputed(edges: int, kept: bool) -> None:
-    """The loop over destinations reads keys and queries anyway: forward writes no score."""
+    """The loop over destinations reads keys and queries anyway, so the forward pass writes no score for it."""
     halves, kernels = hgt_training(edges, 2)
     assert any(halves.forward.ops[v].space == Space.EDGE for v in halves.forward.outputs) == kept
     loops = [t for t in kernels.instances if isinstance(t, Traversal) and t.space == Space.EDGE]
@@ -736,7 +736,8 @@ def test_keys_and_messages_are_free_before_their_gradients_are_written(disable: 
 
 
 def test_gradients_of_nodes_are_computed_by_a_kernel_and_stored_as_float16() -> None:
-    """HGT's gradients of the activation, with inner products that cancel with those of the loop; a copy of RGAT's."""
+    """HGT's gradients of its activation, and a copy of the gradients that RGAT is given; the inner products with both
+    cancel against those of the loop over edges."""
     for model in ("hgt", "rgat"):
         _, kernels = hgt_training(60_000_000, 4, model=model)
         check_gradients_of_nodes(kernels)
@@ -840,7 +841,7 @@ def test_scores_are_computed_in_the_epilogue_of_a_gemm() -> None:
 
 
 def test_rows_without_edges_after_hoisting() -> None:
-    """0 / 0 at a node without edges is replaced before it can be."""
+    """At a node without edges the quotient 0 / 0 is replaced before it is computed."""
     select = [op for op in hoist(mean, COUNTS).ops if op.name == "select"]
     assert len(select) == 1 and select[0].space == Space.NODE
 

@@ -62,7 +62,7 @@ def diffusion(hops: int, within: str, kept: bool, to: str) -> Program:
 
 
 def test_one_softmax_in_several_hops_has_a_plan() -> None:
-    """Each hop stored `exp(score)`: an instance read what only a later one wrote."""
+    """Each hop once stored `exp(score)` for the others, so that an instance read what only a later one wrote."""
     for form in FORMS:
         made = plans(diffusion(*form), *arrays())
         assert all(any(i.template == "traversal" for i in kernels.instances) for kernels in made), form
@@ -83,7 +83,7 @@ def test_one_softmax_in_several_hops(backend: str) -> None:
 
 @rgnn.program
 def shared_by_a_product(g: Any, x: Any, w: Any, b: Any, mask: Any, scale: Any, factor: Any, some: Any) -> Any:
-    """XLA makes the product's gradient of edges, and what it reads shares the mask with what reads that gradient."""
+    """XLA computes the product's gradient of edges. What that gradient reads, and what reads it, share the mask."""
     z = g.src(rgnn.tanh(g.node(x).reshape(6) @ g.per_node_type(w) + g.per_node_type(b))).reshape(2, 3)
     product = g.prod_to_src(rgnn.where(g.edge(mask) > 0, 0.5 + rgnn.sigmoid(z), rgnn.tanh(z)))
     score = g.per_edge_type(scale) * g.in_degree()
@@ -107,7 +107,7 @@ def test_a_traversal_stores_what_another_would_store_too_late(
 
 
 def test_rows_that_are_read_twice_at_each_step() -> None:
-    """Counting the operators behind a value took twice as long for every step."""
+    """With every step the time to count the operators behind a value once doubled."""
 
     @rgnn.program
     def doubled(g: Any, x: Any) -> Any:
@@ -171,7 +171,7 @@ NO_STORAGE = pytest.param(
     ],
 )
 def test_a_fault_of_the_compiler_costs_no_result(fault: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One warning at the program's line, and the gradients that are right."""
+    """The user gets one warning at the line of the program, and the right gradients."""
     name, what, told = FAULTS[fault]
 
     def function(g: Any, x: Any, w: Any) -> Any:
