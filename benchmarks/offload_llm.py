@@ -6,11 +6,10 @@
 
 Each case is a process of its own, with the memory settings that it needs.
 
-attention  the 125m decoder: logits with cuDNN's attention and with XLA's, against float32
-state      350m: every place of the state, the same losses bit for bit, time of a step
-large      one decoder: bytes, time, TFLOP/s of model FLOPs, beside what was predicted
-update     the optimizer alone: its time over the bytes at the bus's measured rate, by pieces and by rows
-peers      the same update and activations by others: JAX's memory kinds and policies, torch on the GPU and on the CPU
+state   350m: every place of the state, the same losses bit for bit, time of a step
+large   one decoder: bytes, time, TFLOP/s of model FLOPs, beside what was predicted
+update  the optimizer alone: its time over the bytes at the bus's measured rate, by pieces and by rows
+peers   the same update and activations by others: JAX's memory kinds and policies, torch on the GPU and on the CPU
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from benchmarks.offload_measuring import GIB, QUICK, bandwidths, in_processes, k
 from benchmarks.provenance import Save
 
 IN_OTHER_PROCESSES = True
-CASES = ("attention", "state", "large", "update", "peers")
-LIMITS = {"attention": 90, "state": 120, "large": 240, "update": 90, "peers": 200}  # seconds
+CASES = ("state", "large", "update", "peers")
+LIMITS = {"state": 120, "large": 240, "update": 90, "peers": 200}  # seconds
 RATE = 620e12  # FLOP/s of the hardware that a bfloat16 decoder is predicted to reach on an H200
 
 
@@ -71,35 +70,6 @@ def _tokens(batch: int, sequence: int, at: int) -> Any:
 
     rng = np.random.default_rng(at)
     return jax.device_put(rng.integers(97, 123, (batch, sequence + 1)).astype(np.int32))
-
-
-def attention(options: argparse.Namespace) -> dict[str, Any]:
-    import jax
-    import jax.numpy as jnp
-
-    from examples import train_gpt as model
-    from examples.train_gpt import SIZES, forward, init_params, loss
-
-    config = SIZES["tiny" if QUICK else "125m"]
-    params = init_params(config, jax.random.key(0))
-    tokens = _tokens(2 if QUICK else 4, 64 if QUICK else 2048, 0)
-    exact = jax.jit(lambda p, t: forward(config.replace(dtype="float32"), p, t))(params, tokens[:, :-1])
-    found: dict[str, Any] = {}
-    for name in ("xla", "cudnn"):
-        if name == "cudnn" and jax.default_backend() != "gpu":
-            continue
-        block = model.make_block(config, name)
-        scores = jax.jit(lambda p, t, block=block: forward(config, p, t, block))(params, tokens[:, :-1])
-        step = jax.jit(jax.value_and_grad(lambda p, t, block=block: loss(config, p, t, block)))
-        value, gradient = step(params, tokens)
-        found[name] = {
-            "error_of_logits": float(jnp.abs(scores - exact).max() / jnp.abs(exact).max()),
-            "loss": float(value),
-            "norm": float(jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradient)))),
-            "ms": 1e3 * time_step(step, params, tokens),
-        }
-        say(name, found[name])
-    return found
 
 
 def state(options: argparse.Namespace) -> dict[str, Any]:
@@ -245,28 +215,18 @@ def update(options: argparse.Namespace) -> dict[str, Any]:
     # Row by row: the loop of a stack whose layers compute next to nothing.
     layers = 32
     stack = {"w": jnp.ones((layers, 2048, nbytes // layers // 4 // 2048)) * 0.01}
-    for ahead in (1,):
-        step = stack_step(
-            lambda outer, b: b,
-            lambda p, x: x + jnp.cos(p["w"][:1, :8]),
-            lambda outer, x, b: jnp.mean(x),
-            optax.adamw(1e-3),
-            streams=True,
-            ahead=ahead,
-        )
-        held = step.init({"a": jnp.zeros(1)}, jax.tree.map(jnp.copy, stack))
-        run = step.jit(held)
-        times = []
-        for _ in range(6):
-            begin = time.perf_counter()
-            held, _ = jax.block_until_ready(run(held, jnp.zeros((1, 8))))
-            times.append(time.perf_counter() - begin)
-        seconds = min(times)
-        found[f"rows, {ahead} ahead"] = {"ms": 1e3 * seconds, "over_floor": seconds / floor}
-        row = nbytes // layers >> 20
-        say(f"rows of {row} MiB, {ahead} ahead: {1e3 * seconds:.1f} ms, {seconds / floor:.3f} x floor")
-        del held, run
-        keep(found)
+    cosine, mean = lambda p, x: x + jnp.cos(p["w"][:1, :8]), lambda outer, x, b: jnp.mean(x)
+    step = stack_step(lambda outer, b: b, cosine, mean, optax.adamw(1e-3), streams=True, ahead=1)
+    held = step.init({"a": jnp.zeros(1)}, jax.tree.map(jnp.copy, stack))
+    run = step.jit(held)
+    times = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        held, _ = jax.block_until_ready(run(held, jnp.zeros((1, 8))))
+        times.append(time.perf_counter() - begin)
+    seconds = min(times)
+    found["rows, 1 ahead"] = {"ms": 1e3 * seconds, "over_floor": seconds / floor}
+    say(f"rows of {nbytes // layers >> 20} MiB: {1e3 * seconds:.1f} ms, {seconds / floor:.3f} x floor")
     return found
 
 

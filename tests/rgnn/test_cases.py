@@ -324,7 +324,7 @@ def test_scalars_that_one_traversal_stores_for_others(
 ) -> None:
     """One traversal stores two numbers for each edge and head in one array, in float32 whatever dtype they have.
 
-    With `f32` the traversals keep the digits of differences (`CompileTask.exact`), and none stores two such numbers in one array.
+    With `f32` the traversals keep the digits of differences (`CompileTask.exact`), and store no such pair.
     """
     options = dataclasses.replace(PALLAS, precision=precision)
     check("hgt", "typed", size, options, dtype, tolerance=tolerance, loop_tables=True)
