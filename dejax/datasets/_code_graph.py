@@ -77,7 +77,7 @@ class CodeGraph:
 
 
 @dataclass(slots=True)
-class _Module:
+class _SourceModule:
     node: int
     name: str
     is_package: bool
@@ -91,7 +91,7 @@ class _Module:
 @dataclass(frozen=True, slots=True)
 class _Scope:
     node: int
-    module: _Module
+    module: _SourceModule
     enclosing_class: int | None  # the class of the method that this is, or is nested in
     self_name: str | None  # its first parameter
     local_names: frozenset[str]
@@ -105,13 +105,13 @@ def build_code_graph(sources: Iterable[Source], on_module: Callable[[], None] = 
         sources: modules in the order in which they are numbered; the result depends on nothing else.
         on_module: called after each module was parsed, and again after it was linked.
     """
-    return _Builder().build(sources, on_module)
+    return _CodeGraphBuilder().build(sources, on_module)
 
 
-class _Builder:
+class _CodeGraphBuilder:
     def __init__(self) -> None:
         self.graph = CodeGraph()
-        self.modules: dict[str, _Module] = {}
+        self.modules: dict[str, _SourceModule] = {}
         self.identifiers: dict[str, int] = {}
         self.members: dict[int, dict[str, int]] = {}  # class -> its body's definitions
         self.bases: dict[int, list[int]] = {}
@@ -128,7 +128,7 @@ class _Builder:
                     tree = ast.parse(source.text)
             except (SyntaxError, ValueError):
                 continue
-            module = _Module(self.node(MODULE, source.name, -1), source.name, source.is_package, tree)
+            module = _SourceModule(self.node(MODULE, source.name, -1), source.name, source.is_package, tree)
             self.modules[source.name] = module
             self.define(tree, module, module.definitions, module.node, source.name, "defines")
         for module in self.modules.values():
@@ -159,7 +159,7 @@ class _Builder:
             self.edges[sender, self.type_ids[kind], receiver] = None
 
     def define(
-        self, tree: ast.AST, module: _Module, table: dict[str, int], owner: int, prefix: str, relation: str
+        self, tree: ast.AST, module: _SourceModule, table: dict[str, int], owner: int, prefix: str, relation: str
     ) -> None:
         """Makes a node for each definition in the tree, and for the definitions inside it."""
         for child in _definitions(tree):
@@ -174,7 +174,7 @@ class _Builder:
                 child, module, inside, index, f"{prefix}.{child.name}", "has_method" if kind == CLASS else "encloses"
             )
 
-    def collect_imports(self, module: _Module) -> None:
+    def collect_imports(self, module: _SourceModule) -> None:
         """Imports anywhere in the module, also inside functions: a name seldom has two meanings in one file."""
         for statement in ast.walk(module.tree):
             if isinstance(statement, ast.Import):
@@ -195,18 +195,18 @@ class _Builder:
                         module.imported_names[alias.asname or alias.name] = (target, alias.name)
 
     @staticmethod
-    def absolute(module: _Module, target: str | None, level: int) -> str:
+    def absolute(module: _SourceModule, target: str | None, level: int) -> str:
         if not level:
             return target or ""
         parts = module.name.split(".")
         parts = parts[: len(parts) - level + module.is_package]
         return ".".join([*parts, target] if target else parts)
 
-    def import_module(self, module: _Module, name: str) -> None:
+    def import_module(self, module: _SourceModule, name: str) -> None:
         if name in self.modules:
             self.edge(module.node, "imports", self.modules[name].node)
 
-    def link_bases(self, module: _Module) -> None:
+    def link_bases(self, module: _SourceModule) -> None:
         scope = _Scope(module.node, module, None, None, frozenset(), {})
         for tree in ast.walk(module.tree):
             if isinstance(tree, ast.ClassDef):
@@ -214,9 +214,9 @@ class _Builder:
                 resolved = [self.resolve(base, scope) for base in tree.bases]
                 self.bases[index] = [r for r in resolved if isinstance(r, int) and self.graph.kinds[r] == CLASS]
 
-    # The meaning of a name: an int for a definition, a _Module, a str for an unresolved identifier, else None.
+    # The meaning of a name: an int for a definition, a _SourceModule, a str for an unresolved identifier, else None.
 
-    def lookup(self, module: _Module, name: str, hops: int = _IMPORT_HOPS) -> int | _Module | None:
+    def lookup(self, module: _SourceModule, name: str, hops: int = _IMPORT_HOPS) -> int | _SourceModule | None:
         if name in module.definitions:
             return module.definitions[name]
         if name in module.imported_modules:
@@ -242,7 +242,7 @@ class _Builder:
                     queue.append(base)
         return None
 
-    def resolve(self, expression: ast.AST, scope: _Scope) -> int | _Module | str | None:
+    def resolve(self, expression: ast.AST, scope: _Scope) -> int | _SourceModule | str | None:
         if isinstance(expression, ast.Name):
             if expression.id in scope.local_definitions:
                 return scope.local_definitions[expression.id]
@@ -254,14 +254,14 @@ class _Builder:
             return expression.id if meaning is None else meaning
         if isinstance(expression, ast.Attribute):
             value = expression.value
-            found: int | _Module | None = None
+            found: int | _SourceModule | None = None
             if isinstance(value, ast.Name) and value.id == scope.self_name and scope.enclosing_class is not None:
                 found = self.member(scope.enclosing_class, expression.attr)
             elif _is_super(value) and scope.enclosing_class is not None:
                 found = self.member(scope.enclosing_class, expression.attr, skip_own=True)
             else:
                 target = self.resolve(value, scope) if isinstance(value, (ast.Name, ast.Attribute)) else None
-                if isinstance(target, _Module):
+                if isinstance(target, _SourceModule):
                     found = self.modules.get(f"{target.name}.{expression.attr}") or self.lookup(target, expression.attr)
                 elif isinstance(target, int):
                     found = self.member(target, expression.attr)
@@ -363,7 +363,7 @@ class _Builder:
         target = self.resolve(tree, scope)
         if isinstance(target, int):
             self.edge(scope.node, "references", target)
-        elif isinstance(target, _Module):
+        elif isinstance(target, _SourceModule):
             if self.graph.kinds[scope.node] != MODULE:
                 self.edge(scope.node, "uses_module", target.node)
         elif isinstance(target, str):

@@ -35,7 +35,7 @@ Schedule = Callable[[Array], ArrayLike]
 AnyTable = TypeVar("AnyTable", bound=Table)
 
 
-class _Op(enum.IntEnum):
+class _UpdateKind(enum.IntEnum):
     """The operations of kernels/update.cu, with its numbers."""
 
     SET = 0
@@ -74,7 +74,7 @@ def scatter(table: AnyTable, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = 
            [0., 0.],
            [5., 6.]], dtype=float32)
     """
-    return _scattered(_Update("scatter", _Op.SET, num_sms), table, ids, rows)
+    return _scattered(_Update("scatter", _UpdateKind.SET, num_sms), table, ids, rows)
 
 
 def scatter_add(table: AnyTable, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPDATE_SMS) -> AnyTable:
@@ -95,7 +95,7 @@ def scatter_add(table: AnyTable, ids: ArrayLike, rows: ArrayLike, *, num_sms: in
         ValueError: a read-only or shared table, or rows of another shape.
         TypeError: ids that are no integers, or a table of another dtype.
     """
-    return _scattered(_Update("scatter_add", _Op.ADD, num_sms), table, ids, rows)
+    return _scattered(_Update("scatter_add", _UpdateKind.ADD, num_sms), table, ids, rows)
 
 
 def _scattered(call: _Update, table: AnyTable, ids: ArrayLike, rows: ArrayLike) -> AnyTable:
@@ -158,7 +158,7 @@ def sgd(learning_rate: float | Schedule, *, weight_decay: float = 0.0, num_sms: 
     array([[ 0.,  0.],
            [-1., -1.]], dtype=float32)
     """
-    return _optimizer(_Rule(_Op.SGD, weight_decay=weight_decay), learning_rate, num_sms)
+    return _optimizer(_UpdateRule(_UpdateKind.SGD, weight_decay=weight_decay), learning_rate, num_sms)
 
 
 def adagrad(
@@ -181,7 +181,7 @@ def adagrad(
     Returns:
         The optimizer; its state has one float32 table of the table's shape.
     """
-    rule = _Rule(_Op.ADAGRAD, moments=1, initial=initial_accumulator, eps=eps, weight_decay=weight_decay)
+    rule = _UpdateRule(_UpdateKind.ADAGRAD, moments=1, initial=initial_accumulator, eps=eps, weight_decay=weight_decay)
     return _optimizer(rule, learning_rate, num_sms)
 
 
@@ -209,15 +209,15 @@ def adam(
     Returns:
         The optimizer; its state has two float32 tables of the table's shape.
     """
-    rule = _Rule(_Op.ADAM, moments=2, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    rule = _UpdateRule(_UpdateKind.ADAM, moments=2, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     return _optimizer(rule, learning_rate, num_sms)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Rule:
+class _UpdateRule:
     """An optimizer's update rule and its constants."""
 
-    op: _Op
+    op: _UpdateKind
     moments: int = 0  # float32 tables in its state
     initial: float = 0.0  # first value of their elements
     b1: float = 0.0
@@ -235,7 +235,7 @@ class _Rule:
         return jnp.stack([jnp.asarray(value, jnp.float32) for value in values])
 
 
-def _optimizer(rule: _Rule, learning_rate: float | Schedule, num_sms: int) -> Optimizer:
+def _optimizer(rule: _UpdateRule, learning_rate: float | Schedule, num_sms: int) -> Optimizer:
     what, call = f"{rule.name}.init", _Update(f"{rule.name}.update", rule.op, num_sms)
 
     def init(table: LocalTable) -> OptimizerState:
@@ -264,7 +264,7 @@ class _Update:
     """The static part of a write that does not depend on the table."""
 
     what: str  # the caller's name, for errors
-    op: _Op
+    op: _UpdateKind
     num_sms: int
 
 
@@ -353,7 +353,7 @@ def _checked_rows(call: _Update, spec: TableSpec, ids: Array, rows: Any) -> Arra
     rows = jnp.asarray(rows.astype(spec.dtype) if wide and spec.dtype.itemsize <= 4 else rows)
     if rows.shape != ids.shape + spec.row:
         raise ValueError(f"{what}: rows for these ids must have shape {ids.shape + spec.row}, got {rows.shape}")
-    if call.op == _Op.SET:
+    if call.op == _UpdateKind.SET:
         if jax.dtypes.canonicalize_dtype(spec.dtype) != spec.dtype:
             raise TypeError(
                 f"{what}: rows of {spec.dtype} need jax's 64-bit mode: jax.config.update('jax_enable_x64', True)"
@@ -365,19 +365,19 @@ def _checked_rows(call: _Update, spec: TableSpec, ids: Array, rows: Any) -> Arra
 
 
 @functools.lru_cache(maxsize=256)
-def _eager(op: _Op, spec: TableSpec, num_sms: int, shardings: tuple[Any, ...]) -> Any:
+def _eager(op: _UpdateKind, spec: TableSpec, num_sms: int, shardings: tuple[Any, ...]) -> Any:
     """A write outside of jitted functions: the tables are donated to it."""
     return jax.jit(functools.partial(_native_update, op, spec, num_sms), donate_argnums=0, out_shardings=shardings)
 
 
 def _native_update(
-    op: _Op, spec: TableSpec, num_sms: int, leaves: tuple[Array, ...], ids: Array, rows: Array, hyper: Array
+    op: _UpdateKind, spec: TableSpec, num_sms: int, leaves: tuple[Array, ...], ids: Array, rows: Array, hyper: Array
 ) -> tuple[Array, ...]:
     """The native call: the leaves of the table and the moments, written in place."""
     ids, perm = jax.lax.sort((ids, jnp.arange(ids.size, dtype=jnp.int32)), num_keys=1)
     codes = _spec.RESULT_CODES
-    table_type = _spec.MOVE_BYTES if op == _Op.SET else codes[spec.dtype.name]
-    values_type = _spec.MOVE_BYTES if op == _Op.SET else codes[rows.dtype.name]
+    table_type = _spec.MOVE_BYTES if op == _UpdateKind.SET else codes[spec.dtype.name]
+    values_type = _spec.MOVE_BYTES if op == _UpdateKind.SET else codes[rows.dtype.name]
     kernel = 0
     if spec.platform == "cuda":
         kernel = _kernels.prepare(

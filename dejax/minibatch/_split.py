@@ -39,7 +39,7 @@ class ReadRequest(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Stage:
+class _SplitStage:
     """Part of a function.
 
     Attributes:
@@ -145,7 +145,7 @@ class Split:
             requests.append(ReadRequest(read, tuple(self._read(var, values) for var in eqn.invars)))
         return [values[var] for var in stage.kept], requests
 
-    def _evaluate(self, stage: _Stage, values: dict[Any, Any]) -> dict[Any, Any]:
+    def _evaluate(self, stage: _SplitStage, values: dict[Any, Any]) -> dict[Any, Any]:
         found = stage.run(*(self._read(var, values) for var in stage.inputs))
         return values | dict(zip(stage.outputs, found, strict=True))
 
@@ -154,15 +154,15 @@ class Split:
             return var.val
         return self._fixed[var] if var in self._fixed else values[var]
 
-    def _cut(self) -> list[_Stage]:
+    def _cut(self) -> list[_SplitStage]:
         """The stages, made from the last one to the first: each leaves what the next ones need."""
-        stages: list[_Stage] = []
+        stages: list[_SplitStage] = []
         wanted, reads, kept = variables(self._jaxpr.outvars), list[Any](), list[Any]()
         for number in range(self.depth, -1, -1):
             outputs = [var for var in wanted if self._made(var, number)]
             inputs, eqns = self._part(outputs, number)
             run = jax.jit(core.jaxpr_as_fun(part(self._jaxpr, eqns, inputs, outputs)))
-            stages.append(_Stage(inputs, outputs, run, reads, kept))
+            stages.append(_SplitStage(inputs, outputs, run, reads, kept))
             passed = [var for var in wanted if not self._made(var, number) and var not in self._fixed]
             needed = list(dict.fromkeys([*passed, *(var for var in inputs if var not in self._fixed)]))
             rows = [var for var in needed if number and self._is_read(var) and self._level[var] == number]

@@ -81,8 +81,8 @@ def find_capacities(
     if sample is None:
         raise ValueError("find_capacities: `batches` must have at least one batch, got none")
     slots = np.cumsum([own.shape[0] for own in sample.slots])
-    nodes = _Bounds.of(np.stack(found), np.array(sample.layout.sizes), sigmas)
-    of_edges = _Bounds.of(np.stack(edges), np.maximum(slots, 1), sigmas)
+    nodes = _CapacityBounds.of(np.stack(found), np.array(sample.layout.sizes), sigmas)
+    of_edges = _CapacityBounds.of(np.stack(edges), np.maximum(slots, 1), sigmas)
     if print_table is not None:
         print_table(_table(sample, nodes, of_edges))
     names = sample.layout.node_types
@@ -111,7 +111,7 @@ def _source_pairs(sample: SampledBlocks) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Bounds:
+class _CapacityBounds:
     """What some batches need of something, and the bounds that follow; arrays of one shape.
 
     Attributes:
@@ -126,7 +126,7 @@ class _Bounds:
     natural: np.ndarray
 
     @classmethod
-    def of(cls, counts: np.ndarray, natural: np.ndarray, sigmas: float) -> _Bounds:
+    def of(cls, counts: np.ndarray, natural: np.ndarray, sigmas: float) -> _CapacityBounds:
         """From counts of each batch, int[batches, ...]."""
         mean, deviation = counts.mean(axis=0), counts.std(axis=0)
         bound = np.ceil((mean + sigmas * deviation) / _ROUNDED) * _ROUNDED
@@ -138,7 +138,7 @@ class _Bounds:
         return "".join(f"{math.ceil(number):12,}" for number in numbers)
 
 
-def _table(sample: SampledBlocks, nodes: _Bounds, edges: _Bounds) -> str:
+def _table(sample: SampledBlocks, nodes: _CapacityBounds, edges: _CapacityBounds) -> str:
     names = sample.layout.node_types
     width = max(5, *map(len, names))
     lines = [f"hop  {'type':<{width}}        mean   deviation    capacity     at most"]

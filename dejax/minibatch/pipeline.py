@@ -222,7 +222,7 @@ def pipelined_steps(
         _check_features(what, features)
         keys = _checked_steps(what, keys, seeds)
 
-        def draw(varying: tuple[Array, Any], topology: HeteroTopology) -> _Drawn:
+        def draw(varying: tuple[Array, Any], topology: HeteroTopology) -> _DrawnBatch:
             return _draw(what, sample, varying[0], topology, varying[1])
 
         sampling = _sampling(draw, (keys[0], _at(seeds, 0)), topology, keys.shape[0], edges_ahead)
@@ -280,7 +280,7 @@ def seed_batches(nodes: ArrayLike, size: int, *, seed: int | None = None, epoch:
 
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Drawn:
+class _DrawnBatch:
     """A batch without its features."""
 
     sample: SampledBlocks
@@ -324,7 +324,7 @@ class _Pipeline:
         last, outs = jax.lax.scan(self._iteration, (state, first, following, x, between), later)
         return last[0], outs
 
-    def _filled(self, begin: tuple[Array, Any]) -> tuple[_Drawn, _Drawn, Between]:
+    def _filled(self, begin: tuple[Array, Any]) -> tuple[_DrawnBatch, _DrawnBatch, Between]:
         """Batches 0 and 1, of batch 2 all stages but the last, of batch 3 all but the last two, and so on.
 
         In a loop, so that XLA compiles the sampling twice and not once for each batch.
@@ -341,7 +341,7 @@ class _Pipeline:
 
         between, drawn = jax.eval_shape(self.sampling.all, _at(begin, 0))
         blank = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), (drawn, drawn, between))
-        filled: tuple[_Drawn, _Drawn, Between]
+        filled: tuple[_DrawnBatch, _DrawnBatch, Between]
         filled, _ = jax.lax.scan(fill, blank, (jnp.arange(2 + depth), *begin))
         return filled
 
@@ -372,7 +372,7 @@ class _Pipeline:
 
 
 def _sampling(
-    draw: Callable[[Any, Any], _Drawn], like: Any, topology: HeteroTopology, steps: int, edges_ahead: bool | None
+    draw: Callable[[Any, Any], _DrawnBatch], like: Any, topology: HeteroTopology, steps: int, edges_ahead: bool | None
 ) -> Split | Whole:
     """The sampling of a loop: cut at its reads of edges in host memory, where that is wanted or pays."""
     split = None if edges_ahead is False else split_at_reads(draw, like, topology, on_cpu=edges_ahead is True)
@@ -382,7 +382,7 @@ def _sampling(
     return split if edges_ahead or pays else Whole(draw, topology)
 
 
-def _draw(what: str, sample: Sample, key: Array, topology: HeteroTopology, seeds: Any) -> _Drawn:
+def _draw(what: str, sample: Sample, key: Array, topology: HeteroTopology, seeds: Any) -> _DrawnBatch:
     own, rest = jax.random.split(key)
     found = sample(own, topology, seeds)
     extra = None
@@ -393,10 +393,10 @@ def _draw(what: str, sample: Sample, key: Array, topology: HeteroTopology, seeds
             f"{what}: `sample` must return SampledBlocks, or (SampledBlocks, further arrays), got "
             f"{type(found).__name__}"
         )
-    return _Drawn(found, seeds, rest, extra)
+    return _DrawnBatch(found, seeds, rest, extra)
 
 
-def _ids(drawn: _Drawn, features: FeatureStore) -> dict[str, Array]:
+def _ids(drawn: _DrawnBatch, features: FeatureStore) -> dict[str, Array]:
     return {name: ids for name, ids in drawn.sample.node_ids.items() if name in features and ids.shape[0]}
 
 
@@ -414,7 +414,7 @@ def _joined(what: str, layout: SampleLayout, x: Mapping[str, Array]) -> JoinedFe
     return JoinedFeatures(join_nodes(layout, x, layout.num_hops), layout)
 
 
-def _batch(drawn: _Drawn, x: Mapping[str, Array]) -> MiniBatch:
+def _batch(drawn: _DrawnBatch, x: Mapping[str, Array]) -> MiniBatch:
     return MiniBatch(drawn.sample, x, drawn.seeds, drawn.key, drawn.extra)
 
 

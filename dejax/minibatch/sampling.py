@@ -198,7 +198,7 @@ def sample_blocks(
         copies=times is not None,
         together=lambda pieces: draw_keys(topology, pieces, options),
     )
-    nodes = _Nodes(topology, layout, given, times)
+    nodes = _GrowingNodes(topology, layout, given, times)
     slots: list[Array] = []
     positions: list[Array] = []
     lost_edges = jnp.zeros((), jnp.int32)
@@ -271,7 +271,7 @@ def split_nodes(layout: SampleLayout, x: Array, hops: int) -> dict[str, Array]:
     return found
 
 
-class _Nodes:
+class _GrowingNodes:
     """The nodes of a sample, as they grow hop by hop, in the order of blocks."""
 
     def __init__(

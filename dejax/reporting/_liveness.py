@@ -86,7 +86,7 @@ class Timeline:
         return {owner: series[self.peak] for owner, series in self.owners.items() if series}
 
 
-class _Walk:
+class _LivenessWalk:
     """Follows the buffers through a computation; a called computation becomes part of its caller."""
 
     def __init__(self, module: Module) -> None:
@@ -182,7 +182,7 @@ class _Walk:
 
 def _peak_inside(module: Module, computation: str) -> int:
     """The largest sum of temporary bytes inside of a loop's body."""
-    walk = _Walk(module)
+    walk = _LivenessWalk(module)
     walk.run(computation, ())
     walk.share()
     series = _series([b for b in walk.buffers if not b.on_host], walk.position, walk.inner)
@@ -210,7 +210,7 @@ def timeline(module: Module, arguments: Mapping[str, int], parameters: frozenset
         parameters: shapes of the parameters, in XLA's words: a result of the backward pass with such a shape is a
             gradient.
     """
-    walk = _Walk(module)
+    walk = _LivenessWalk(module)
     result = walk.run(module.entry, ())
     end = walk.position
     for number, part in enumerate(result):

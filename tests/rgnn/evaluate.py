@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax.rgnn import RelGraph
-from dejax.rgnn.ir.inter import VIAS, Op, Program, Space, is_float, parse_spec
+from dejax.rgnn.ir.inter import VIAS, Op, OpProgram, Space, is_float, parse_spec
 from dejax.rgnn.lowering.segments import num_rows, segments
 
 Array = np.ndarray
 
 
-def evaluate(program: Program, graph: RelGraph, inputs: Mapping[int, Any], *, rounded: bool = False) -> list[Array]:
+def evaluate(program: OpProgram, graph: RelGraph, inputs: Mapping[int, Any], *, rounded: bool = False) -> list[Array]:
     """The results of a program.
 
     Args:

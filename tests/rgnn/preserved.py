@@ -19,7 +19,7 @@ from dejax import rgnn
 from dejax.rgnn import RelGraph
 from dejax.rgnn.compiler.execute import counts_of
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Program, is_float
+from dejax.rgnn.ir.inter import OpProgram, is_float
 from dejax.rgnn.passes import AFTER_BACKWARD, Cut, differentiated, optimise, run_passes
 from dejax.rgnn.passes.backward import differentiate
 from tests.rgnn.evaluate import evaluate, to_rows
@@ -28,7 +28,7 @@ Array = np.ndarray
 ByPosition = dict[int, Array]
 
 
-def trace(function: rgnn.Program, graph: RelGraph, *args: Any, **kwargs: Any) -> tuple[Program, ByPosition]:
+def trace(function: rgnn.OpProgram, graph: RelGraph, *args: Any, **kwargs: Any) -> tuple[OpProgram, ByPosition]:
     """The level-1 program of a function of the front end, and its inputs."""
     program, _, arrays = function.traced(counts_of(graph), args, kwargs)
     inputs = {op.attr("position"): op for op in (program.ops[i] for i in program.inputs)}
@@ -44,13 +44,13 @@ def grown(counts: Counts, by: int = 10**5) -> Counts:
     return replace(counts, **{name: by * getattr(counts, name) for name in names})
 
 
-def float_positions(program: Program) -> tuple[int, ...]:
+def float_positions(program: OpProgram) -> tuple[int, ...]:
     """Positions of the inputs that have gradients."""
     inputs = (program.ops[i] for i in program.inputs)
     return tuple(op.attr("position") for op in inputs if is_float(op.dtype))
 
 
-def cotangents(program: Program, results: Sequence[Array]) -> ByPosition:
+def cotangents(program: OpProgram, results: Sequence[Array]) -> ByPosition:
     """Cotangents of many signs and sizes for the results, at the positions that `differentiate` gives to them."""
     first = 1 + max((program.ops[i].attr("position") for i in program.inputs), default=-1)
     waves = (np.cos(np.arange(y.size) * 1.7 + n).reshape(y.shape) for n, y in enumerate(results))
@@ -71,7 +71,7 @@ class Compiled:
       tolerance: relative to the largest element of a column, which counts as 0.01 at least.
     """
 
-    program: Program
+    program: OpProgram
     graph: RelGraph
     inputs: ByPosition
     counts: Counts = None  # type: ignore[assignment]
@@ -95,7 +95,7 @@ class Compiled:
         return float_positions(self.program)
 
     @cached_property
-    def joint(self) -> Program:
+    def joint(self) -> OpProgram:
         """The derivative of the program as it was written."""
         return differentiate(self.program, self.wrt)
 
@@ -121,17 +121,17 @@ class Compiled:
         """Checks results and gradients after each pass, and those of both halves of the program for training."""
         disable, last = frozenset(self.disable), [self.program]
 
-        def after(stage: str, made: Program) -> None:
+        def after(stage: str, made: OpProgram) -> None:
             if made is not last[0]:
                 last[0] = made
                 self.compare(stage, evaluate(differentiate(made, self.wrt), self.graph, self.given))
 
-        def after_late(stage: str, made: Program) -> None:
+        def after_late(stage: str, made: OpProgram) -> None:
             if not stage.startswith("recompute") and made is not last[0]:
                 last[0] = made
                 self.compare(f"{stage}, with gradients", evaluate(made, self.graph, self.given))
 
-        def after_alone(stage: str, made: Program) -> None:
+        def after_alone(stage: str, made: OpProgram) -> None:
             if made is not last[0]:
                 last[0] = made
                 self.compare(f"{stage}, without gradients", evaluate(made, self.graph, self.inputs))
@@ -161,7 +161,7 @@ class Compiled:
         want = evaluate(twice, self.graph, given)[len(self.want) :]
         disable = frozenset(self.disable)
 
-        def halves(program: Program, wrt: tuple[int, ...]) -> Cut:
+        def halves(program: OpProgram, wrt: tuple[int, ...]) -> Cut:
             return differentiated(program, wrt, self.counts, disable, exact=self.exact)
 
         # The gradients are a function of the inputs and of what the forward half saves.
@@ -249,7 +249,7 @@ def _largest_of_columns(x: Array) -> Array:
     return x.reshape(-1, x.shape[-1]).max(0, initial=0) if x.ndim > 1 else x.max(initial=0)
 
 
-def _after(program: Program, arrays: Sequence[Array]) -> list[tuple[int, Array]]:
+def _after(program: OpProgram, arrays: Sequence[Array]) -> list[tuple[int, Array]]:
     """Arrays at the positions of the cotangents of a program."""
     return list(zip(cotangents(program, arrays), arrays, strict=True))
 

@@ -18,7 +18,7 @@ from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.compiler import execute
 from dejax.rgnn.compiler.execute import counts_of
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Program
+from dejax.rgnn.ir.inter import OpProgram
 from dejax.rgnn.ir.intra import Traversal
 from dejax.rgnn.lowering.pallas import PallasLowering
 from dejax.rgnn.lowering.running import SharedColumns
@@ -288,7 +288,7 @@ def test_what_the_graphs_cover() -> None:
 def as_on_a_large_graph(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
     """The compiler sees 100,000 times the nodes, edges and pairs."""
 
-    def task(program: Program, counts: Counts, *rest: Any, **named: Any) -> execute.CompileTask:
+    def task(program: OpProgram, counts: Counts, *rest: Any, **named: Any) -> execute.CompileTask:
         grown = ("nodes", "edges", "source_pairs", "destination_pairs")
         counts = dataclasses.replace(counts, **{name: 10**5 * getattr(counts, name) for name in grown})
         return execute.CompileTask(program, counts, *rest, **named)

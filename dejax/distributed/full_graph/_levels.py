@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dejax.distributed.full_graph._cut import least_cut
 from dejax.distributed.full_graph._rewrite import REPLICATED, is_crossing_reduction
-from dejax.rgnn.ir.inter import ROWWISE, Op, Program, Space
+from dejax.rgnn.ir.inter import ROWWISE, Op, OpProgram, Space
 from dejax.rgnn.passes.compact import PARTIAL
 
 
@@ -35,7 +35,7 @@ class Levels:
         free: values that any stage makes itself: constants, weights, and weights read by rows.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: OpProgram) -> None:
         self.program = program
         self.free = [False] * len(program.ops)
         for i, op in enumerate(program.ops):

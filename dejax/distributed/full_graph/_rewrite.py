@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import ROWWISE, VIAS, Builder, Op, Program, Space, is_float
+from dejax.rgnn.ir.inter import ROWWISE, VIAS, Builder, Op, OpProgram, Space, is_float
 from dejax.rgnn.passes._rewrite import rebuild
 from dejax.rgnn.passes.canonical.cse import cse
 from dejax.rgnn.passes.canonical.split_products import split_products
@@ -44,12 +44,12 @@ class CannotDistribute(ValueError):
     """
 
 
-def refuse(program: Program, index: int, why: str) -> CannotDistribute:
+def refuse(program: OpProgram, index: int, why: str) -> CannotDistribute:
     line = program.lines[index] if program.lines else None
     return CannotDistribute(f"{line or program.name}: {why}")
 
 
-def prepared(program: Program, counts: Counts) -> Program:
+def prepared(program: OpProgram, counts: Counts) -> OpProgram:
     """The program with what crosses devices in the form that `stages` takes."""
     check(program)
     program = _with_sums(program)
@@ -58,13 +58,13 @@ def prepared(program: Program, counts: Counts) -> Program:
     return dce(cse(_on_nodes(program), counts), counts)
 
 
-def check(program: Program) -> None:
+def check(program: OpProgram) -> None:
     """Raises CannotDistribute for what is not supported over devices."""
     for index, op in enumerate(program.ops):
         _check(program, index, op)
 
 
-def _check(program: Program, index: int, op: Op) -> None:
+def _check(program: OpProgram, index: int, op: Op) -> None:
     if op.space == Space.SOURCE_PAIR or "source_pair" in str(op.attr("via", "")):
         raise refuse(program, index, SOURCE_PAIRS)
     if op.space == Space.DESTINATION_PAIR and op.name == "input":
@@ -77,7 +77,7 @@ def _check(program: Program, index: int, op: Op) -> None:
         )
 
 
-def _with_sums(program: Program) -> Program:
+def _with_sums(program: OpProgram) -> OpProgram:
     """Softmax and extrema over rows on several devices as extrema without gradient, and sums.
 
     y = max x      becomes    m = max x without gradient ;  e = (x == m) ;  y = sum of x where e / sum of e
@@ -136,7 +136,7 @@ def _shared_by_ties(builder: Builder, x: int, extremum: int, total: Callable[[in
     return builder.op("div", found, builder.op("max", count, one))
 
 
-def _on_nodes(program: Program) -> Program:
+def _on_nodes(program: OpProgram) -> OpProgram:
     """Row-wise work of edges that depends on one end alone moves to the nodes of that end.
 
     What is read across devices is then a node value, and the owner computes it once. What may be infinite is 1 at nodes
@@ -180,7 +180,7 @@ def _on_nodes(program: Program) -> Program:
     return rebuild(program, visit)
 
 
-def is_crossing_reduction(program: Program, op: Op) -> bool:
+def is_crossing_reduction(program: OpProgram, op: Op) -> bool:
     """Whether the value is a reduction of rows that lie on several devices."""
     if op.name not in ("reduce", "place", "count") or op.attr("via") not in CROSSING:
         return False

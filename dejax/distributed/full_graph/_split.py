@@ -130,7 +130,7 @@ def split(graph: WholeGraph, owner: np.ndarray, parts: int) -> tuple[PartsLayout
         node_type_names=graph.node_type_names,
         typed_sources=_typed_sources(graph),
     )
-    slots = _Slots(layout, owner, row_of, halos)
+    slots = _HaloSlots(layout, owner, row_of, halos)
     return layout, [slots.part(graph, number, nodes[number], edges[number]) for number in range(parts)]
 
 
@@ -153,7 +153,7 @@ def _typed_sources(graph: WholeGraph) -> tuple[int, ...] | None:
     return tuple(found.tolist())
 
 
-class _Slots:
+class _HaloSlots:
     """Which halo slot has which node."""
 
     def __init__(self, layout: PartsLayout, owner: np.ndarray, row_of: np.ndarray, halos: list[np.ndarray]) -> None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from dejax.distributed.full_graph._levels import Levels
 from dejax.distributed.full_graph._rewrite import check, prepared
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import Builder, Op, OpProgram, Space
 from dejax.rgnn.passes._rewrite import rebuild
 
 
@@ -40,7 +40,7 @@ class Stage:
     """
 
     on_edges: bool
-    program: Program
+    program: OpProgram
     inputs: tuple[Ref, ...]
     outputs: tuple[Ref, ...]
 
@@ -77,7 +77,7 @@ class Distributed:
         outputs: the results.
     """
 
-    program: Program
+    program: OpProgram
     steps: tuple[Stage | Exchange | Combine, ...]
     outputs: tuple[Ref, ...]
 
@@ -88,7 +88,7 @@ class Distributed:
 
 
 @lru_cache(maxsize=256)
-def distribute(program: Program, counts: Counts, parts: int) -> Distributed:
+def distribute(program: OpProgram, counts: Counts, parts: int) -> Distributed:
     """The stages and collectives of a program; on one device it is one stage.
 
     Raises:
@@ -100,7 +100,7 @@ def distribute(program: Program, counts: Counts, parts: int) -> Distributed:
     return _Schedule(program, Levels(program)).run()
 
 
-def _alone(program: Program) -> Distributed:
+def _alone(program: OpProgram) -> Distributed:
     """The whole program as a stage, whose inputs are numbered without gaps."""
     check(program)
     places = {i: n for n, i in enumerate(program.inputs)}
@@ -123,7 +123,7 @@ def form_of(op: Op) -> Form:
 class _Schedule:
     """Goes from the last stage to the first: what a stage reads, earlier ones give."""
 
-    def __init__(self, program: Program, levels: Levels) -> None:
+    def __init__(self, program: OpProgram, levels: Levels) -> None:
         self.program, self.levels = program, levels
         self.wanted: dict[Ref, int] = {}  # the stage that gives it
 
@@ -203,7 +203,7 @@ class _Schedule:
 class _StageBuilder:
     """The program of one stage."""
 
-    def __init__(self, program: Program, levels: Levels, level: int, given: Sequence[Ref]) -> None:
+    def __init__(self, program: OpProgram, levels: Levels, level: int, given: Sequence[Ref]) -> None:
         self.program, self.levels, self.level = program, levels, level
         self.builder = Builder(program.name)
         self.inputs: list[Ref] = []

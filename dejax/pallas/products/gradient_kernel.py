@@ -162,7 +162,7 @@ class _Side:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Program:
+class _SplitSum:
     """What one program sums: a split of a type's positions, for a set of heads and a tile of their result."""
 
     ref: dict[str, Any]
@@ -195,7 +195,7 @@ def partial_kernel(*refs: Any, c: GradientPlan) -> None:
     _store(p, _with_units(p, sum_, powers))
 
 
-def _located(ref: dict[str, Any], c: GradientPlan) -> _Program:
+def _located(ref: dict[str, Any], c: GradientPlan) -> _SplitSum:
     s = c.schedule
     split, heads, block_k, block_n = _triton.program_ids(*c.blocks)
     start, end = ref["split_start"][split], ref["split_end"][split]
@@ -204,18 +204,18 @@ def _located(ref: dict[str, Any], c: GradientPlan) -> _Program:
     n = (block_n * s.block_n + lanes(s.block_n, 0, 1))[None, :]
     x = _Side.of(ref, "x", k, block_k * s.block_k, c.head_blocks, c.k)
     y = _Side.of(ref, "y", n, block_n * s.block_n, c.head_blocks, c.n)
-    return _Program(ref, c, number, heads, start, end, x, y, start + lanes(s.block_rows, 0, 1))
+    return _SplitSum(ref, c, number, heads, start, end, x, y, start + lanes(s.block_rows, 0, 1))
 
 
 # --- loads -----------------------------------------------------------------------------------------------------------
 
 
-def _indices(p: _Program, position: jax.Array) -> Indices:
+def _indices(p: _SplitSum, position: jax.Array) -> Indices:
     found = (p.ref[f"{name}_index"] for name in "xy" if f"{name}_index" in p.ref)
     return tuple(_triton.load(index, (position,), position < p.end) for index in found)
 
 
-def _rows(p: _Program, position: jax.Array, here: Indices) -> tuple[Tile, Tile]:
+def _rows(p: _SplitSum, position: jax.Array, here: Indices) -> tuple[Tile, Tile]:
     """Tiles of x and of y."""
     valid, rows = position < p.end, iter(here)
     x_row, y_row = (next(rows) if f"{name}_index" in p.ref else position for name in "xy")
@@ -224,7 +224,7 @@ def _rows(p: _Program, position: jax.Array, here: Indices) -> tuple[Tile, Tile]:
     return x, y
 
 
-def _load(p: _Program, side: _Side, row: jax.Array, valid: jax.Array) -> Tile:
+def _load(p: _SplitSum, side: _Side, row: jax.Array, valid: jax.Array) -> Tile:
     row_mask = within(row, side.ref.shape[0], valid)[:, None]
     mask = row_mask & (side.column < side.width) if side.width % side.column.shape[1] else row_mask
     exponent = None
@@ -235,7 +235,7 @@ def _load(p: _Program, side: _Side, row: jax.Array, valid: jax.Array) -> Tile:
     return _triton.load(side.ref, (row[:, None], p.heads * side.width + side.column), mask), exponent
 
 
-def _measured_powers(p: _Program, at_first: Indices) -> dict[str, jax.Array]:
+def _measured_powers(p: _SplitSum, at_first: Indices) -> dict[str, jax.Array]:
     """Powers of two near the largest magnitudes of the columns of float32 operands, [1, columns].
 
     A program measures the rows of its first step. A power that is wrong by a factor of some thousands costs no digits.
@@ -250,7 +250,7 @@ def _measured_powers(p: _Program, at_first: Indices) -> dict[str, jax.Array]:
     return found
 
 
-def _powers_of_columns(p: _Program, side: _Side, width: int, measured: dict[str, jax.Array]) -> jax.Array | None:
+def _powers_of_columns(p: _SplitSum, side: _Side, width: int, measured: dict[str, jax.Array]) -> jax.Array | None:
     """The powers of two that multiply the sums: measured, or those of `RowScaled`."""
     if f"{side.name}_columns" not in p.ref:
         return measured.get(side.name)
@@ -262,7 +262,7 @@ def _powers_of_columns(p: _Program, side: _Side, width: int, measured: dict[str,
 
 
 def _step(
-    p: _Program, inverses: Mapping[str, jax.Array], i: jax.Array, carry: tuple[Sum, Indices]
+    p: _SplitSum, inverses: Mapping[str, jax.Array], i: jax.Array, carry: tuple[Sum, Indices]
 ) -> tuple[Sum, Indices]:
     """The sum with the next `block_rows` positions, and the indices of the step after."""
     c, (sum_, here) = p.c, carry
@@ -276,7 +276,7 @@ def _step(
     return _added(sum_, left, y, y_exponent, c), ahead
 
 
-def _with_units(p: _Program, sum_: Sum, powers: dict[str, jax.Array]) -> jax.Array:
+def _with_units(p: _SplitSum, sum_: Sum, powers: dict[str, jax.Array]) -> jax.Array:
     """The sum, multiplied by its unit and by the powers of two of columns."""
     c, (total, unit) = p.c, sum_
     total = power_of_any(total, unit) if c.arithmetic == "scaled" else total
@@ -285,7 +285,7 @@ def _with_units(p: _Program, sum_: Sum, powers: dict[str, jax.Array]) -> jax.Arr
     return total if of_k is None else total * of_k.reshape(-1, 1)
 
 
-def _store(p: _Program, total: jax.Array) -> None:
+def _store(p: _SplitSum, total: jax.Array) -> None:
     """Stores the blocks on the diagonal, `head_k` by `head_n`, of a tile of the result."""
     c, row, column, head = p.c, p.x.column.reshape(-1, 1), p.y.column, p.heads
     inside = (row < c.k) & (column < c.n)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dejax.rgnn.cost.model import CostModel
-from dejax.rgnn.ir.inter import Program, Space
+from dejax.rgnn.ir.inter import OpProgram, Space
 from dejax.rgnn.ir.intra import (
     Fallback,
     Gemm,
@@ -143,7 +143,7 @@ def bounds_of(name: str, models: Sequence[tuple[str, CostModel, int]]) -> Bounds
     """The bounds of the parts of a plan: of each its title, its cost model and how many results the function has."""
     parts, causes = [], list[Cause]()
     for title, model, num_outputs in models:
-        part = _Part(title, model, num_outputs)
+        part = _BoundedPart(title, model, num_outputs)
         parts.append(part.bound())
         if title != "forward, with gradients":  # which is mostly the same as without
             causes += part.causes()
@@ -152,14 +152,14 @@ def bounds_of(name: str, models: Sequence[tuple[str, CostModel, int]]) -> Bounds
     return Bounds(name, tuple(parts), tuple(sorted(causes, key=lambda c: -c.bytes)[:6]))
 
 
-class _Part:
+class _BoundedPart:
     """One level-2 program and its cost model."""
 
     def __init__(self, title: str, model: CostModel, num_outputs: int) -> None:
         self.title, self.model = title, model
         self.outputs = set(model.kernels.program.outputs[:num_outputs])  # the others are saved for backward
         self.kernels: Kernels = model.kernels
-        self.program: Program = model.kernels.program
+        self.program: OpProgram = model.kernels.program
         self.costs = model.costs()
         self.needed = [0.0] * len(self.costs)
         self._count_inputs_and_outputs()
@@ -239,7 +239,7 @@ _BEFORE_EDGES = (
 )
 
 
-def _why_stored(program: Program, value: int, writer: Instance, readers: list[Instance]) -> tuple[str, str]:
+def _why_stored(program: OpProgram, value: int, writer: Instance, readers: list[Instance]) -> tuple[str, str]:
     """What a stored value is, and what would be cheaper."""
     op = program.ops[value]
     row = f"stores {op.width} numbers for each {str(op.space).replace('_', ' ')}"
@@ -257,14 +257,14 @@ def _why_stored(program: Program, value: int, writer: Instance, readers: list[In
     return row, "narrower rows; a chain of products without activations can be one product"
 
 
-def _multiplies(program: Program, instance: Instance) -> bool:
+def _multiplies(program: OpProgram, instance: Instance) -> bool:
     """Whether an instance is a product of rows with a matrix, as a kernel or by XLA."""
     if isinstance(instance, Fallback):
         return any(program.ops[i].name == "linear" for i in instance.ops)
     return isinstance(instance, Gemm)
 
 
-def _rows_of_edges(program: Program, instance: Instance) -> list[Operand]:
+def _rows_of_edges(program: OpProgram, instance: Instance) -> list[Operand]:
     """The wide rows that a traversal of edges reads by index for each."""
     if not isinstance(instance, Traversal) or instance.space != Space.EDGE:
         return []
@@ -310,5 +310,5 @@ def _loops(model: CostModel) -> dict[int, float]:
     return found
 
 
-def _share_of_row(program: Program, o: Operand) -> float:
+def _share_of_row(program: OpProgram, o: Operand) -> float:
     return 1.0 if o.part is None else o.part[1] / program.ops[o.value].shape[0]

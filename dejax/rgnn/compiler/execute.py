@@ -28,7 +28,7 @@ from dejax.rgnn.compiler.reverse_only import reverse_only
 from dejax.rgnn.compiler.traced import TracedKernel, note
 from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.graphs.rel_graph import RelGraph
-from dejax.rgnn.ir.inter import Program, is_float
+from dejax.rgnn.ir.inter import OpProgram, is_float
 from dejax.rgnn.ir.intra import Fallback, Kernels
 from dejax.rgnn.lowering.node_rows import ALL_ROWS, NodeRows, RowArrays
 from dejax.rgnn.lowering.pallas import PallasLowering
@@ -59,7 +59,7 @@ Kept = tuple[RowScaled | None, ...]  # by output
 class CompileTask:
     """A program with everything that decides how it is compiled; the static argument of the functions that run it."""
 
-    program: Program
+    program: OpProgram
     counts: Counts
     options: Options
     rows: NodeRows = ALL_ROWS
@@ -101,7 +101,7 @@ def counts_of(graph: RelGraph) -> Counts:
 
 
 @lru_cache(maxsize=1024)
-def optimised(task: CompileTask, watch: Watch = silent) -> Program:
+def optimised(task: CompileTask, watch: Watch = silent) -> OpProgram:
     return optimise(task.program, task.counts, task.disable, watch, exact=task.exact) if task.raw else task.program
 
 
@@ -204,7 +204,7 @@ def run_kernels(
 
 
 def _environment(
-    program: Program, inputs: Arrays, row_scaled: RowScaledInputs
+    program: OpProgram, inputs: Arrays, row_scaled: RowScaledInputs
 ) -> tuple[dict[int, Any], dict[int, RowScaled]]:
     """The inputs by operator index, and the row-scaled copies of those that have one."""
     env: dict[int, Any] = {}

@@ -31,7 +31,7 @@ from dejax.rgnn.compiler.predicted import cost_model, training_models
 from dejax.rgnn.cost.model import CostModel
 from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.graphs.rel_graph import RelGraph
-from dejax.rgnn.ir.inter import Op, Program, Space, format_op
+from dejax.rgnn.ir.inter import Op, OpProgram, Space, format_op
 from dejax.rgnn.ir.intra import Fallback, Kernels, Traversal, left_to_xla
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes.canonical.cse import cse
@@ -192,10 +192,10 @@ class _Summary:
     def __init__(self, out: TextIO) -> None:
         self.out = out
         self.before: Counter[str] | None = None
-        self.last: Program | None = None
+        self.last: OpProgram | None = None
 
     def __call__(self, stage: str, what: object) -> None:
-        assert isinstance(what, Program)
+        assert isinstance(what, OpProgram)
         if what is self.last:
             return
         self.last = what
@@ -211,7 +211,7 @@ class _Summary:
         self.before = now
 
 
-def _described(program: Program) -> list[str]:
+def _described(program: OpProgram) -> list[str]:
     """Each operator with the names of its arguments, its type, and its line in the user's program."""
     found = []
     for i, op in enumerate(program.ops):
@@ -274,7 +274,7 @@ _KINDS = {"input": "input", "linear": "grouped GEMM"} | dict.fromkeys(("gather",
 Node = tuple[str, str, tuple[str, ...], str]  # key, label, keys it reads, kind
 
 
-def _program_nodes(program: Program) -> list[Node]:
+def _program_nodes(program: OpProgram) -> list[Node]:
     nodes: list[Node] = []
     for i, op in enumerate(program.ops):
         kind = _KINDS.get(op.name, "xla")

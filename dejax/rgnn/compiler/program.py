@@ -53,7 +53,7 @@ class _Static:
 
 @dataclass(frozen=True, slots=True)
 class _Traced:
-    program: inter.Program
+    program: inter.OpProgram
     tree: Any  # of the result
     closed_over: tuple[Any, ...]  # arrays that are inputs after the arguments
 
@@ -250,7 +250,7 @@ class Program:
         task = CompileTask(program, counts, chosen, rows)
         return task, tree, arrays
 
-    def traced(self, counts: Counts, args: tuple, kwargs: dict) -> tuple[inter.Program, Any, list[Any]]:
+    def traced(self, counts: Counts, args: tuple, kwargs: dict) -> tuple[inter.OpProgram, Any, list[Any]]:
         """The level-1 program for arguments with the rows that `counts` says, the tree of its results, and its inputs.
 
         The inputs are the arrays of the arguments and those that the function closes over, by position.

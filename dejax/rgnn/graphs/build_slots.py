@@ -85,7 +85,7 @@ def graphs_of_slots(many: Sequence[tuple[Sequence[Array], Array, SlotSpec]]) -> 
     return found
 
 
-def _graph(edges: _Edges, tables: dict[str, Any], node_mask: Array, spec: SlotSpec) -> RelGraph:
+def _graph(edges: _SlotEdges, tables: dict[str, Any], node_mask: Array, spec: SlotSpec) -> RelGraph:
     """The graph of these groupings, with those that follow from the sizes alone."""
     names = spec.node_type_names
     by_type = np.array(spec.source_types, np.int32)
@@ -117,7 +117,7 @@ def _graph(edges: _Edges, tables: dict[str, Any], node_mask: Array, spec: SlotSp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Edges:
+class _SlotEdges:
     """Canonical edges, and their groupings by receiver.
 
     Attributes:
@@ -229,7 +229,7 @@ def _valid_up_to(mask: Array) -> Array:
     return sums
 
 
-def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _Edges:
+def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _SlotEdges:
     """Canonical order and the groupings by receiver, by arithmetic."""
     num_edges, num_groups, num_types = spec.num_edges, spec.num_groups, len(spec.edge_type_names)
     places = places_of(spec).on_device()
@@ -285,10 +285,10 @@ def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _Edges:
         "by_edge_type": (columns["edge_type"], None, type_offsets),
         "destination_pair_by_type": (pair_type, None, take(pair, first_groups)),
     }
-    return _Edges(columns, type_offsets, tables, typed, slots)
+    return _SlotEdges(columns, type_offsets, tables, typed, slots)
 
 
-def _source_side(edges: _Edges, spec: SlotSpec) -> dict[str, Any]:
+def _source_side(edges: _SlotEdges, spec: SlotSpec) -> dict[str, Any]:
     """The groupings by sender: index, order and offsets, or a `Segments` where no segment is long."""
     num_edges, num_nodes, num_types = spec.num_edges, spec.num_nodes, len(spec.edge_type_names)
     num_pairs = spec.num_source_pairs

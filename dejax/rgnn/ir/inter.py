@@ -38,7 +38,7 @@ from dejax.rgnn.ir.values import (
     VIAS,
     IRError,
     Op,
-    Program,
+    OpProgram,
     Space,
     Via,
     format_op,
@@ -54,7 +54,7 @@ __all__ = [
     "IRError",
     "OPERATORS",
     "Op",
-    "Program",
+    "OpProgram",
     "ROWWISE",
     "Space",
     "TYPE_VIA",
@@ -73,7 +73,7 @@ __all__ = [
 ]
 
 
-def verify(program: Program) -> Program:
+def verify(program: OpProgram) -> OpProgram:
     """Checks every rule of the IR and returns the program; `IRError` names the operator that breaks one."""
     if program.is_verified:
         return program
@@ -131,11 +131,11 @@ class Builder:
         """The value of a coarse space read at the rows of `fine`, from which the map `via` leads to it."""
         return self.op("gather", x, via=via, **({"space": str(fine)} if VIAS[via].fine is None else {}))
 
-    def build(self, outputs: Iterable[int]) -> Program:
+    def build(self, outputs: Iterable[int]) -> OpProgram:
         outputs = tuple(outputs)  # first, since an iterator may append operators
-        return verify(Program(self.name, tuple(self.ops), outputs, tuple(self.lines)))
+        return verify(OpProgram(self.name, tuple(self.ops), outputs, tuple(self.lines)))
 
-    def build_from(self, program: Program, outputs: Iterable[int]) -> Program:
+    def build_from(self, program: OpProgram, outputs: Iterable[int]) -> OpProgram:
         """`build`, or the program that this one was made from, where they are equal."""
         outputs = tuple(outputs)
         if outputs == program.outputs and tuple(self.ops) == program.ops:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from dejax.rgnn.ir.inter import VIAS, IRError, Op, Program, Space, format_op
+from dejax.rgnn.ir.inter import VIAS, IRError, Op, OpProgram, Space, format_op
 from dejax.rgnn.ir.templates import GEMM_SPECS, access_by, can_weigh
 
 
@@ -250,7 +250,7 @@ class Kernels:
     next to nothing.
     """
 
-    program: Program
+    program: OpProgram
     instances: tuple[Instance, ...] = ()
     row_scaled: frozenset[int] = frozenset()
     read_row_scaled: frozenset[int] = frozenset()
@@ -267,7 +267,7 @@ class Kernels:
         return print_kernels(self)
 
 
-def access_operand(program: Program, value: int, over: str | None = None) -> Operand:
+def access_operand(program: OpProgram, value: int, over: str | None = None) -> Operand:
     """How an instance reads a value: through the gather that makes it, if one does."""
     op = program.ops[value]
     if op.name != "gather":
@@ -275,7 +275,7 @@ def access_operand(program: Program, value: int, over: str | None = None) -> Ope
     return Operand(value, op.args[0], *access_by(op.attr("via"), over))
 
 
-def as_part(program: Program, operand: Operand) -> Operand:
+def as_part(program: OpProgram, operand: Operand) -> Operand:
     """An operand that is a slice along the first of two feature axes, as a part of the array that it is cut from."""
     op = program.ops[operand.value]
     if operand.access == "shared" or op.name != "slice" or op.attr("axis") != 0 or len(op.shape) != 2:
@@ -284,7 +284,7 @@ def as_part(program: Program, operand: Operand) -> Operand:
 
 
 def in_order(
-    program: Program, instances: Sequence[tuple[Iterable[int], Iterable[int]]], outputs: Iterable[int] | None = None
+    program: OpProgram, instances: Sequence[tuple[Iterable[int], Iterable[int]]], outputs: Iterable[int] | None = None
 ) -> list[int] | None:
     """An order in which instances can run, with the single operators that no instance writes.
 
@@ -321,7 +321,7 @@ def in_order(
     return found
 
 
-def left_to_xla(program: Program, instance: Instance, why: str) -> Fallback:
+def left_to_xla(program: OpProgram, instance: Instance, why: str) -> Fallback:
     """The operators that XLA computes instead of an instance."""
     reads, found, stack = set(instance.reads), set(), list(instance.writes)
     while stack:
@@ -332,7 +332,7 @@ def left_to_xla(program: Program, instance: Instance, why: str) -> Fallback:
     return Fallback(tuple(sorted(found)), instance.reads, instance.writes, why)
 
 
-def user_lines(program: Program, instance: Instance) -> list[str]:
+def user_lines(program: OpProgram, instance: Instance) -> list[str]:
     """The lines of the user's program that an instance computes; first the lines of the values that it writes."""
     ops = [*instance.writes, *left_to_xla(program, instance, "").ops]
     return list(dict.fromkeys(line for v in ops if program.lines and (line := program.lines[v]) is not None))
@@ -361,7 +361,7 @@ def verify_kernels(kernels: Kernels) -> Kernels:
     return kernels
 
 
-def _verify_traversal(program: Program, t: Traversal, where: str) -> None:
+def _verify_traversal(program: OpProgram, t: Traversal, where: str) -> None:
     loaded: set[int] = set()
     for o in t.operands:
         if o.when is not None and (o.access != "dense" or o.when not in loaded):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dejax.pallas._shapes import cdiv
 from dejax.pallas.machine import machine
-from dejax.rgnn.ir.inter import Program, parse_spec
+from dejax.rgnn.ir.inter import OpProgram, parse_spec
 from dejax.rgnn.ir.templates import KERNEL_DTYPES
 
 # The side of a tile, and how many tiles keep a multiprocessor busy.
@@ -78,7 +78,7 @@ class RowSum:
         return cdiv(self.size(left), _TILE) * cdiv(self.size(right), _TILE)
 
 
-def row_sum(program: Program, value: int) -> RowSum | None:
+def row_sum(program: OpProgram, value: int) -> RowSum | None:
     """An operator as a sum that a kernel computes; None if it is no such operator."""
     op = program.ops[value]
     if op.name != "outer" or op.attr("via") != "all":
@@ -92,6 +92,6 @@ def row_sum(program: Program, value: int) -> RowSum | None:
     return found if found.by_kernel else None
 
 
-def row_sums(program: Program, values: Iterable[int]) -> list[RowSum]:
+def row_sums(program: OpProgram, values: Iterable[int]) -> list[RowSum]:
     """The sums of an instance's results, all of which a kernel computes."""
     return [found for value in values if (found := row_sum(program, value)) is not None]

@@ -113,7 +113,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Program:
+class OpProgram:
     """Operators in order, and which values are returned; operator `i` defines value `i`."""
 
     name: str
@@ -173,7 +173,7 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-def print_program(program: Program) -> str:
+def print_program(program: OpProgram) -> str:
     """The program as text: one operator a line, its type in a second column."""
     left = [format_op(i, op) for i, op in enumerate(program.ops)]
     margin = min(max((len(s) for s in left), default=0), 56)

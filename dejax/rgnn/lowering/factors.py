@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from dejax.rgnn.ir.inter import Op, Program
+from dejax.rgnn.ir.inter import Op, OpProgram
 from dejax.rgnn.ir.intra import Accumulator, Traversal
 from dejax.rgnn.ir.templates import ONCE_A_SEGMENT
 
@@ -35,7 +35,7 @@ class WithoutFactors:
     used: frozenset[int]
 
 
-def without_factors(program: Program, traversal: Traversal, names: Collection[int]) -> WithoutFactors:
+def without_factors(program: OpProgram, traversal: Traversal, names: Collection[int]) -> WithoutFactors:
     """Leaves factors out as far as they can be.
 
     Args:
@@ -67,7 +67,7 @@ def without_factors(program: Program, traversal: Traversal, names: Collection[in
     return WithoutFactors(values, sums, rows, frozenset(values[v] for v in read if v in values))
 
 
-def _segment_operand(program: Program, op: Op, arg: int, of_segments: Collection[int]) -> int | None:
+def _segment_operand(program: OpProgram, op: Op, arg: int, of_segments: Collection[int]) -> int | None:
     """The operand of segments, as wide as `arg`, by which an operator multiplies `arg`; None where there is none."""
     others = [a for a in op.args if a != arg]
     if op.name not in ("mul", "dot") or len(others) != 1 or others[0] not in of_segments:
@@ -75,12 +75,12 @@ def _segment_operand(program: Program, op: Op, arg: int, of_segments: Collection
     return others[0] if program.ops[others[0]].shape == program.ops[arg].shape else None
 
 
-def _features(program: Program, value: int) -> tuple[int, ...]:
+def _features(program: OpProgram, value: int) -> tuple[int, ...]:
     """The feature shape without axes of size 1."""
     return tuple(s for s in program.ops[value].shape if s != 1)
 
 
-def _passes(program: Program, op: Op, arg: int) -> bool:
+def _passes(program: OpProgram, op: Op, arg: int) -> bool:
     """Whether each feature of the result is the argument's times what does not depend on it."""
     if op.name not in ("neg", "reshape", "mul", "div") or (op.name == "div" and op.args[0] != arg):
         return False

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from dejax.pallas import RowScaled
 from dejax.rgnn.graphs.rel_graph import RelGraph
-from dejax.rgnn.ir.inter import ROWWISE, VIAS, Program, Space, is_float
+from dejax.rgnn.ir.inter import ROWWISE, VIAS, OpProgram, Space, is_float
 from dejax.rgnn.ir.intra import Traversal
 from dejax.rgnn.lowering.segments import num_rows, where_rows
 from dejax.rgnn.passes import Cut
@@ -42,7 +42,7 @@ class NodeRows:
     padded: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, graph: RelGraph, program: Program, *, padded: bool) -> NodeRows:
+    def of(cls, graph: RelGraph, program: OpProgram, *, padded: bool) -> NodeRows:
         """The rows of a user's call.
 
         Args:
@@ -92,7 +92,7 @@ ALL_ROWS = NodeRows()
 
 
 @lru_cache(maxsize=1024)
-def read_elsewhere(program: Program, read_at_destinations: tuple[int, ...] = ()) -> frozenset[int]:
+def read_elsewhere(program: OpProgram, read_at_destinations: tuple[int, ...] = ()) -> frozenset[int]:
     """The node values that are read at other nodes than destinations.
 
     Args:
@@ -111,7 +111,7 @@ def read_elsewhere(program: Program, read_at_destinations: tuple[int, ...] = ())
 
 
 @lru_cache(maxsize=1024)
-def summed_at(program: Program) -> frozenset[int]:
+def summed_at(program: OpProgram) -> frozenset[int]:
     """The node values that are sums over incoming edges, or are made of such row by row."""
     found: set[int] = set()
     for i, op in enumerate(program.ops):
@@ -132,7 +132,7 @@ class RowArrays:
         padded: inputs whose padding rows may hold anything.
     """
 
-    def __init__(self, graph: RelGraph, program: Program, rows: NodeRows, env: dict[int, Any]) -> None:
+    def __init__(self, graph: RelGraph, program: OpProgram, rows: NodeRows, env: dict[int, Any]) -> None:
         self.graph, self.program = graph, program
         self._elsewhere = read_elsewhere(program, rows.read_at_destinations)
         positions = {i: program.ops[i].attr("position") for i in program.inputs}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from dejax.pallas.formats.column_powers import ROWS, Columns, Placed, Source, column_powers, of_array
 from dejax.pallas.formats.row_scaled import RowScaled
-from dejax.rgnn.ir.inter import OPERATORS, Op, Program, parse_spec
+from dejax.rgnn.ir.inter import OPERATORS, Op, OpProgram, parse_spec
 
 # An estimate takes so many steps at most. Layers with a residual, `h + f(h)`, in one program double them each time.
 _MOST_STEPS = 32
@@ -36,7 +36,7 @@ class ColumnScales:
     """
 
     def __init__(
-        self, program: Program, inputs: Mapping[int, Any], values: Iterable[int] = (), interpret: bool | None = None
+        self, program: OpProgram, inputs: Mapping[int, Any], values: Iterable[int] = (), interpret: bool | None = None
     ) -> None:
         self.program = program
         self._sources: dict[int, Source | None] = {}
@@ -257,7 +257,7 @@ def _sliced(source: Source, start: int, axis: int, shape: tuple[int, ...]) -> So
     return Placed(((source, -start),), axis, shape)
 
 
-def _is_count(program: Program, value: int) -> bool:
+def _is_count(program: OpProgram, value: int) -> bool:
     """Whether a value is a number of entries, which is small beside the range of a row in 16 bits."""
     op = program.ops[value]
     if op.name in ("cast", "max", "gather", "reshape", "broadcast"):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import dejax.pallas as kernels
 from dejax.pallas.formats.row_scaled import inverse_of
 from dejax.pallas.traversal.factored import max_axis, product, quotient, reshaped, scaled, sum_axis, whole
-from dejax.rgnn.ir.inter import ELEMENTWISE, OPERATORS, Op, Program
+from dejax.rgnn.ir.inter import ELEMENTWISE, OPERATORS, Op, OpProgram
 from dejax.rgnn.ir.intra import Accumulator, Traversal
 from dejax.rgnn.ir.products import with_axes
 from dejax.rgnn.ir.templates import ONCE_A_SEGMENT
@@ -31,7 +31,7 @@ class TileProgram:
 
     def __init__(
         self,
-        program: Program,
+        program: OpProgram,
         t: Traversal,
         side_by_side: Sequence[tuple[int, ...]],
         row_scaled: frozenset[int] = frozenset(),

@@ -14,7 +14,7 @@ from dejax._compat import computed_once
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.ir.forms import wide
-from dejax.rgnn.ir.inter import ELEMENTWISE, OPERATORS, TYPE_VIA, Op, Program, Space, parse_spec
+from dejax.rgnn.ir.inter import ELEMENTWISE, OPERATORS, TYPE_VIA, Op, OpProgram, Space, parse_spec
 from dejax.rgnn.lowering.indexed import lookup, place
 from dejax.rgnn.lowering.segment_products import product_of_others, segment_prod
 from dejax.rgnn.lowering.segments import (
@@ -49,7 +49,7 @@ class Evaluator:
     """
 
     def __init__(
-        self, program: Program, graph: RelGraph, precision: str | None, sum_types: SegmentSum = segment_sum
+        self, program: OpProgram, graph: RelGraph, precision: str | None, sum_types: SegmentSum = segment_sum
     ) -> None:
         self.program, self.graph, self.precision, self.sum_types = program, graph, precision, sum_types
         # Backward compares these with their extremum: XLA must not compute them once for that and once to be kept, and
@@ -178,7 +178,7 @@ class Evaluator:
             return self._einsum(f"r{left},r{right}->r{out}", x, take_rows(w, group.index))
         if x.shape[0] == 0:
             return jnp.zeros((0, *op.shape), op.dtype)
-        tiles = _Tiles(group)
+        tiles = _TypeTiles(group)
         product = self._einsum(f"tb{left},t{right}->tb{out}", tiles.split(x), w[tiles.row_type])
         return tiles.join(product)
 
@@ -195,12 +195,12 @@ class Evaluator:
         group = segments(self.graph, via)
         if via != TYPE_VIA.get(space) or x.shape[0] == 0:
             return segment_sum(self._einsum(f"r{left},r{right}->r{out}", x, y), group)
-        tiles = _Tiles(group)
+        tiles = _TypeTiles(group)
         product = self._einsum(f"tb{left},tb{right}->t{out}", tiles.split(x), tiles.split(y))
         return jax.ops.segment_sum(product, tiles.row_type, group.num_rows, indices_are_sorted=False)
 
 
-class _Tiles:
+class _TypeTiles:
     """Rows grouped by type, cut into tiles of one type each."""
 
     def __init__(self, group: Segments) -> None:

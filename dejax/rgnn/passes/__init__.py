@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Program, verify
+from dejax.rgnn.ir.inter import OpProgram, verify
 from dejax.rgnn.ir.intra import Kernels, verify_kernels
 from dejax.rgnn.passes.aggregate import aggregate
 from dejax.rgnn.passes.backward import differentiate
@@ -54,7 +54,7 @@ __all__ = [
     "silent",
 ]
 
-Pass = Callable[[Program, Counts], Program]
+Pass = Callable[[OpProgram, Counts], OpProgram]
 Watch = Callable[[str, object], None]  # called with the name and result of each stage, for `explain`
 
 # On the forward program, as the user wrote it.
@@ -112,8 +112,8 @@ def known_passes(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def run_passes(
-    program: Program, passes: tuple[tuple[str, Pass], ...], counts: Counts, disable: frozenset[str], watch: Watch
-) -> Program:
+    program: OpProgram, passes: tuple[tuple[str, Pass], ...], counts: Counts, disable: frozenset[str], watch: Watch
+) -> OpProgram:
     """The program after passes, those with an error left out with a warning."""
     for name, run in passes:
         if name not in disable:
@@ -126,13 +126,13 @@ def run_passes(
 
 
 def optimise(
-    program: Program,
+    program: OpProgram,
     counts: Counts,
     disable: frozenset[str] = frozenset(),
     watch: Watch = silent,
     *,
     exact: bool = False,
-) -> Program:
+) -> OpProgram:
     """The forward program after the passes of `OPTIMISE`; with `exact`, products that cancel do so before sums."""
     keeping = {name: partial(run, exact=exact) for name, run in (("aggregate", aggregate), ("split_sums", split_sums))}
     keeping["hoist"] = partial(hoist, exact=exact)
@@ -141,7 +141,7 @@ def optimise(
 
 
 def differentiated(
-    program: Program,
+    program: OpProgram,
     wrt: tuple[int, ...],
     counts: Counts,
     disable: frozenset[str] = frozenset(),
@@ -168,7 +168,7 @@ def differentiated(
 
 
 def lower_to_kernels(
-    program: Program,
+    program: OpProgram,
     counts: Counts,
     disable: frozenset[str] = frozenset(),
     *,
@@ -203,7 +203,7 @@ _TAKEN_APART: tuple[tuple[str, ...], ...] = (
 
 
 def _planned(
-    program: Program,
+    program: OpProgram,
     counts: Counts,
     disable: frozenset[str],
     row_scaled: bool,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import Builder, Op, OpProgram, Space
 from dejax.rgnn.ir.products import with_axes
 
 # Given the new builder, the old operator, its arguments in the new program and its old number: the new value, or None
@@ -14,7 +14,7 @@ from dejax.rgnn.ir.products import with_axes
 Visit = Callable[[Builder, Op, tuple[int, ...], int], int | None]
 
 
-def rebuild(program: Program, visit: Visit, new: dict[int, int] | None = None) -> Program:
+def rebuild(program: OpProgram, visit: Visit, new: dict[int, int] | None = None) -> OpProgram:
     """A new program, each operator replaced by the result of `visit`.
 
     Args:
@@ -36,11 +36,11 @@ def rebuild(program: Program, visit: Visit, new: dict[int, int] | None = None) -
 class Rewrite:
     """A pass of several steps that `visit` each operator; `new` has the new value of each old one."""
 
-    def __init__(self, program: Program, counts: Counts) -> None:
+    def __init__(self, program: OpProgram, counts: Counts) -> None:
         self.program, self.counts, self.users = program, counts, program.users()
         self.new: dict[int, int] = {}
 
-    def run(self) -> Program:
+    def run(self) -> OpProgram:
         return rebuild(self.program, self.visit, self.new)
 
     def read_once(self, value: int) -> bool:
@@ -52,7 +52,7 @@ class Rewrite:
         raise NotImplementedError
 
 
-def live(program: Program, outputs: Iterable[int], within: Container[int] | None = None) -> set[int]:
+def live(program: OpProgram, outputs: Iterable[int], within: Container[int] | None = None) -> set[int]:
     """The values that outputs are made of; with `within`, arguments of other operators do not count."""
     found = set(outputs)
     for i in reversed(range(len(program.ops))):
@@ -61,7 +61,7 @@ def live(program: Program, outputs: Iterable[int], within: Container[int] | None
     return found
 
 
-def origins(program: Program, value: int) -> set[str]:
+def origins(program: OpProgram, value: int) -> set[str]:
     """The maps by which an edge value is read from other spaces; "edge" where it has inputs of its own."""
     found, waiting, seen = set[str](), [value], set[int]()
     while waiting:
@@ -85,7 +85,7 @@ def is_anchor(maps: set[str]) -> bool:
     return any(maps <= within for within in ({"src", "etype", "source_pair"}, {"dst", "etype", "destination_pair"}))
 
 
-def copy_ops(program: Program, chosen: Iterable[int], outputs: Iterable[int]) -> Program:
+def copy_ops(program: OpProgram, chosen: Iterable[int], outputs: Iterable[int]) -> OpProgram:
     """The program with the chosen operators, in their order."""
     builder, new = Builder(program.name), dict[int, int]()
     for i in chosen:
@@ -128,7 +128,7 @@ class Factor:
     inserts: tuple[tuple[int, ...], ...] = ()
 
 
-def factors(program: Program, value: int) -> list[Factor]:
+def factors(program: OpProgram, value: int) -> list[Factor]:
     """The value as a product, looking through `mul`, `div`, rounding, and reshapes that only insert axes.
 
     A product rebuilt from the factors may have a wider dtype than the value: see `as_dtype`.
@@ -198,7 +198,7 @@ def or_one(builder: Builder, x: int) -> int:
     return builder.op("add", x, builder.op("eq", x, builder.const(0.0, op.dtype, op.space)))
 
 
-def divisor(program: Program | Builder, value: int) -> int | None:
+def divisor(program: OpProgram | Builder, value: int) -> int | None:
     """The argument of `or_one` if that made the value; None otherwise."""
     op = program.ops[value]
     none = program.ops[op.args[1]] if op.name == "add" else op

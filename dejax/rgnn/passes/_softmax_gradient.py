@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import Builder, Op, OpProgram, Space
 from dejax.rgnn.passes._rewrite import Factor, aligned, as_dtype, factors, insert_axes, multiply, rebuild
 from dejax.rgnn.passes.canonical.cse import cse
 
@@ -49,7 +49,7 @@ class MeanReaders:
     centred: tuple[Centred, ...] = ()
 
 
-def mean_readers(program: Program, users: list[list[int]], mean: int, product: int) -> MeanReaders:
+def mean_readers(program: OpProgram, users: list[list[int]], mean: int, product: int) -> MeanReaders:
     """The readers of the sum `mean` of shares times the inner products `product`."""
     via, differences = program.ops[mean].attr("via"), _differences(program, users, mean, product)
     shares = [_share(program, users, d, via) for d in differences]
@@ -60,7 +60,7 @@ def mean_readers(program: Program, users: list[list[int]], mean: int, product: i
     return MeanReaders(bool(differences), tuple(found))
 
 
-def _differences(program: Program, users: list[list[int]], mean: int, product: int) -> list[int]:
+def _differences(program: OpProgram, users: list[list[int]], mean: int, product: int) -> list[int]:
     """The values of edges from which the mean of their segment is subtracted."""
     ops, found, stack, seen = program.ops, list[int](), [mean], {mean}
     while stack:
@@ -74,18 +74,18 @@ def _differences(program: Program, users: list[list[int]], mean: int, product: i
     return found
 
 
-def _subtracts(program: Program, value: int, mean: int, product: int) -> bool:
+def _subtracts(program: OpProgram, value: int, mean: int, product: int) -> bool:
     op = program.ops[value]
     return op.name == "sub" and op.args[1] == mean and _unshaped(program, op.args[0]) == _unshaped(program, product)
 
 
-def _unshaped(program: Program, value: int) -> int:
+def _unshaped(program: OpProgram, value: int) -> int:
     while program.ops[value].name in ("reshape", "cast"):
         (value,) = program.ops[value].args
     return value
 
 
-def _share(program: Program, users: list[list[int]], difference: int, via: str) -> int | None:
+def _share(program: OpProgram, users: list[list[int]], difference: int, via: str) -> int | None:
     """The share of a softmax that multiplies the difference, if one does: its weighted mean is 0 then."""
     ops = program.ops
     for u in users[difference]:
@@ -105,7 +105,7 @@ def _share(program: Program, users: list[list[int]], difference: int, via: str) 
     return None
 
 
-def _multiplies_rows(program: Program, users: list[list[int]], difference: int, via: str) -> bool:
+def _multiplies_rows(program: OpProgram, users: list[list[int]], difference: int, via: str) -> bool:
     """Whether rows times values made of the difference are summed by `via`."""
     ops, stack, seen = program.ops, [difference], {difference}
     while stack:
@@ -119,7 +119,7 @@ def _multiplies_rows(program: Program, users: list[list[int]], difference: int, 
     return False
 
 
-def centre_differences(program: Program, found: list[Centred], counts: Counts) -> Program:
+def centre_differences(program: OpProgram, found: list[Centred], counts: Counts) -> OpProgram:
     """The program with every difference centred a second time."""
     return cse(_Centring(program, found).run(), counts) if found else program
 
@@ -135,12 +135,12 @@ class _Remainder:
 
 
 class _Centring:
-    def __init__(self, program: Program, found: list[Centred]) -> None:
+    def __init__(self, program: OpProgram, found: list[Centred]) -> None:
         self.program, self.by_value = program, {c.difference: c for c in found}
         self.new: dict[int, int] = {}
         self.remainders: dict[int, _Remainder] = {}  # by new difference
 
-    def run(self) -> Program:
+    def run(self) -> OpProgram:
         return self.sums_apart(rebuild(self.program, self.visit, self.new))
 
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
@@ -161,7 +161,7 @@ class _Centring:
         self.remainders[made] = _Remainder(first, weighted, left, c.via)
         return made
 
-    def sums_apart(self, program: Program) -> Program:
+    def sums_apart(self, program: OpProgram) -> OpProgram:
         """Sums of rows times a centred difference, by its own map: the remainder is subtracted after the sum."""
         new: dict[int, int] = {}
 

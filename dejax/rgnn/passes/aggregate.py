@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dejax.rgnn.cost.work import Counts, Work
-from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, Program, Space, is_float
+from dejax.rgnn.ir.inter import TYPE_VIA, Builder, Op, OpProgram, Space, is_float
 from dejax.rgnn.ir.products import Product, with_axes
 from dejax.rgnn.passes._rewrite import (
     Factor,
@@ -38,7 +38,7 @@ from dejax.rgnn.passes.dce import dce
 _PAIR = {"dst": ("destination_pair", Space.DESTINATION_PAIR), "src": ("source_pair", Space.SOURCE_PAIR)}
 
 
-def aggregate(program: Program, counts: Counts, *, exact: bool = False) -> Program:
+def aggregate(program: OpProgram, counts: Counts, *, exact: bool = False) -> OpProgram:
     program = program if exact else _sums_apart(program, counts)
     users = program.users()
     new: dict[int, int] = {}
@@ -81,7 +81,7 @@ class _WeightedTerm:
         return [f for f in self.factors if f is not self.moves]
 
 
-def _sums_apart(program: Program, counts: Counts) -> Program:
+def _sums_apart(program: OpProgram, counts: Counts) -> OpProgram:
     """Sums the terms of rows apart, where the product of one of them can follow its sum then."""
     users = program.users()
     new: dict[int, int] = {}
@@ -108,7 +108,7 @@ def _sums_apart(program: Program, counts: Counts) -> Program:
     return dce(after, counts) if moved else program
 
 
-def _terms(program: Program, users: list[list[int]], value: int) -> list[_WeightedTerm]:
+def _terms(program: OpProgram, users: list[list[int]], value: int) -> list[_WeightedTerm]:
     """A value as a sum of products, looking through sums that nothing else reads."""
     found = factors(program, value)
     shape = program.ops[value].shape
@@ -127,7 +127,7 @@ def _terms(program: Program, users: list[list[int]], value: int) -> list[_Weight
     return [_WeightedTerm(tuple(found), negative=False)]
 
 
-def _total(builder: Builder, program: Program, new: dict[int, int], op: Op, terms: list[_WeightedTerm]) -> int:
+def _total(builder: Builder, program: OpProgram, new: dict[int, int], op: Op, terms: list[_WeightedTerm]) -> int:
     """The sum over edges, term by term; the terms whose products stay are one sum."""
     via = op.attr("via")
     # 16-bit dtypes do not hold counts, nor sums of products of which the other terms take most away.
@@ -174,7 +174,7 @@ def _total(builder: Builder, program: Program, new: dict[int, int], op: Op, term
     return total
 
 
-def _summed_product(program: Program, users: list[list[int]], op: Op) -> tuple[Op, list[Factor]] | None:
+def _summed_product(program: OpProgram, users: list[list[int]], op: Op) -> tuple[Op, list[Factor]] | None:
     """The grouped GEMM whose rows a reduction to nodes sums, and the factors of its rows, which commute with it."""
     if not op.is_sum or op.attr("via") not in _PAIR:
         return None
@@ -183,7 +183,7 @@ def _summed_product(program: Program, users: list[list[int]], op: Op) -> tuple[O
     return None if moves is None else (program.ops[moves.value], [f for f in found if f is not moves])
 
 
-def _product_among(program: Program, users: list[list[int]], found: list[Factor], op: Op) -> Factor | None:
+def _product_among(program: OpProgram, users: list[list[int]], found: list[Factor], op: Op) -> Factor | None:
     """The factor of summed rows that is a grouped GEMM, where the other factors commute with it."""
     linears = [f for f in found if program.ops[f.value].name == "linear"]
     if len(linears) != 1 or linears[0].power != 1 or linears[0].inserts:
@@ -197,12 +197,12 @@ def _product_among(program: Program, users: list[list[int]], found: list[Factor]
     return linears[0] if commutes and all(_scales_rows(program, f) for f in rest) else None
 
 
-def _scales_rows(program: Program, factor: Factor) -> bool:
+def _scales_rows(program: OpProgram, factor: Factor) -> bool:
     """Whether a factor multiplies all elements of a row along its last axis alike."""
     return (1, *with_axes(program.ops[factor.value].shape, factor.inserts))[-1] <= 1
 
 
-def _aggregate_is_cheaper(program: Program, linear: Op, reduce: Op, counts: Counts) -> bool:
+def _aggregate_is_cheaper(program: OpProgram, linear: Op, reduce: Op, counts: Counts) -> bool:
     """Whether the sum before the product moves less: rows of each edge, and those that the product reads and writes."""
     x = program.ops[linear.args[0]]
     k, n = (4 * width for width in (x.width, linear.width))  # bytes: sums are float32

@@ -7,10 +7,10 @@ the table of operators (`ir/operators.py`) and is made of operators of the IR, s
 
 from __future__ import annotations
 
-from dejax.rgnn.ir.inter import OPERATORS, Builder, Op, Program, is_float
+from dejax.rgnn.ir.inter import OPERATORS, Builder, Op, OpProgram, is_float
 
 
-def differentiate(program: Program, wrt: tuple[int, ...]) -> Program:
+def differentiate(program: OpProgram, wrt: tuple[int, ...]) -> OpProgram:
     """The joint program.
 
     Args:
@@ -25,12 +25,12 @@ def differentiate(program: Program, wrt: tuple[int, ...]) -> Program:
 
 
 class _Differentiation:
-    def __init__(self, program: Program, wrt: tuple[int, ...]) -> None:
+    def __init__(self, program: OpProgram, wrt: tuple[int, ...]) -> None:
         self.forward, self.wrt = program, wrt
         self.b = Builder(program.name)
         self.parts: dict[int, list[int]] = {}  # forward value -> contributions to its cotangent
 
-    def run(self) -> Program:
+    def run(self) -> OpProgram:
         forward, b = self.forward, self.b
         for i, op in enumerate(forward.ops):
             b.copy(op, op.args, forward.lines[i] if forward.lines else None)

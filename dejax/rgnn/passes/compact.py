@@ -9,7 +9,7 @@ and so do elementwise functions of values that are there already. Edges then gat
 from __future__ import annotations
 
 from dejax.rgnn.cost.work import RATES, Counts, Work
-from dejax.rgnn.ir.inter import COMPOSED_VIAS, OPERATORS, ROWWISE, Builder, Op, Program, Space, is_float
+from dejax.rgnn.ir.inter import COMPOSED_VIAS, OPERATORS, ROWWISE, Builder, Op, OpProgram, Space, is_float
 from dejax.rgnn.ir.operators import Infinite, named
 from dejax.rgnn.passes._rewrite import unless_empty
 
@@ -36,7 +36,7 @@ def _join(anchors: list[str]) -> str:
     return next((pair for pair, within in _WITHIN.items() if found <= within), "edge")
 
 
-def compact(program: Program, counts: Counts) -> Program:
+def compact(program: OpProgram, counts: Counts) -> OpProgram:
     return _Compaction(program, counts).run()
 
 
@@ -79,7 +79,7 @@ class UnreadRows:
 
 
 class _Compaction:
-    def __init__(self, program: Program, counts: Counts) -> None:
+    def __init__(self, program: OpProgram, counts: Counts) -> None:
         self.program, self.counts = program, counts
         self.users = program.users()
         self.builder = Builder(program.name)
@@ -89,7 +89,7 @@ class _Compaction:
         self.unread = UnreadRows(self.builder)
         self.reduces = self.after_reductions()
 
-    def run(self) -> Program:
+    def run(self) -> OpProgram:
         for i, op in enumerate(self.program.ops):
             self.builder.line = self.program.lines[i] if self.program.lines else None
             if op.space == Space.EDGE:

@@ -13,13 +13,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Builder, Op, Program
+from dejax.rgnn.ir.inter import Builder, Op, OpProgram
 from dejax.rgnn.ir.products import with_axes
 from dejax.rgnn.passes._rewrite import Factor, as_dtype, factors, rebuild
 from dejax.rgnn.passes._softmax_gradient import Centred, centre_differences, mean_readers
 
 
-def contract(program: Program, counts: Counts, *, exact: bool = False) -> Program:
+def contract(program: OpProgram, counts: Counts, *, exact: bool = False) -> OpProgram:
     """The pass; with `exact`, a difference that cancels keeps the digits that it has as it was written."""
     sums, users = _sums(program), program.users()
     new: dict[int, int] = {}
@@ -59,7 +59,7 @@ def contract(program: Program, counts: Counts, *, exact: bool = False) -> Progra
     return centre_differences(made, found, counts)
 
 
-def _sums(program: Program) -> dict[tuple, int]:
+def _sums(program: OpProgram) -> dict[tuple, int]:
     """The sums of products in the program: (map, factors) -> reduction."""
     found: dict[tuple, int] = {}
     for i, op in enumerate(program.ops):
@@ -69,7 +69,7 @@ def _sums(program: Program) -> dict[tuple, int]:
     return found
 
 
-def _placed(program: Program, factor: Factor, over: int = 0) -> tuple[int, int, tuple[int, ...]]:
+def _placed(program: OpProgram, factor: Factor, over: int = 0) -> tuple[int, int, tuple[int, ...]]:
     """A factor, and its axes in the product: a scalar for each head is not a scalar for each feature.
 
     Args:
@@ -79,7 +79,7 @@ def _placed(program: Program, factor: Factor, over: int = 0) -> tuple[int, int, 
     return factor.value, factor.power, () if all(size == 1 for size in shape) else shape
 
 
-def _inner_product(program: Program, value: int, via: str) -> tuple[int, int] | None:
+def _inner_product(program: OpProgram, value: int, via: str) -> tuple[int, int] | None:
     """(gather of the row's side, other side), if the value is their product summed over the last feature axis."""
     op = program.ops[value]
     if op.name == "reshape":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Program
+from dejax.rgnn.ir.inter import OpProgram
 from dejax.rgnn.passes._rewrite import copy_ops, live
 
 
-def dce(program: Program, counts: Counts) -> Program:
+def dce(program: OpProgram, counts: Counts) -> OpProgram:
     kept = live(program, program.outputs).union(program.inputs)
     if len(kept) == len(program.ops):
         return program

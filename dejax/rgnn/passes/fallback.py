@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dejax.rgnn.ir.inter import IRError, Program, Space
+from dejax.rgnn.ir.inter import IRError, OpProgram, Space
 from dejax.rgnn.ir.intra import Fallback, Instance, Kernels, in_order, verify_kernels
 from dejax.rgnn.ir.templates import refusal
 
@@ -46,7 +46,7 @@ def _schedule(kernels: Kernels) -> list[Instance | int]:
     return [step if step >= 0 else kernels.instances[~step] for step in steps]
 
 
-def _reasons(program: Program, values: list[int]) -> str:
+def _reasons(program: OpProgram, values: list[int]) -> str:
     """Why no kernel computes the values of entries and nodes; XLA computes values of types anyway."""
     found: dict[str, None] = {}
     for v in values:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import warnings
 
-from dejax.rgnn.ir.inter import Program
+from dejax.rgnn.ir.inter import OpProgram
 
 
 class KernelFallbackWarning(UserWarning):
@@ -39,7 +39,7 @@ def warn_once(key: tuple[str, ...], line: str | None, message: str) -> None:
     _told.add(key)
 
 
-def left_out(program: Program, what: str, instead: str, error: Exception) -> None:
+def left_out(program: OpProgram, what: str, instead: str, error: Exception) -> None:
     """Warns that a pass or a plan of kernels had an error and was left out, once for each program, pass and kind of
     error: the halves of a program for training, whose names begin with its name, are the program.
     """

@@ -10,7 +10,7 @@ product for each node is not made at all. Products of float16 weights are float3
 from __future__ import annotations
 
 from dejax.rgnn.cost.work import Counts, Work
-from dejax.rgnn.ir.inter import Builder, Program
+from dejax.rgnn.ir.inter import Builder, OpProgram
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import as_dtype, widened
 from dejax.rgnn.passes.rules import Match, Pat, Rule, Var, rules
@@ -76,5 +76,5 @@ def _one_product(b: Builder, m: Match) -> int:
 _fold = rules(*(Rule(_read_at_sources(rows), _one_product, where=_is_one_product) for rows in (_BIASED, _PRODUCT)))
 
 
-def fold(program: Program, counts: Counts) -> Program:
+def fold(program: OpProgram, counts: Counts) -> OpProgram:
     return _fold(program, counts) if counts.typed_sources else program

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import OPERATORS, TYPE_VIA, Op, Program, Space
+from dejax.rgnn.ir.inter import OPERATORS, TYPE_VIA, Op, OpProgram, Space
 from dejax.rgnn.ir.intra import Gemm, Instance, Kernels, WeightGradient, access_operand
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.ir.templates import KERNEL_DTYPES, MATRIX_SPECS, WEIGHT_GRADIENT_SPECS
@@ -44,7 +44,7 @@ def _has_template(op: Op) -> bool:
     return op.dtype in KERNEL_DTYPES and 0 not in op.shape
 
 
-def _as_matrix(program: Program, counts: Counts, i: int) -> str | None:
+def _as_matrix(program: OpProgram, counts: Counts, i: int) -> str | None:
     """The contraction of a product by type as one with a matrix; None where it is better done in registers."""
     op = program.ops[i]
     spec, product = op.attr("spec"), Product.parse(op.attr("spec"))
@@ -63,7 +63,7 @@ def _as_matrix(program: Program, counts: Counts, i: int) -> str | None:
     return str(product.with_heads_as_matrix) if pays else None
 
 
-def _with_epilogue(program: Program, users: list[list[int]], i: int, spec: str) -> Gemm:
+def _with_epilogue(program: OpProgram, users: list[list[int]], i: int, spec: str) -> Gemm:
     op = program.ops[i]
     x, w, via = access_operand(program, op.args[0]), op.args[1], op.attr("via")
     out, bias, activation = i, None, None
@@ -82,11 +82,11 @@ def _with_epilogue(program: Program, users: list[list[int]], i: int, spec: str) 
     return Gemm(out, i, x, w, spec, via, bias=bias, activation=activation, dot=dot, vector=vector)
 
 
-def _only_user(program: Program, users: list[list[int]], value: int) -> int | None:
+def _only_user(program: OpProgram, users: list[list[int]], value: int) -> int | None:
     return users[value][0] if len(users[value]) == 1 and value not in program.outputs else None
 
 
-def _bias(program: Program, product: int, u: int) -> int | None:
+def _bias(program: OpProgram, product: int, u: int) -> int | None:
     """The rows by type that `u` adds to a product, if that is what it does."""
     user, op = program.ops[u], program.ops[product]
     if user.name != "add" or user.shape != op.shape or user.dtype != op.dtype:
@@ -98,12 +98,12 @@ def _bias(program: Program, product: int, u: int) -> int | None:
     return read.args[0] if _is_there_before(program, read.args[0], product) else None
 
 
-def _is_there_before(program: Program, value: int, product: int) -> bool:
+def _is_there_before(program: OpProgram, value: int, product: int) -> bool:
     """Whether a value does not wait for the product."""
     return value < product or program.ops[value].name == "input"
 
 
-def _inner_product(program: Program, users: list[int], i: int, via: str) -> int | None:
+def _inner_product(program: OpProgram, users: list[int], i: int, via: str) -> int | None:
     """A user of product `i` that takes the inner product of each row, or of each head, with the vector of its type."""
     op = program.ops[i]
     whole = op.shape[-1:] == (op.width,) or _heads_in_row(program, i)
@@ -117,7 +117,7 @@ def _inner_product(program: Program, users: list[int], i: int, via: str) -> int 
     return None
 
 
-def _heads_in_row(program: Program, i: int) -> bool:
+def _heads_in_row(program: OpProgram, i: int) -> bool:
     """Whether the heads of a product lie side by side in a row of one tile, which can be cut in them."""
     op = program.ops[i]
     return op.name == "linear" and op.attr("spec") == "k,hkn->hn" and powers_of_two(*op.shape)

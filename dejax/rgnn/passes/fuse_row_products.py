@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dejax.rgnn.ir.inter import Program
+from dejax.rgnn.ir.inter import OpProgram
 from dejax.rgnn.ir.intra import Kernels, RowProducts
 from dejax.rgnn.ir.row_sums import row_sum
 from dejax.rgnn.ir.templates import KERNEL_DTYPES
@@ -34,12 +34,12 @@ def fuse_row_products(kernels: Kernels) -> Kernels:
     return Kernels(program, (*kernels.instances, *_with_totals(program, made)))
 
 
-def _apart(program: Program, instance: RowProducts, x: int, out: int) -> bool:
+def _apart(program: OpProgram, instance: RowProducts, x: int, out: int) -> bool:
     """Whether neither the instance's results are needed for `x`, nor `out` for what the instance reads."""
     return live(program, [x]).isdisjoint(instance.outs) and out not in live(program, instance.reads)
 
 
-def _with_totals(program: Program, made: list[RowProducts]) -> list[RowProducts]:
+def _with_totals(program: OpProgram, made: list[RowProducts]) -> list[RowProducts]:
     """The instances, which sum the rows that they read anyway where the program does."""
     found = list(made)
     for i, op in enumerate(program.ops):

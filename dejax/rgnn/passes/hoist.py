@@ -7,7 +7,7 @@ a mean, or the sum of a softmax, is applied to one row instead of to every edge.
 from __future__ import annotations
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Builder, Op, Program, promote
+from dejax.rgnn.ir.inter import Builder, Op, OpProgram, promote
 from dejax.rgnn.passes._rewrite import (
     Factor,
     aligned,
@@ -23,7 +23,7 @@ from dejax.rgnn.passes._rewrite import (
 from dejax.rgnn.passes._softmax_gradient import mean_readers
 
 
-def hoist(program: Program, counts: Counts, *, exact: bool = False) -> Program:
+def hoist(program: OpProgram, counts: Counts, *, exact: bool = False) -> OpProgram:
     """The pass; with `exact`, a mean that is subtracted from the scalars that it is the mean of stays as written.
 
     The same weights multiply the differences then, whose rounded sum is 0.

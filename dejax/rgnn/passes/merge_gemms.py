@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import Builder, Op, OpProgram, Space
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import copy_ops, rebuild
 
@@ -31,7 +31,7 @@ class _Member:
     bias: int | None
 
 
-def merge_gemms(program: Program, counts: Counts) -> Program:
+def merge_gemms(program: OpProgram, counts: Counts) -> OpProgram:
     ordered = _weights_first(program)
     pairs = {member.value: pair for pair in _pairs(ordered) for member in pair}
     if not pairs:
@@ -71,7 +71,7 @@ def _stacked(builder: Builder, x: int, y: int) -> int:
     return builder.op("concat", x, y, axis=0)
 
 
-def _pairs(program: Program) -> list[tuple[_Member, _Member]]:
+def _pairs(program: OpProgram) -> list[tuple[_Member, _Member]]:
     users = program.users()
     waiting: dict[tuple, _Member] = {}
     found = []
@@ -93,7 +93,7 @@ def _pairs(program: Program) -> list[tuple[_Member, _Member]]:
     return found
 
 
-def _member(program: Program, users: list[list[int]], product: int) -> _Member | None:
+def _member(program: OpProgram, users: list[list[int]], product: int) -> _Member | None:
     op = program.ops[product]
     if product in program.outputs:
         return None
@@ -110,7 +110,7 @@ def _member(program: Program, users: list[list[int]], product: int) -> _Member |
     return _Member(product, op, None)
 
 
-def _weights_first(program: Program) -> Program:
+def _weights_first(program: OpProgram) -> OpProgram:
     """The same program, with operators on weights alone before all others."""
     early: set[int] = set()
     for i, op in enumerate(program.ops):

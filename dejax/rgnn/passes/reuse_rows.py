@@ -10,7 +10,7 @@ message are one traversal then.
 from __future__ import annotations
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import BINARY, UNARY, Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import BINARY, UNARY, Builder, Op, OpProgram, Space
 from dejax.rgnn.passes._rewrite import Rewrite
 
 # Rows of fewer elements share a sector of memory with others.
@@ -19,12 +19,12 @@ _WIDE = 8
 _MOST = 4
 
 
-def reuse_rows(program: Program, counts: Counts) -> Program:
+def reuse_rows(program: OpProgram, counts: Counts) -> OpProgram:
     return _Reuse(program, counts).run()
 
 
 class _Reuse(Rewrite):
-    def __init__(self, program: Program, counts: Counts) -> None:
+    def __init__(self, program: OpProgram, counts: Counts) -> None:
         super().__init__(program, counts)
         self.read = {(op.args[0], op.attr("via")): i for i, op in reversed(list(enumerate(program.ops))) if _is_row(op)}
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import OPERATORS, Builder, Op, Program
+from dejax.rgnn.ir.inter import OPERATORS, Builder, Op, OpProgram
 from dejax.rgnn.passes._rewrite import live, rebuild
 
 Bound = Mapping[str, Any]
@@ -97,7 +97,7 @@ class Either(Pat):
 class Values:
     """The values of a program and who reads them; values that no output needs do not count as readers."""
 
-    def __init__(self, program: Program, counts: Counts) -> None:
+    def __init__(self, program: OpProgram, counts: Counts) -> None:
         self.program, self.ops, self.outputs, self.counts = program, program.ops, program.outputs, counts
 
     @cached_property
@@ -157,7 +157,7 @@ class Rule:
     where: Callable[[Match], bool] = lambda match: True
 
 
-def rules(*table: Rule) -> Callable[[Program, Counts], Program]:
+def rules(*table: Rule) -> Callable[[OpProgram, Counts], OpProgram]:
     """The pass that applies rules until none matches: of those that match an operator, the first in the table."""
     of_root: dict[str, list[Rule]] = {}
     for rule in table:
@@ -171,7 +171,7 @@ def rules(*table: Rule) -> Callable[[Program, Counts], Program]:
                     return rule, match
         return None
 
-    def run(program: Program, counts: Counts) -> Program:
+    def run(program: OpProgram, counts: Counts) -> OpProgram:
         for _ in range(_MOST_SWEEPS):
             values, new = Values(program, counts), dict[int, int]()
             found = {i: at for i in range(len(program.ops)) if (at := matched(values, i, new)) is not None}

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import BINARY, ROWWISE, UNARY, Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import BINARY, ROWWISE, UNARY, Builder, Op, OpProgram, Space
 from dejax.rgnn.passes._rewrite import copy_ops, divisor, live
 
 
@@ -27,8 +27,8 @@ class Cut:
       needed: positions of the forward inputs that backward reads again.
     """
 
-    forward: Program
-    backward: Program
+    forward: OpProgram
+    backward: OpProgram
     needed: tuple[int, ...]
     num_outputs: int
 
@@ -42,7 +42,7 @@ class Cut:
 _ARRAYS_IN_CACHE = 3
 
 
-def cut(joint: Program, num_inputs: int, num_outputs: int, counts: Counts, *, save_all: bool = False) -> Cut:
+def cut(joint: OpProgram, num_inputs: int, num_outputs: int, counts: Counts, *, save_all: bool = False) -> Cut:
     """Cuts a joint program; its first `num_inputs` input positions and `num_outputs` outputs belong to forward."""
     ops = joint.ops
     in_backward: set[int] = set()  # depends on a cotangent
@@ -84,7 +84,7 @@ def cut(joint: Program, num_inputs: int, num_outputs: int, counts: Counts, *, sa
     return Cut(copy_ops(joint, sorted(in_forward), outputs), backward, needed, num_outputs)
 
 
-def _compared(program: Program) -> set[int]:
+def _compared(program: OpProgram) -> set[int]:
     """Values that backward compares for equality, to find which one was the largest.
 
     They are saved: another kernel may round recomputed values differently, and then none would be equal.
@@ -108,7 +108,7 @@ def _compared(program: Program) -> set[int]:
     return found
 
 
-def _negated(program: Program, value: int) -> int | None:
+def _negated(program: OpProgram, value: int) -> int | None:
     """What a value is the negative of; None where it is not one."""
     op = program.ops[value]
     if op.name == "neg":
@@ -117,13 +117,13 @@ def _negated(program: Program, value: int) -> int | None:
     return op.args[1] if zero.name == "const" and op.name == "sub" and zero.attr("value") == 0.0 else None
 
 
-def _reads_maximum(program: Program, value: int) -> bool:
+def _reads_maximum(program: OpProgram, value: int) -> bool:
     op = program.ops[value]
     made = program.ops[op.args[0]] if op.name in ("gather", "lookup") else op
     return made.is_extremum
 
 
-def _keep(program: Program, value: int, counts: Counts, save_all: bool) -> bool:
+def _keep(program: OpProgram, value: int, counts: Counts, save_all: bool) -> bool:
     op = program.ops[value]
     if op.name in ("const", "count", "gather") or op.attr("recompute"):
         return False
@@ -137,7 +137,7 @@ def _keep(program: Program, value: int, counts: Counts, save_all: bool) -> bool:
     return op.name not in ROWWISE or op.name in ("dot", "sum_features")
 
 
-def _dot_of_rows(program: Program, op: Op) -> bool:
+def _dot_of_rows(program: OpProgram, op: Op) -> bool:
     """Whether an edge value is an inner product of gathered rows, or of elementwise functions of them (GATv2's score).
 
     The traversals of its gradient load the rows: one for each segment, the other for each entry.
@@ -156,13 +156,13 @@ def _dot_of_rows(program: Program, op: Op) -> bool:
 
 
 def _backward_program(
-    joint: Program,
+    joint: OpProgram,
     in_backward: set[int],
     recomputed: set[int],
     saved: tuple[int, ...],
     gradients: tuple[int, ...],
     num_inputs: int,
-) -> tuple[Program, tuple[int, ...]]:
+) -> tuple[OpProgram, tuple[int, ...]]:
     ops = joint.ops
     wanted = in_backward | recomputed
     read = live(joint, gradients, wanted)

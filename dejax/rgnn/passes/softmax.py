@@ -12,11 +12,11 @@ Gimelshein, arXiv 1805.02867). It runs after backward generation, so the maximum
 from __future__ import annotations
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Builder, Op, Program
+from dejax.rgnn.ir.inter import Builder, Op, OpProgram
 from dejax.rgnn.passes._rewrite import as_dtype, or_one, rebuild
 
 
-def expand_softmax(program: Program, counts: Counts) -> Program:
+def expand_softmax(program: OpProgram, counts: Counts) -> OpProgram:
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         if op.name != "softmax":
             return None

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from dejax.pallas.machine import H200
 from dejax.rgnn.cost.work import RATES, Counts, Work
-from dejax.rgnn.ir.inter import OPERATORS, Op, Program, Space
+from dejax.rgnn.ir.inter import OPERATORS, Op, OpProgram, Space
 from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, RowProducts, Traversal, WeightGradient
 from dejax.rgnn.ir.operators import Linear
 from dejax.rgnn.passes.save import Cut
@@ -53,7 +53,7 @@ class _Carries:
 
 
 @lru_cache(maxsize=4096)
-def linear_in(program: Program, value: int) -> bool:
+def linear_in(program: OpProgram, value: int) -> bool:
     """Whether products and sums alone read the rows of a value, so that these may be stored in 16 bits.
 
     Rounding to 10 bits changes a row by 2^-12 of itself, as a TF32 product does. Products and sums pass that on as it
@@ -84,7 +84,7 @@ def linear_in(program: Program, value: int) -> bool:
 
 
 @lru_cache(maxsize=65536)
-def _ancestors(program: Program, value: int) -> frozenset[int]:
+def _ancestors(program: OpProgram, value: int) -> frozenset[int]:
     """A value and all that it is made of."""
     return frozenset({value}).union(*(_ancestors(program, a) for a in program.ops[value].args))
 
@@ -95,7 +95,7 @@ def _is_made(op: Op) -> bool:
     return op.width >= MIN_WIDTH and not moves and op.name not in ("input", "const")
 
 
-def _meets(program: Program, i: int, value: int, arguments: set[int], before: frozenset[int]) -> bool:
+def _meets(program: OpProgram, i: int, value: int, arguments: set[int], before: frozenset[int]) -> bool:
     """Whether operator `i` takes a difference of what is made of a stored row and of the row's arguments."""
     op = program.ops[i]
     if op.name not in ("add", "sub"):
@@ -109,7 +109,7 @@ def _meets(program: Program, i: int, value: int, arguments: set[int], before: fr
 
 
 @lru_cache(maxsize=65536)
-def _related(program: Program, value: int, a: int, b: int) -> bool:
+def _related(program: OpProgram, value: int, a: int, b: int) -> bool:
     """Whether `a` is made of a value by another way than a product with weights that `b` is not made of.
 
     After such a product nothing says that the two would cancel: the gradients by way of the keys and of the values of

@@ -10,13 +10,13 @@ between, all rows of the edges would be written and read again.
 from __future__ import annotations
 
 from dejax.rgnn.cost.work import Counts, Work
-from dejax.rgnn.ir.inter import Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import Builder, Op, OpProgram, Space
 from dejax.rgnn.passes._rewrite import Rewrite, as_dtype, in_range, live
 
 _ENDS = ("dst", "src")
 
 
-def sum_by_node(program: Program, counts: Counts) -> Program:
+def sum_by_node(program: OpProgram, counts: Counts) -> OpProgram:
     return _SumsByNode(program, counts).run()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dejax.rgnn.ir.inter import Builder, IRError, Op, Program, Space, infer, promote, verify
+from dejax.rgnn.ir.inter import Builder, IRError, Op, OpProgram, Space, infer, promote, verify
 from dejax.rgnn.ir.intra import Accumulator, Fallback, Gemm, Kernels, Operand, Traversal, verify_kernels
 
 
@@ -121,7 +121,7 @@ def test_rules_of_level_1(rule: str) -> None:
         infer(name, args, tuple(sorted(attrs.items())))
 
 
-def valid() -> Program:
+def valid() -> OpProgram:
     b = Builder("valid")
     x = b.op("input", name="x", position=0, space="node", shape=(4,), dtype="float32")
     w = b.op("input", name="w", position=1, space="edge_type", shape=(4, 3), dtype="float32")
@@ -129,7 +129,7 @@ def valid() -> Program:
     return b.build([b.op("reduce", y, via="dst", op="sum")])
 
 
-def changed(program: Program, index: int, **fields: Any) -> Program:
+def changed(program: OpProgram, index: int, **fields: Any) -> OpProgram:
     ops = list(program.ops)
     ops[index] = replace(ops[index], **fields)
     return replace(program, ops=tuple(ops))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax.rgnn.ir.inter import ELEMENTWISE, OPERATORS, UNARY, Builder, Program
+from dejax.rgnn.ir.inter import ELEMENTWISE, OPERATORS, UNARY, Builder, OpProgram
 from dejax.rgnn.ir.operators import Infinite, Linear
 from dejax.rgnn.lowering.xla import Evaluator
 from tests.rgnn.evaluate import ELEMENTWISE as DEFINED
@@ -29,7 +29,7 @@ def applied(name: str, *xs: float, scale: float = 1.0) -> float:
     """An elementwise operator's result for numbers of one row, each times `scale`."""
     b = Builder("one")
     args = [b.op("input", name=f"x{n}", position=n, space="graph", shape=(1,), dtype="float64") for n in range(len(xs))]
-    program: Program = b.build([b.op(name, *args, **ATTRS.get(name, {}))])
+    program: OpProgram = b.build([b.op(name, *args, **ATTRS.get(name, {}))])
     return float(evaluate(program, GRAPH, {n: np.array([[x * scale]]) for n, x in enumerate(xs)})[0][0, 0])
 
 

@@ -1,10 +1,10 @@
 """Which node values a part of a divided graph needs at its own nodes alone."""
 
-from dejax.rgnn.ir.inter import Builder, Program, Space
+from dejax.rgnn.ir.inter import Builder, OpProgram, Space
 from dejax.rgnn.lowering.node_rows import read_elsewhere, summed_at
 
 
-def program() -> tuple[Program, dict[str, int]]:
+def program() -> tuple[OpProgram, dict[str, int]]:
     b = Builder("example")
     given = {"space": str(Space.NODE), "shape": (4,), "dtype": "float32"}
     made = {"x": b.op("input", name="x", position=0, **given), "y": b.op("input", name="y", position=1, **given)}

@@ -12,7 +12,7 @@ import pytest
 
 from dejax import rgnn
 from dejax.rgnn import Options
-from dejax.rgnn.ir.inter import Program
+from dejax.rgnn.ir.inter import OpProgram
 from dejax.rgnn.lowering.scales import ColumnScales
 from dejax.rgnn.lowering.segments import num_rows
 from dejax.rgnn.lowering.xla import Evaluator
@@ -22,7 +22,7 @@ from tests.rgnn.lowering import scaled
 WITHIN = 2.0**14
 
 
-def programs(name: str, monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+def programs(name: str, monkeypatch: pytest.MonkeyPatch) -> list[OpProgram]:
     """The forward and the backward program of a case, as kernels run them."""
     execute = importlib.import_module("dejax.rgnn.compiler.execute")
     compiled, found = execute.inference_kernels, {}
@@ -40,7 +40,7 @@ def programs(name: str, monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     return list(found)
 
 
-def inputs(program: Program, seed: int) -> dict[int, jax.Array]:
+def inputs(program: OpProgram, seed: int) -> dict[int, jax.Array]:
     """Random arrays; each feature of an array has a scale of its own."""
     rng, found = np.random.default_rng(seed), {}
     for i in program.inputs:
@@ -65,7 +65,7 @@ def test_estimates_are_within_a_factor_of_the_values(name: str, monkeypatch: pyt
         values = [i for i, op in enumerate(program.ops) if op.name != "input" and op.dtype == "float32"]
 
         @jax.jit
-        def computed(env: Any, program: Program = program, values: Any = tuple(values)) -> tuple[Any, Any]:
+        def computed(env: Any, program: OpProgram = program, values: Any = tuple(values)) -> tuple[Any, Any]:
             scales = ColumnScales(program, env, list(values), interpret=True)
             env = dict(env)
             Evaluator(program, scaled.graph(), "f32").compute(values, env)

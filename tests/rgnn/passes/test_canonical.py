@@ -9,7 +9,7 @@ import pytest
 
 from dejax import rgnn
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Builder, Program, Space
+from dejax.rgnn.ir.inter import Builder, OpProgram, Space
 from dejax.rgnn.passes import PASSES, run_passes, silent
 from dejax.rgnn.passes.canonical import CANONICAL
 from dejax.rgnn.passes.canonical.cse import cse
@@ -46,7 +46,7 @@ OWN = {
 }
 
 
-def canonical(program: Program) -> Program:
+def canonical(program: OpProgram) -> OpProgram:
     """The program after the room's passes, its operators in an order that only their arguments decide."""
     program = dce(cse(run_passes(program, CANONICAL, COUNTS, frozenset(), silent), COUNTS), COUNTS)
     builder, new = Builder("canonical"), dict[int, int]()
@@ -81,7 +81,7 @@ def test_each_pass_of_the_room_has_its_case() -> None:
 # --- the engine of rules ---------------------------------------------------------------------------------------------
 
 
-def chain(*names: str, also: int = 0) -> Program:
+def chain(*names: str, also: int = 0) -> OpProgram:
     """Unary operators one after another; `also` is returned, too, if it is not 0."""
     b = Builder("chain")
     value = b.op("input", name="x", position=0, space=str(Space.NODE), shape=(2,), dtype="float32")
@@ -90,7 +90,7 @@ def chain(*names: str, also: int = 0) -> Program:
     return b.build([value, also] if also else [value])
 
 
-def names_of(program: Program) -> list[str]:
+def names_of(program: OpProgram) -> list[str]:
     return [op.name for op in dce(program, COUNTS).ops]
 
 

@@ -11,7 +11,7 @@ import pytest
 from dejax.rgnn import Options, library
 from dejax.rgnn.compiler import execute
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Builder, Program, Space, verify
+from dejax.rgnn.ir.inter import Builder, OpProgram, Space, verify
 from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Traversal, WeightGradient, verify_kernels
 from dejax.rgnn.ir.templates import access_by
 from dejax.rgnn.passes import (
@@ -82,11 +82,11 @@ class Tiny(Builder):
 
 # Each pass where it runs first, and the programs that show what one does, which have its name.
 RUN = dict(reversed((*OPTIMISE, *AFTER_BACKWARD)))
-SHOWN: dict[str, Program] = {}
+SHOWN: dict[str, OpProgram] = {}
 
 
-def program(name: str) -> Callable[[Callable[[Tiny], int | list[int]]], Program]:
-    def make(function: Callable[[Tiny], int | list[int]]) -> Program:
+def program(name: str) -> Callable[[Callable[[Tiny], int | list[int]]], OpProgram]:
+    def make(function: Callable[[Tiny], int | list[int]]) -> OpProgram:
         b = Tiny(name)
         outputs = function(b)
         made = b.build(outputs if isinstance(outputs, list) else [outputs])
@@ -97,7 +97,7 @@ def program(name: str) -> Callable[[Callable[[Tiny], int | list[int]]], Program]
     return make
 
 
-def names(p: Program) -> list[str]:
+def names(p: OpProgram) -> list[str]:
     return [op.name for op in p.ops]
 
 
@@ -564,7 +564,7 @@ def keys_that_others_read(b: Tiny) -> list[int]:
 
 
 # Programs that a pass leaves as they are.
-UNCHANGED: dict[str, tuple[Callable[[Program, Counts], Program], Program, Counts]] = {
+UNCHANGED: dict[str, tuple[Callable[[OpProgram, Counts], OpProgram], OpProgram, Counts]] = {
     "merge_gemms, read in place": (merge_gemms, program("p")(read_in_place), COUNTS),
     "aggregate, no row is spared": (aggregate, scaled_sum, SPARSE),
     "aggregate, others read the product": (aggregate, program("p")(product_that_others_read), COUNTS),
@@ -601,7 +601,7 @@ def test_no_aggregation_past_a_factor_that_makes_more_heads() -> None:
 def test_no_contraction_with_scalars_for_other_axes() -> None:
     """With the inner products c_e is a scalar for each head, in the sum one for each feature: not the same sum."""
 
-    def sums(shape: tuple[int, int]) -> Program:
+    def sums(shape: tuple[int, int]) -> OpProgram:
         @program("axes")
         def axes(b: Tiny) -> list[int]:
             x, y, c = b.node("x", 3, 3), b.node("y", 3, 3), b.edge("c", 3)

@@ -11,7 +11,7 @@ import pytest
 
 from dejax import rgnn
 from dejax.rgnn.compiler.execute import counts_of
-from dejax.rgnn.ir.inter import Program, verify
+from dejax.rgnn.ir.inter import OpProgram, verify
 from dejax.rgnn.passes import AFTER_BACKWARD, OPTIMISE, Pass, optimise
 from dejax.rgnn.passes.backward import differentiate
 from dejax.rgnn.passes.canonical.cse import cse
@@ -54,7 +54,7 @@ KINDS: dict[str, tuple[Callable[[Any], Given], list]] = {
 }
 
 
-def run_twice(program: Program, passes: Sequence[tuple[str, Pass]]) -> Program:
+def run_twice(program: OpProgram, passes: Sequence[tuple[str, Pass]]) -> OpProgram:
     """The program after the passes; after each one it runs once more, which changes nothing but its order."""
     for name, run in passes:
         after = verify(run(program, COUNTS))
@@ -69,11 +69,11 @@ def run_twice(program: Program, passes: Sequence[tuple[str, Pass]]) -> Program:
     return program
 
 
-def size(program: Program) -> int:
+def size(program: OpProgram) -> int:
     return sum(op.name not in ("reshape", "slice", "concat") for op in clean(program).ops)
 
 
-def clean(program: Program) -> Program:
+def clean(program: OpProgram) -> OpProgram:
     return dce(cse(program, COUNTS), COUNTS)
 
 

@@ -23,7 +23,7 @@ def trace_program(
     rows: dict[Space, int],
     arguments: list[tuple[str, tuple[int, ...], str]],
     rebuild: Callable[[list[Argument]], tuple[tuple, dict]],
-) -> tuple[inter.Program, Any, tuple[Any, ...]]:
+) -> tuple[inter.OpProgram, Any, tuple[Any, ...]]:
     """Runs `function` on symbols.
 
     Args:

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Program
+from dejax.rgnn.ir.inter import OpProgram
 from dejax.rgnn.passes.canonical.combine_products import combine_products
 from dejax.rgnn.passes.canonical.cse import cse
 from dejax.rgnn.passes.canonical.plain_forms import plain_forms
@@ -42,7 +42,7 @@ from dejax.rgnn.passes.dce import dce
 __all__ = ["CANONICAL"]
 
 # Some look for values that one operator alone reads, so what is no longer needed goes first (`dce`).
-CANONICAL: tuple[tuple[str, Callable[[Program, Counts], Program]], ...] = (
+CANONICAL: tuple[tuple[str, Callable[[OpProgram, Counts], OpProgram]], ...] = (
     ("unit_axes", drop_unit_axes),
     ("cse", cse),
     ("plain_forms", plain_forms),

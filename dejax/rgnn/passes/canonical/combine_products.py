@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Builder, Op, Program, Space, is_float
+from dejax.rgnn.ir.inter import Builder, Op, OpProgram, Space, is_float
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import Rewrite, as_dtype, origins, scale_of_weight, widened
 
@@ -34,16 +34,16 @@ class _ProductTerm:
     product: Op | None
 
 
-def combine_products(program: Program, counts: Counts) -> Program:
-    return _Combine(program, counts).run()
+def combine_products(program: OpProgram, counts: Counts) -> OpProgram:
+    return _CombineProducts(program, counts).run()
 
 
-class _Combine(Rewrite):
-    def __init__(self, program: Program, counts: Counts) -> None:
+class _CombineProducts(Rewrite):
+    def __init__(self, program: OpProgram, counts: Counts) -> None:
         super().__init__(program, counts)
         self.inside: set[int] = set()  # sums that are terms of another sum
 
-    def run(self) -> Program:
+    def run(self) -> OpProgram:
         for _i, op in enumerate(self.program.ops):
             if op.name in ("add", "sub"):
                 self.inside.update(

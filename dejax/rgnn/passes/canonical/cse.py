@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Builder, Op, Program
+from dejax.rgnn.ir.inter import Builder, Op, OpProgram
 from dejax.rgnn.passes._rewrite import rebuild
 
 
-def cse(program: Program, counts: Counts) -> Program:
+def cse(program: OpProgram, counts: Counts) -> OpProgram:
     seen: dict[tuple, int] = {}
 
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:

@@ -10,7 +10,7 @@ its range, and are float32.
 from __future__ import annotations
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Builder, Program, Space, is_float
+from dejax.rgnn.ir.inter import Builder, OpProgram, Space, is_float
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import as_dtype, is_anchor, origins, scale_of_weight, widened
 from dejax.rgnn.passes.rules import Either, Match, Pat, Rule, Var, rules
@@ -67,6 +67,6 @@ _of_shared_weights = rules(
 )
 
 
-def scale_products(program: Program, counts: Counts, *, shared: bool = False) -> Program:
+def scale_products(program: OpProgram, counts: Counts, *, shared: bool = False) -> OpProgram:
     """Both lines for weights by type or, after `aggregate`, which may do better, the first for `shared` weights."""
     return (_of_shared_weights if shared else _of_typed_weights)(program, counts)

@@ -10,21 +10,21 @@ Kernels read rows whole; a part of one would be copied first, for each node or e
 from __future__ import annotations
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import ELEMENTWISE, Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import ELEMENTWISE, Builder, Op, OpProgram, Space
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import Rewrite
 
 _TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 
 
-def slice_weights(program: Program, counts: Counts) -> Program:
+def slice_weights(program: OpProgram, counts: Counts) -> OpProgram:
     return _Slices(program, counts).run()
 
 
 class _Slices(Rewrite):
     """`in_parts` are the values of which slices along one axis alone are read; the axis is `axis_of[value]`."""
 
-    def __init__(self, program: Program, counts: Counts) -> None:
+    def __init__(self, program: OpProgram, counts: Counts) -> None:
         super().__init__(program, counts)
         self.axis_of: dict[int, int] = {}
         for i in reversed(range(len(program.ops))):

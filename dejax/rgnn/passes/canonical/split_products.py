@@ -12,7 +12,7 @@ the whole is not, are added as float32.
 from __future__ import annotations
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import Builder, Op, OpProgram, Space
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import as_dtype, in_range, live, origins, rebuild
 
@@ -20,7 +20,7 @@ from dejax.rgnn.passes._rewrite import as_dtype, in_range, live, origins, rebuil
 _MOST_PARTS = 4
 
 
-def split_products(program: Program, counts: Counts) -> Program:
+def split_products(program: OpProgram, counts: Counts) -> OpProgram:
     new: dict[int, int] = {}
 
     def visit(builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
@@ -57,7 +57,7 @@ def split_products(program: Program, counts: Counts) -> Program:
     return rebuild(program, visit, new)
 
 
-def _of_several_origins(program: Program, value: int) -> bool:
+def _of_several_origins(program: OpProgram, value: int) -> bool:
     """Whether a value is a concatenation along its last axis of values that do not all come from one end."""
     op = program.ops[value]
     if op.name != "concat" or op.attr("axis") != len(op.shape) - 1:
@@ -65,7 +65,7 @@ def _of_several_origins(program: Program, value: int) -> bool:
     return len(set.union(*(_ends(program, a) for a in op.args))) > 1
 
 
-def _of_sums(program: Program, value: int) -> bool:
+def _of_sums(program: OpProgram, value: int) -> bool:
     """Whether a value of nodes is a concatenation with sums over edges, as GraphSAGE's."""
     op = program.ops[value]
     if op.name != "concat" or op.attr("axis") != len(op.shape) - 1 or len(op.args) > _MOST_PARTS:
@@ -73,7 +73,7 @@ def _of_sums(program: Program, value: int) -> bool:
     return any(program.ops[a].name == "reduce" for a in live(program, op.args))
 
 
-def _ends(program: Program, value: int) -> set[str]:
+def _ends(program: OpProgram, value: int) -> set[str]:
     """The ends of edges that a value is made of, and "edge" where it is made of what edges have by themselves."""
     return {via.partition("_pair")[0] for via in origins(program, value) - {"etype"}}  # pairs, too, have a type
 

@@ -13,16 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import ELEMENTWISE, Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import ELEMENTWISE, Builder, Op, OpProgram, Space
 from dejax.rgnn.passes._rewrite import Rewrite, as_dtype, in_range
 
 
-def split_rows(program: Program, counts: Counts) -> Program:
+def split_rows(program: OpProgram, counts: Counts) -> OpProgram:
     return _SplitRows(program, counts).run()
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _RowParts:
     """The new values that a concatenation of rows is made of, and the feature axis along which they lie.
 
     The parts of a stack have no such axis: each would be of size 1.
@@ -43,9 +43,9 @@ class _Parts:
 class _SplitRows(Rewrite):
     """`parts` has for each old value that is a concatenation the parts."""
 
-    def __init__(self, program: Program, counts: Counts) -> None:
+    def __init__(self, program: OpProgram, counts: Counts) -> None:
         super().__init__(program, counts)
-        self.parts: dict[int, _Parts] = {}
+        self.parts: dict[int, _RowParts] = {}
 
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         """See `Rewrite`."""
@@ -90,7 +90,7 @@ class _SplitRows(Rewrite):
         stacked = len(op.shape) > 1 and all(builder.ops[p].shape[axis] == 1 for p in values)
         if stacked:
             values = [_without_axis(builder, p, axis) for p in values]
-        self.parts[index] = _Parts(tuple(values), axis, stacked)
+        self.parts[index] = _RowParts(tuple(values), axis, stacked)
         return builder.op("concat", *args, axis=axis)
 
     def by_element(self, builder: Builder, op: Op, index: int) -> int | None:
@@ -113,7 +113,7 @@ class _SplitRows(Rewrite):
         if parts.axis not in op.attr("axes"):
             values = tuple(builder.op("sum_features", p, axes=axes, keepdims=kept) for p in parts.values)
             axis = parts.axis - (0 if kept else sum(a < parts.axis for a in op.attr("axes")))
-            self.parts[index] = _Parts(values, axis, parts.stacked)
+            self.parts[index] = _RowParts(values, axis, parts.stacked)
             return _whole(builder, self.parts[index])
         # Parts of float16 may be beyond its range.
         values = tuple(as_dtype(builder, p, in_range(op.dtype)) for p in parts.values)
@@ -123,7 +123,7 @@ class _SplitRows(Rewrite):
         total = as_dtype(builder, _sum(builder, sums), op.dtype)
         return total if builder.ops[total].shape == op.shape else builder.op("reshape", total, shape=op.shape)
 
-    def pieces(self, builder: Builder, op: Op, like: _Parts) -> list[tuple[int, ...]] | None:
+    def pieces(self, builder: Builder, op: Op, like: _RowParts) -> list[tuple[int, ...]] | None:
         """The arguments of an elementwise operator, part by part; None where one cannot be cut."""
         axis, sizes = like.axis, like.sizes(builder)
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -165,7 +165,7 @@ def _is_read(builder: Builder, value: int) -> bool:
     return "gather" in (op.name, builder.ops[op.args[0]].name if op.name == "reshape" else "")
 
 
-def _whole(builder: Builder, parts: _Parts) -> int:
+def _whole(builder: Builder, parts: _RowParts) -> int:
     """The concatenation of the parts."""
     values = parts.values
     if parts.stacked:

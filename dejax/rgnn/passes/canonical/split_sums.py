@@ -12,12 +12,12 @@ beyond its range, and are float32.
 from __future__ import annotations
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Builder, Op, Program, Space, is_float
+from dejax.rgnn.ir.inter import Builder, Op, OpProgram, Space, is_float
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import Rewrite, as_dtype, in_range, is_anchor, origins
 
 
-def split_sums(program: Program, counts: Counts, *, exact: bool = False) -> Program:
+def split_sums(program: OpProgram, counts: Counts, *, exact: bool = False) -> OpProgram:
     return program if exact else _SplitSums(program, counts).run()
 
 

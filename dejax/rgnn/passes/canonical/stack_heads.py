@@ -10,7 +10,7 @@ group of equal operators becomes one. Parts that others read, too, and parts of 
 from __future__ import annotations
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import ELEMENTWISE, Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import ELEMENTWISE, Builder, Op, OpProgram, Space
 from dejax.rgnn.passes._rewrite import Rewrite
 
 _TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
@@ -18,7 +18,7 @@ _TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 _SPECS = {(False, True): "k,hkn->hn", (True, True): "hk,hkn->hn", (True, False): "hk,kn->hn"}
 
 
-def stack_heads(program: Program, counts: Counts) -> Program:
+def stack_heads(program: OpProgram, counts: Counts) -> OpProgram:
     return _StackHeads(program, counts).run()
 
 

@@ -13,26 +13,26 @@ go without it from there on. Other axes of size 1 (one head, say) stay, and so d
 from __future__ import annotations
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import BINARY, UNARY, Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import BINARY, UNARY, Builder, Op, OpProgram, Space
 from dejax.rgnn.ir.products import Product
 
 # Operators on each element of a row by itself.
 _BY_ELEMENT = UNARY | {"gather", "reduce", "softmax"}
 
 
-def drop_unit_axes(program: Program, counts: Counts) -> Program:
+def drop_unit_axes(program: OpProgram, counts: Counts) -> OpProgram:
     return _UnitAxes(program).run()
 
 
 class _UnitAxes:
     """Rebuilds a program; `bare` are old values whose new ones lack the last axis, of size 1."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: OpProgram) -> None:
         self.program, self.b = program, Builder(program.name)
         self.new: dict[int, int] = {}
         self.bare: set[int] = set()
 
-    def run(self) -> Program:
+    def run(self) -> OpProgram:
         for i, op in enumerate(self.program.ops):
             self.b.line = self.program.lines[i] if self.program.lines else None
             self.new[i] = self.visit(i, op)

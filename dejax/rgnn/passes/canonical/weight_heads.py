@@ -12,21 +12,21 @@ from __future__ import annotations
 import math
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import UNARY, Builder, Op, Program, Space
+from dejax.rgnn.ir.inter import UNARY, Builder, Op, OpProgram, Space
 from dejax.rgnn.passes._rewrite import Rewrite
 
 _SPEC = "k,hkn->hn"
 _WEIGHTS = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 
 
-def weight_heads(program: Program, counts: Counts) -> Program:
+def weight_heads(program: OpProgram, counts: Counts) -> OpProgram:
     return _WeightHeads(program, counts).run()
 
 
 class _WeightHeads(Rewrite):
     """`heads` has the feature shape with heads of each value that is made with them."""
 
-    def __init__(self, program: Program, counts: Counts) -> None:
+    def __init__(self, program: OpProgram, counts: Counts) -> None:
         super().__init__(program, counts)
         wanted: dict[int, tuple[int, ...]] = {}
         for i in reversed(range(len(program.ops))):
