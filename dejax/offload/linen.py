@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
 from dejax._optional import optional
-from dejax.offload.activations.transform import OffloadKeywords, as_tuple, of_module, wrap
+from dejax.offload.activations.options import OffloadKeywords, as_tuple, of_module
+from dejax.offload.activations.transform import wrap
 
 with optional("flax", of="dejax.offload.linen"):
     import flax.linen as nn

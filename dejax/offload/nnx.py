@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any, Unpack
 
 from dejax._optional import optional
-from dejax.offload.activations.transform import OffloadKeywords, of_module, wrap
+from dejax.offload.activations.options import OffloadKeywords, of_module
+from dejax.offload.activations.transform import wrap
 
 with optional("flax", of="dejax.offload.nnx"):
     from flax import nnx

@@ -260,9 +260,8 @@ def clipped(limit):
     return losses, norms, params
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "gradients, too" else pytest.param(n, marks=pytest.mark.slow) for n in CLIPPED]
-)
+@pytest.mark.slow  # test_layerwise_numbers.py has one that is not
+@pytest.mark.parametrize("name", CLIPPED)
 def test_the_norm_of_all_gradients_is_limited(name):
     want, norms, params = clipped(0.05)
     assert min(norms) > 0.05
@@ -324,14 +323,8 @@ def is_frozen(path, _):
     return path in ("layers['base']", "layers['scale']", "outer['in']")
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param({}, marks=pytest.mark.slow),
-        {"params": "host"},
-        pytest.param({"params": "host", "clip_norm": 0.1, "gradients": "host"}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # test_contract.py has frozen parameters, too
+@pytest.mark.parametrize("how", [{}, {"params": "host"}, {"params": "host", "clip_norm": 0.1, "gradients": "host"}])
 def test_frozen_parameters_stay_as_they_are(how):
     """Adapters over weights in eight bits: no gradient, no moments, and no way back for what is frozen."""
     limit = how.get("clip_norm")

@@ -45,7 +45,7 @@ def after_steps(tx):
 CASES = [(name, {"streams": True}, 3000) for name in TRANSFORMATIONS]
 CASES += [(name, "on disk", size) for name, size in (("adam", 3000), ("clipped", 1 << 20), ("momentum", 200))]
 CASES += [("adafactor", "on disk", 3000), ("accumulated", "on disk", 8000)]
-QUICK = [("accumulated", "on disk", 8000), ("lamb", {"streams": True}, 3000)]
+QUICK = [("lamb", {"streams": True}, 3000)]  # test_contract.py has state on disk
 QUICK += [("adamw", {"streams": False}, 1)]  # the others are compared on meshes, in test_state_shards.py
 
 
@@ -239,6 +239,5 @@ def test_the_state_lies_on_the_device_of_its_parameters(min_bytes):
     state = tx.init(params)
     assert all(x.devices() == {second} for x in jax.tree.leaves(state))
     updates, _ = jax.jit(tx.update)(params, state)
-    want, _ = optax.adam(1e-2).update(PARAMS, optax.adam(1e-2).init(PARAMS))
-    for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
+    for got, g in zip(jax.tree.leaves(updates), map(np.asarray, jax.tree.leaves(PARAMS)), strict=True):
+        np.testing.assert_allclose(got, -1e-2 * g / (np.abs(g) + 1e-8), rtol=1e-5)  # Adam's first step

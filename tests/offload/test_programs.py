@@ -203,9 +203,9 @@ def without_offload(make):
 
 
 def cases():
-    """Each program by `offload` and by `region`, kept and recomputed. One way of every other program is not slow."""
+    """Each program by `offload` and by `region`, kept and recomputed. One way of every third program is not slow."""
     for number, make in enumerate(PROGRAMS):
-        quick = (offload if number % 4 == 1 else region, number % 8 < 4) if number % 2 else None
+        quick = (offload if number % 2 else region, number % 12 < 6) if number % 3 == 1 else None
         for wrap in (offload, region):
             for remat in (False, True):
                 marks = [] if (wrap, remat) == quick else [pytest.mark.slow]

@@ -7,75 +7,24 @@ import functools
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax import Array
 from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 
 from dejax import _compat
 from dejax._jaxprs import nested
 from dejax.offload.activations import calls, notes, on_demand
-from dejax.offload.activations.forward_mode import FORWARD_MODE, refuse_forward_mode
-from dejax.offload.activations.residuals import Derivative, Residual, make_derivative
+from dejax.offload.activations.options import OffloadOptions
+from dejax.offload.activations.residuals import Derivative, make_derivative
 
 # A fast GPU computes 600 TFLOP/s in bfloat16 while the bus moves 50 GB/s; and a quarter more.
 _FLOPS_PER_BYTE = 15_000
 _RING_ALIGN = 512  # kAlign of native/activations/ring.cc
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """The policy that stores tensors of some names."""
-
-    names: frozenset[str]
-
-    def __call__(self, residual: Residual) -> bool:
-        return bool(self.names & residual.names)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Which residuals are to be stored.
-
-    Attributes:
-        policy: whether a residual of at least `min_bytes` is stored.
-        min_bytes: smaller residuals stay on the device.
-        on_demand: each is stored as soon as it is computed, and fetched just before it is used; otherwise all are
-            stored and fetched together, which suits one layer.
-    """
-
-    policy: Callable[[Residual], bool]
-    min_bytes: int
-    on_demand: bool = False
-
-    def __call__(self, residual: Residual) -> bool:
-        return residual.nbytes >= max(1, self.min_bytes) and self.wants(residual)
-
-    def wants(self, residual: Residual) -> bool:
-        """The policy's answer, whatever the size."""
-        answer = self.policy(residual)
-        if not isinstance(answer, (bool, np.bool_)):
-            raise TypeError(
-                f"offload: `policy` must return a bool for a Residual, got {answer!r}; policies of jax.checkpoint go "
-                "to jax.checkpoint"
-            )
-        return bool(answer)
-
-    def check_names(self, name: str, jaxpr: core.Jaxpr) -> None:
-        """Raises if a name of the policy is given to no tensor of the forward pass."""
-        if not isinstance(self.policy, Names):
-            return
-        # `offload` sees no names inside of loops and jitted functions, `region` does.
-        missing = self.policy.names - set(_names(jaxpr, inside=self.on_demand))
-        if missing:
-            raise ValueError(
-                f"offload: `policy` must have names of tensors, got {sorted(missing)[0]!r}, which no tensor of "
-                f"`{name}` has; give names that checkpoint_name gives inside of it, outside of jitted functions in it"
-            )
 
 
 _counts: weakref.WeakKeyDictionary[Any, collections.Counter[Any]] = weakref.WeakKeyDictionary()
@@ -104,7 +53,7 @@ class Boundary:
         jaxpr: with the constants as its first arguments.
         avals: of its arguments, constants first.
         is_activation: for each argument, whether it may leave the device.
-        choice: the residuals that leave it.
+        options: which residuals leave it.
         binding: of the store, as programs carry it.
     """
 
@@ -114,14 +63,14 @@ class Boundary:
         jaxpr: core.ClosedJaxpr,
         avals: Sequence[Any],
         is_activation: Sequence[bool],
-        choice: Choice,
+        options: OffloadOptions,
         binding: int,
     ) -> None:
         self._name = name
         self._jaxpr = jaxpr
         self._avals = list(avals)
         self._is_activation = list(is_activation)
-        self._choice = choice
+        self._options = options
         self._binding = binding
         self._occurrence = _occurrence((name, *map(str, self._avals)))
 
@@ -130,11 +79,11 @@ class Boundary:
         call = jax.custom_vjp(self._evaluate)
         call.defvjp(self._forward, self._backward)
         try:
-            return call(*map(refuse_forward_mode, operands))  # type: ignore[no-any-return]
+            return call(*map(_refuse_forward_mode, operands))  # type: ignore[no-any-return]
         except TypeError as error:  # under vmap JAX refuses forward mode before our operator does
             if "forward-mode" not in str(error) or "custom_vjp" not in str(error):
                 raise
-            raise NotImplementedError(FORWARD_MODE) from error
+            raise NotImplementedError(_FORWARD_MODE) from error
 
     def _evaluate(self, *operands: Any) -> list[Any]:
         return core.jaxpr_as_fun(self._jaxpr)(*operands)
@@ -142,9 +91,9 @@ class Boundary:
     @functools.cached_property
     def _derivative(self) -> Derivative:
         """How forward and backward run; made as the call is differentiated."""
-        derivative = make_derivative(self._evaluate, self._avals, self._is_activation, self._choice)
-        self._choice.check_names(self._name, derivative.jaxpr.jaxpr)
-        notes.note_stored(self._name, derivative, self._choice)
+        derivative = make_derivative(self._evaluate, self._avals, self._is_activation, self._options)
+        self._options.check_names(self._name, derivative.jaxpr.jaxpr)
+        notes.note_stored(self._name, derivative, self._options)
         return derivative
 
     @functools.cached_property
@@ -181,7 +130,7 @@ class Boundary:
                     (handed[number], put(handed[number], number))
                 )
         handles: dict[int, Any] = {}
-        if self._choice.on_demand:
+        if self._options.on_demand:
             values = on_demand.forward(derivative, operands_now, put, handles)
         else:
             values = core.jaxpr_as_fun(derivative.jaxpr)(*operands_now)
@@ -208,7 +157,7 @@ class Boundary:
             like = derivative.sources[number].var.aval
             return calls.fetch(handle, like, after, binding=self._binding, site=self._sites[number])
 
-        if stored and self._choice.on_demand:
+        if stored and self._options.on_demand:
             return on_demand.backward(derivative, values, cotangents, fetch, self._guard)
         if stored:
             # Not before the cotangent is there. Otherwise all tensors could come back at once.
@@ -243,15 +192,6 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
             yield from _primitives(inner)
 
 
-def _names(jaxpr: Any, inside: bool) -> Iterator[str]:
-    """What `checkpoint_name` has given to tensors, also `inside` of loops and jitted functions."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "name":
-            yield str(eqn.params["name"])
-        for inner in nested(eqn) if inside else ():
-            yield from _names(inner, inside)
-
-
 def ring_bytes(sizes: Sequence[int], flops: float) -> int:
     """Size of the device's ring for a function that stores tensors of these sizes and computes so many FLOP.
 
@@ -264,3 +204,41 @@ def ring_bytes(sizes: Sequence[int], flops: float) -> int:
     if flops >= _FLOPS_PER_BYTE * total:
         return total
     return max(2 * total, 8 * total // max(1, len(sizes)))
+
+
+# JAX implements reverse mode as forward mode that is transposed before it runs. So the tangents of an offloaded
+# function's arguments go through a linear operator that can be transposed, but raises when it is evaluated: forward
+# mode raises an error that names the remedy, not JAX's about `custom_vjp`.
+
+_tangent = core.Primitive("offload_tangent")
+_FORWARD_MODE = (
+    "offload: forward mode was asked for (jax.jvp, jacfwd, hessian, linearize, also through a while_loop), but stored "
+    "tensors come back in reverse mode only. Use the function without offload there, or take jax.checkpoint; for "
+    "reverse mode through a loop use scan, or fori_loop with fixed bounds"
+)
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(_FORWARD_MODE)
+
+
+_tangent.def_impl(_refuse)
+_tangent.def_abstract_eval(lambda aval: aval)
+mlir.register_lowering(_tangent, _refuse)
+ad.deflinear2(_tangent, lambda cotangent, _: [cotangent])
+batching.primitive_batchers[_tangent] = lambda args, dims: (_tangent.bind(*args), dims[0])
+
+
+@jax.custom_jvp
+def _marked(x: Any) -> Any:
+    return x
+
+
+@_marked.defjvp
+def _marked_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return primals[0], _tangent.bind(tangents[0])
+
+
+def _refuse_forward_mode(x: Any) -> Any:
+    """`x`, with a tangent that can be transposed but not evaluated."""
+    return _marked(x) if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) else x

@@ -12,7 +12,7 @@ fetched in reverse, so that the last examples never leave the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -51,22 +51,7 @@ def store(x: Array, *, binding: int, site: int, ring_bytes: int) -> Array:
             )
         return handle
 
-    def of_batch(batch: int) -> Any:
-        """With so many axes in front."""
-
-        @jax.custom_batching.custom_vmap
-        def batchable(x: Array) -> Array:
-            return shards.store(x, on_shard, site=site, batch=batch)
-
-        @batchable.def_vmap
-        def rule(_: int, batched: Sequence[bool], x: Array) -> tuple[Array, bool]:
-            return of_batch(batch + 1)(x), True
-
-        return batchable
-
-    call = jax.custom_jvp(of_batch(0))
-    call.defjvp(_no_second_derivative)
-    return call(x)
+    return _call(_by_example(lambda batch, x: shards.store(x, on_shard, site=site, batch=batch)), x)
 
 
 def fetch(handle: Array, like: Any, after: Sequence[Array], *, binding: int, site: int) -> Array:
@@ -89,24 +74,11 @@ def fetch(handle: Array, like: Any, after: Sequence[Array], *, binding: int, sit
             (x,) = ffi_call("dejax_offload_fetch", [out], operands, site=np.int64(site), layout=np.int64(layout))
         return x
 
-    def of_batch(batch: int) -> Any:
-        """With so many axes in front."""
+    def of_batch(batch: int, handle: Array, *after: Array) -> Array:
+        return shards.fetch(handle, after, like, of_shard, site=site, batch=batch)
 
-        @jax.custom_batching.custom_vmap
-        def batchable(handle: Array, *after: Array) -> Array:
-            return shards.fetch(handle, after, like, of_shard, site=site, batch=batch)
-
-        @batchable.def_vmap
-        def rule(_: int, batched: Sequence[bool], handle: Array, *after: Array) -> tuple[Array, bool]:
-            if not batched[0]:  # it may begin once the cotangents of all examples are there
-                return batchable(handle, *after), False
-            return of_batch(batch + 1)(handle, *after), True
-
-        return batchable
-
-    call = jax.custom_jvp(of_batch(0))
-    call.defjvp(_no_second_derivative)
-    return _sharded_as(call(handle, *after), like)
+    # Where `after` alone is batched, the one fetch begins once the cotangents of all examples are there.
+    return _sharded_as(_call(_by_example(of_batch), handle, *after), like)
 
 
 def guard(x: Array, after: Sequence[Array], *, binding: int) -> Array:
@@ -136,9 +108,30 @@ def guard(x: Array, after: Sequence[Array], *, binding: int) -> Array:
     def rule(_: int, batched: Sequence[bool], x: Array, *after: Array) -> tuple[Array, bool]:
         return batchable(x, *after), batched[0]  # a run fails for all examples
 
-    call = jax.custom_jvp(batchable)
+    return _call(batchable, x, *after)
+
+
+def _by_example(run: Callable[..., Array], batch: int = 0) -> Any:
+    """`run(batch, *operands)`, whose first operand has so many axes in front: one more under each `vmap` of it."""
+
+    @jax.custom_batching.custom_vmap
+    def batchable(*operands: Array) -> Array:
+        return run(batch, *operands)
+
+    @batchable.def_vmap
+    def rule(_: int, batched: Sequence[bool], *operands: Array) -> tuple[Array, bool]:
+        if not batched[0]:
+            return batchable(*operands), False
+        return _by_example(run, batch + 1)(*operands), True
+
+    return batchable
+
+
+def _call(fn: Callable[..., Array], *operands: Array) -> Array:
+    """`fn(*operands)`, where a derivative raises an error that names the remedy."""
+    call = jax.custom_jvp(fn)
     call.defjvp(_no_second_derivative)
-    return call(x, *after)
+    return call(*operands)  # type: ignore[no-any-return]
 
 
 def _sharded_as(x: Array, like: Any) -> Array:

@@ -10,8 +10,9 @@ from jax.extend import core
 
 from dejax import _compat
 from dejax.offload._evaluation import JaxprValues
+from dejax.offload.activations.options import OffloadKeywords, OffloadOptions
 from dejax.offload.activations.residuals import Residual
-from dejax.offload.activations.transform import OffloadKeywords, OffloadOptions, wrap
+from dejax.offload.activations.transform import wrap
 
 F = TypeVar("F", bound=Callable[..., Any])
 

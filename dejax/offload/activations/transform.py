@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
-from jax.extend import core
 
 from dejax import _compat
-from dejax.offload.activations.boundary import Boundary, Choice, Names
-from dejax.offload.activations.residuals import Residual
+from dejax.offload.activations.boundary import Boundary
+from dejax.offload.activations.options import MIN_BYTES, Inputs, OffloadOptions, Policy, as_function, as_tuple
 from dejax.offload.activations.store import ActivationStore, binding_of
 
 F = TypeVar("F", bound=Callable[..., Any])
-Policy = Callable[[Residual], bool]
-Inputs = Literal["auto", "all", "none"] | int | Sequence[int]
-
-Rewrite = Callable[[core.ClosedJaxpr, Sequence[Any], "OffloadOptions"], list[Any]]
-
-MIN_BYTES = 1 << 20
 
 
 def offload(
@@ -78,49 +70,6 @@ def offload(
     (3, 3)
     """
     return wrap(fn, OffloadOptions(policy, store, inputs, min_bytes, static_argnums, static_argnames))  # type: ignore[no-any-return]
-
-
-class OffloadKeywords(TypedDict, total=False):
-    """The keyword arguments of `offload`, for functions that pass them on."""
-
-    policy: Policy | Iterable[str] | None
-    store: ActivationStore | Literal["device"] | None
-    inputs: Inputs
-    min_bytes: int
-    static_argnums: int | Sequence[int]
-    static_argnames: str | Sequence[str]
-
-
-@dataclass(frozen=True)
-class OffloadOptions:
-    """The keyword arguments of `offload`, and what `region` and the Flax bindings add.
-
-    Attributes:
-        kept_argnums: arguments that are never stored.
-        on_demand: each tensor leaves and comes back by itself, see `region`.
-        rewrite: evaluates the traced function in another way. None: as it is.
-    """
-
-    policy: Policy | Iterable[str] | None = None
-    store: ActivationStore | Literal["device"] | None = None
-    inputs: Inputs = "auto"
-    min_bytes: int = MIN_BYTES
-    static_argnums: int | Sequence[int] = ()
-    static_argnames: str | Sequence[str] = ()
-    kept_argnums: tuple[int, ...] = ()
-    on_demand: bool = False
-    rewrite: Rewrite | None = None
-
-
-def of_module(options: OffloadKeywords) -> OffloadOptions:
-    """The options of a function whose argument 0 is a Flax module: its parameters stay on the device.
-
-    Raises:
-        ValueError: `static_argnums` names the module.
-    """
-    if 0 in as_tuple(options.get("static_argnums", ())):
-        raise ValueError("offload: `static_argnums` must not name the module, which is argument 0; count from 1")
-    return OffloadOptions(**options, kept_argnums=(0,))
 
 
 def wrap(fn: Callable[..., Any], options: OffloadOptions) -> Any:
@@ -201,18 +150,11 @@ def _trace(call: _CallArguments) -> tuple[Any, Boundary, list[Any]]:
         original = closed
         closed = jax.make_jaxpr(lambda *leaves: rewrite(original, leaves, options))(*call.leaves)
     avals = [jax.typeof(x) for x in [*closed.consts, *call.leaves]]
-    flags = _activations(
-        options.inputs, call.num_args, closed.in_avals, call.owner, jax.tree.leaves(shapes), options.kept_argnums
-    )
+    flags = options.activations(call.num_args, closed.in_avals, call.owner, jax.tree.leaves(shapes))
     name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
-    choice = Choice(as_function(options.policy), options.min_bytes, options.on_demand)
     flags = [False] * len(closed.consts) + flags
-    boundary = Boundary(name, _compat.without_consts(closed), avals, flags, choice, binding_of(options.store))
+    boundary = Boundary(name, _compat.without_consts(closed), avals, flags, options, binding_of(options.store))
     return jax.tree.structure(shapes), boundary, list(closed.consts)
-
-
-def as_tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, (int, str)) else tuple(value)
 
 
 def _is_reference(x: Any) -> bool:
@@ -249,57 +191,3 @@ def _check_leaves(leaves: Sequence[Any]) -> None:
                 f"offload: arguments must be arrays or static, got {type(leaf).__name__}; name its position in "
                 "static_argnums, or close over it"
             )
-
-
-def as_function(policy: Policy | Iterable[str] | None) -> Policy:
-    if policy is None:
-        return lambda _: True
-    if callable(policy):
-        function = policy.func if isinstance(policy, functools.partial) else policy
-        module = getattr(function, "__module__", None) or type(function).__module__
-        if module.partition(".")[0] == "jax":
-            raise TypeError(
-                "offload: `policy` must be names or a function of a Residual, got a policy of jax.checkpoint; to store "
-                "tensors by name write policy=['name']. To recompute the others, too: "
-                "offload(jax.checkpoint(fn, policy=...))"
-            )
-        return policy
-    if isinstance(policy, str):
-        raise ValueError(
-            f"offload: `policy` must be a set of names or a function, got {policy!r}; for one name write "
-            f"policy=[{policy!r}]"
-        )
-    return Names(frozenset(policy))
-
-
-def _activations(
-    inputs: Inputs,
-    num_args: int,
-    avals: Sequence[Any],
-    owner: Sequence[int],
-    outputs: Sequence[Any],
-    kept_argnums: Sequence[int],
-) -> list[bool]:
-    free = [position not in kept_argnums for position in owner]
-    if inputs == "all":
-        return free
-    if inputs == "none":
-        return [False] * len(avals)
-    if inputs == "auto":
-        # As many as there are outputs of this shape and dtype, the last ones: a parameter may have the shape of an
-        # activation by chance, and parameters come first by custom.
-        left = collections.Counter((tuple(out.shape), out.dtype) for out in outputs)
-        flags = [False] * len(avals)
-        for i in reversed(range(len(avals))):
-            kind = (tuple(avals[i].shape), avals[i].dtype)
-            if free[i] and left[kind] > 0:
-                left[kind] -= 1
-                flags[i] = True
-        return flags
-    if isinstance(inputs, str):
-        raise ValueError(f"offload: `inputs` must be 'auto', 'all', 'none' or positions of arguments, got {inputs!r}")
-    positions = {inputs} if isinstance(inputs, int) else set(inputs)
-    if wrong := [p for p in positions if not -num_args <= p < num_args]:
-        raise ValueError(f"offload: `inputs` must be positions of the {num_args} arguments, got {wrong[0]}")
-    chosen = {p % num_args for p in positions}
-    return [position in chosen for position in owner]

@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from dejax.offload.activations.options import MIN_BYTES
 from dejax.offload.activations.residuals import Residual
 from dejax.offload.activations.store import ActivationStore
-from dejax.offload.activations.transform import MIN_BYTES, offload
+from dejax.offload.activations.transform import offload
 from dejax.offload.plan.loops import scan_pieces
 from dejax.offload.plan.measure import (
-    SHORT,
     LayerCost,
     Tiers,
     count_layers,
@@ -105,7 +105,7 @@ def plan_stack(
         )
     counts = [jax.tree.leaves(some)[0].shape[0] for some in each] if several else [count_layers(params, "plan_stack")]
     parts = [
-        StackPart(one, count, _costs(one, _enough(some, count), x, store, min_bytes, choices))
+        StackPart(one, count, _costs(one, some, x, store, min_bytes, choices))
         for one, some, count in zip(bodies, each, counts, strict=True)
     ]
 
@@ -140,13 +140,6 @@ def _measuring(apply: Callable[..., Any]) -> Callable[[Way, Any, Any], tuple[flo
         return float(compiled.memory_analysis().temp_size_in_bytes), lambda: compiled(params, x)
 
     return measure
-
-
-def _enough(params: Any, count: int) -> Any:
-    """At least as many layers as short stacks have: the same ones again."""
-    if count >= max(SHORT):
-        return params
-    return jax.tree.map(lambda leaf: leaf[np.arange(max(SHORT)) % count], params)
 
 
 def _costs(

@@ -176,9 +176,15 @@ def scan_layers(body: Callable[[Any, Any], Any], params: Any, x: Any) -> Any:
     return jax.lax.scan(lambda x, p: (body(p, x), None), x, params)[0]
 
 
-def part(params: Any, begin: int, count: int) -> Any:
-    """The parameters of `count` layers from `begin` on."""
-    return jax.tree.map(lambda leaf: leaf[begin : begin + count], params)
+def some_layers(params: Any, length: int) -> Any:
+    """So many layers on the device: the first ones, and the same again where there are fewer. Of shapes: any values."""
+
+    def of(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jnp.full((length, *x.shape[1:]), 0.01, x.dtype)
+        return jax.device_put(x[:length] if length <= x.shape[0] else x[np.arange(length) % x.shape[0]], _DEVICE)
+
+    return jax.tree.map(of, params)
 
 
 def short_stacks(run: Callable[[int], tuple[float, float]]) -> LayerCost:
@@ -198,7 +204,7 @@ def profile_stack(
     def measured(count: int) -> tuple[float, float]:
         stack = functools.partial(scan_layers, body)
         step = training_step(stack) if gradient else jax.jit(stack)
-        arguments = part(params, 0, count), x
+        arguments = some_layers(params, count), x
         compiled = step.lower(*arguments).compile()
         temp = float(compiled.memory_analysis().temp_size_in_bytes)  # type: ignore[union-attr]
         return temp, timed(lambda: compiled(*arguments)) if run else 0.0

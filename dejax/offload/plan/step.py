@@ -29,8 +29,8 @@ from dejax.offload.plan.measure import (
     count_layers,
     device_bandwidth,
     duplex_bandwidth,
-    part,
     short_stacks,
+    some_layers,
     state_bandwidths,
     tiers_of,
     timed,
@@ -296,7 +296,7 @@ def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, c
     input_bytes = sum(_nbytes(x) for x in jax.tree.leaves(jax.eval_shape(step.embed, outer, batch)))
 
     def measured(length: int) -> tuple[float, float]:
-        state = step.init(jax.tree.map(_copied, outer), _some_layers(layers, length))
+        state = step.init(jax.tree.map(_copied, outer), some_layers(layers, length))
         compiled = step.jit(state).lower(state, batch).compile()
         temp = float(compiled.memory_analysis().temp_size_in_bytes)
         return temp - length * input_bytes, timed(_running(compiled, state, batch))
@@ -349,12 +349,6 @@ def _step_of(make: Callable[..., StackStep], way: Way) -> StackStep:
         activations=way.choices["inputs"],
         microbatches=way.choices["microbatches"],
     )
-
-
-def _some_layers(layers: Any, length: int) -> Any:
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(layers)):
-        return jax.tree.map(lambda x: jax.numpy.full((length, *x.shape[1:]), 0.01, x.dtype), layers)
-    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), part(layers, 0, length))
 
 
 def _copied(x: Any) -> Any:

@@ -16,7 +16,7 @@ from dejax._optional import optional
 from dejax.offload._evaluation import inlined
 from dejax.offload.state import disk_shards
 from dejax.offload.state.first_state import first_state, in_place
-from dejax.offload.state.placements import Placements, Tier, explicit_shardings, is_on_host, shardings_in
+from dejax.offload.state.placements import Placements, Tier, explicit_shardings, is_on_host
 from dejax.offload.state.store import StateStore, is_on_disk, store_at
 from dejax.offload.state.stream.calls import why_no_shards
 from dejax.offload.state.stream.cut import PIECE_BYTES, StateUpdate, unit_of
@@ -180,15 +180,16 @@ class _Copies:
 
     def __init__(self, streams: bool | None) -> None:
         self._streams = streams
-        self._seen: Placements[tuple[Any, ...]] = Placements()
+        self._seen = Placements()
 
     def note(self, state: Any, params: Any) -> None:
         """Remembers how the devices divide a state that `init` has made for parameters on one mesh."""
         leaves, given = jax.tree.leaves(state, is_leaf=is_on_disk), jax.tree.leaves(params)
         if any(isinstance(x, jax.core.Tracer) for x in (*leaves, *given)):
             return
-        if len({getattr(at, "mesh", None) for at in shardings_in(given) if disk_shards.divided(at)}) <= 1:
-            self._seen.note(leaves, shardings_in(leaves))
+        shardings = [getattr(x, "sharding", None) for x in given]
+        if len({getattr(at, "mesh", None) for at in shardings if disk_shards.divided(at)}) <= 1:
+            self._seen.note(leaves)
 
     def of(self, state: Sequence[Any], away: Sequence[bool], inside: bool) -> tuple[list[bool], Sequence[Any]]:
         """For each array of a state, whether dejax copies it, and its sharding if dejax copies it on several devices.
@@ -199,7 +200,7 @@ class _Copies:
             inside: of `jax.jit`.
         """
         if any(map(is_on_disk, state)):
-            return [is_on_disk(x) for x in state], shardings_in([x if is_on_disk(x) else None for x in state])
+            return [is_on_disk(x) for x in state], [x.sharding if is_on_disk(x) else None for x in state]
         host = [is_away and x.ndim > 0 and is_on_host(x) for x, is_away in zip(state, away, strict=True)]
         nothing, nowhere = [False] * len(state), [None] * len(state)
         if not inside or not any(host) or not (_by_default() if self._streams is None else self._streams):

@@ -6,7 +6,7 @@ Inside of `jax.jit` an array does not tell how a mesh divides it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from dejax.offload.state.store import is_on_disk
 
 Tier = Literal["device", "host", "disk"]
-Value = TypeVar("Value")
+Shardings = tuple[Any, ...]
 
 
 def shardings_of(moments: Any, params: Any) -> list[Any]:
@@ -44,27 +44,24 @@ def tier_of(x: Any) -> Tier:
     return "disk" if is_on_disk(x) else "host" if is_on_host(x) else "device"
 
 
-class Placements(Generic[Value]):
-    """Remembers a value for each distinct placement, by the shapes and dtypes of the arrays."""
+class Placements:
+    """Remembers the shardings of arrays, each distinct placement once, by the arrays' shapes and dtypes."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, list[Value]] = {}
+        self._found: dict[Any, list[Shardings]] = {}
 
-    def note(self, arrays: Sequence[Any], value: Value) -> None:
-        """Remembers that arrays of such shapes were placed as `value` says."""
+    def note(self, arrays: Sequence[Any]) -> Shardings:
+        """Remembers how arrays lie outside of `jax.jit`; returns the sharding of each, None where there is none."""
+        shardings = tuple(getattr(x, "sharding", None) for x in arrays)
         found = self._found.setdefault(_shapes(arrays), [])
-        if value in found:
-            found.remove(value)
-        found.append(value)
+        if shardings in found:
+            found.remove(shardings)
+        found.append(shardings)
+        return shardings
 
-    def of(self, arrays: Sequence[Any]) -> list[Value]:
-        """All values for arrays of such shapes, the latest one last."""
+    def of(self, arrays: Sequence[Any]) -> list[Shardings]:
+        """How arrays of such shapes have been placed, the latest way last."""
         return self._found.get(_shapes(arrays), [])
-
-
-def shardings_in(arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The sharding of each array outside of `jax.jit`; None where there is none."""
-    return tuple(getattr(x, "sharding", None) for x in arrays)
 
 
 def explicit_shardings(arrays: Sequence[Any]) -> tuple[Any, ...] | None:

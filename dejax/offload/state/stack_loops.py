@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +19,8 @@ from dejax.offload.activations import calls
 from dejax.offload.activations.store import binding_of
 from dejax.offload.state.disk_shards import divided
 from dejax.offload.state.mixing import why_not_by_layers
-from dejax.offload.state.placements import tier_of
-from dejax.offload.state.stack_settings import StackSettings, StackState, StateShardings
+from dejax.offload.state.placements import Shardings, tier_of
+from dejax.offload.state.stack_settings import StackSettings, StackState
 from dejax.offload.state.store import is_on_disk
 from dejax.offload.state.stream.rows import HostRows, Walk, why_no_rows
 
@@ -38,13 +39,12 @@ class Run:
     Args:
         config: of the step.
         state: that it goes on from.
-        seen: how the state is divided.
+        seen: how the arrays of the state are divided; None: unknown.
         certain: no doubt about that, and the step is traced.
     """
 
-    def __init__(self, config: StackSettings, state: StackState, seen: StateShardings, *, certain: bool) -> None:
+    def __init__(self, config: StackSettings, state: StackState, seen: Shardings | None, *, certain: bool) -> None:
         self.config = config
-        self.seen = seen
         self.state = state
         self.params = jax.tree.leaves(state.layers, is_leaf=is_on_disk)
         self.moments, self.moments_tree = jax.tree.flatten(state.layer_moments, is_leaf=is_on_disk)
@@ -74,7 +74,11 @@ class Run:
             raise ValueError(
                 "stack_step: state on disk must be copied by dejax, got streams=False; leave `streams` at None"
             )
-        self.shardings = seen.of(self.leaves)
+        known = itertools.repeat(None) if seen is None else iter(seen)
+        outer, layers, outer_moments, moments, gradients = [[next(known) for _ in arrays] for arrays in state.arrays()]
+        self.outer_shardings = [*outer, *outer_moments]
+        divisions = itertools.zip_longest(self.leaves, [*layers, *moments, *gradients])
+        self.shardings = [x.sharding if is_on_disk(x) else at for x, at in divisions]
         copied = ("host", "disk") if self._streams(certain) else ("disk",)
         self.moved = [i for i in self.away if places[i] in copied]
         self.rows: HostRows | None = None
@@ -159,7 +163,7 @@ class Run:
         if self.rows is not None:
             results = [*jax.tree.leaves((outer, outer_moments)), norm, value]
             arrays = self.rows.finish_step(
-                self.ticket, list(zip(results, [*self.seen.outer, None, None], strict=False))
+                self.ticket, list(zip(results, [*self.outer_shardings, None, None], strict=True))
             )
         for i, array in zip(self.moved, arrays, strict=True):
             self.leaves[i] = array

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from dejax.offload.activations.store import ActivationStore
-from dejax.offload.state.placements import Tier, shardings_in
+from dejax.offload.state.placements import Tier
 from dejax.offload.state.store import StateStore, is_on_disk, store_at
 
 Place = Tier | Callable[[str, Any], Tier]
@@ -58,28 +58,9 @@ class StackState(NamedTuple):
     scale: Any = None
     healthy: Any = None
 
-
-@dataclass(frozen=True, slots=True)
-class StateShardings:
-    """How the arrays of a state are divided: traced arrays do not tell.
-
-    Attributes:
-        layers: shardings of the arrays [layers, ...]; None where they are not known.
-        outer: of `outer` and `outer_moments`.
-    """
-
-    layers: tuple[Any, ...] = ()
-    outer: tuple[Any, ...] = ()
-
-    @classmethod
-    def in_state(cls, state: StackState) -> StateShardings:
-        trees = ((state.layers, state.layer_moments, state.gradients), (state.outer, state.outer_moments))
-        return cls(*(shardings_in(jax.tree.leaves(tree, is_leaf=is_on_disk)) for tree in trees))
-
-    def of(self, arrays: Sequence[Any]) -> list[Any]:
-        """Of each array [layers, ...] of a state, as far as it is known."""
-        known = [*self.layers, *[None] * len(arrays)]
-        return [x.sharding if is_on_disk(x) else known[i] for i, x in enumerate(arrays)]
+    def arrays(self) -> list[list[Any]]:
+        """Those that a mesh may divide: `outer`, `layers`, `outer_moments`, `layer_moments` and `gradients`."""
+        return [jax.tree.leaves(tree, is_leaf=is_on_disk) for tree in (*self[:4], self.gradients)]
 
 
 @dataclass(frozen=True, eq=False)  # jax.jit keeps it by identity, in a weak reference

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -26,9 +27,9 @@ from dejax import _compat
 from dejax.offload.activations.store import ActivationStore
 from dejax.offload.state.disk_shards import divided, require_one_mesh, shard_bytes
 from dejax.offload.state.first_state import first_state, in_place
-from dejax.offload.state.placements import Placements, Tier, shardings_of
+from dejax.offload.state.placements import Placements, Shardings, Tier, shardings_of
 from dejax.offload.state.stack_loops import Run, count
-from dejax.offload.state.stack_settings import Kept, Place, StackSettings, StackState, StateShardings
+from dejax.offload.state.stack_settings import Kept, Place, StackSettings, StackState
 from dejax.offload.state.store import StateStore, is_on_disk
 from dejax.offload.state.stream.cut import PIECE_BYTES
 from dejax.offload.state.stream.rows import require_whole_rows
@@ -93,7 +94,7 @@ class StackStep(StackSettings):
             scalar(jnp.float32) + self.loss_scale if scaled else None,
             scalar(jnp.int32) if scaled else None,
         )
-        self._note(state)
+        self._seen.note(_leaves(state))
         return state
 
     def _put(self, x: Any, tier: Tier, sharding: Any) -> Any:
@@ -113,7 +114,7 @@ class StackStep(StackSettings):
 
     def jit(self, state: StackState) -> Any:
         """The step, jitted for a state that is donated: the new state takes the memory of the old one."""
-        seen = self._note(state)
+        seen = self._seen.note(_leaves(state))
         where = jax.tree.map(lambda x: x.sharding, state)
         return jax.jit(self._step_of(seen), donate_argnums=0, in_shardings=(where, None), out_shardings=(where, None))
 
@@ -121,9 +122,9 @@ class StackStep(StackSettings):
         """One step: the new state, and the loss (mean over microbatches) before it."""
         return self._traced(state, batch).step(batch)
 
-    def _step_of(self, seen: StateShardings) -> Callable[[StackState, Any], tuple[StackState, Array]]:
+    def _step_of(self, seen: Shardings) -> Callable[[StackState, Any], tuple[StackState, Array]]:
         """The step for states that are divided so, always the same function: `jit` traces it once for them."""
-        if not any(map(divided, seen.layers)):
+        if not any(map(divided, seen)):
             return self
 
         def step(state: StackState, batch: Any) -> tuple[StackState, Array]:
@@ -132,18 +133,13 @@ class StackStep(StackSettings):
         return self._steps.setdefault(seen, step)
 
     @functools.cached_property
-    def _steps(self) -> dict[StateShardings, Callable[[StackState, Any], tuple[StackState, Array]]]:
+    def _steps(self) -> dict[Shardings, Callable[[StackState, Any], tuple[StackState, Array]]]:
         return {}
 
     @functools.cached_property
-    def _seen(self) -> Placements[StateShardings]:
+    def _seen(self) -> Placements:
         """Of the states that `init` has made or `jit` got."""
         return Placements()
-
-    def _note(self, state: StackState) -> StateShardings:
-        seen = StateShardings.in_state(state)
-        self._seen.note(_leaves(state), seen)
-        return seen
 
     def loss(self, state: StackState, batch: Any) -> Array:
         """The loss of a batch, for validation: forward alone. The state stays as it is.
@@ -152,11 +148,11 @@ class StackStep(StackSettings):
         """
         return self._traced(state, batch).loss(batch)
 
-    def _traced(self, state: StackState, batch: Any, seen: StateShardings | None = None) -> Run:
+    def _traced(self, state: StackState, batch: Any, seen: Shardings | None = None) -> Run:
         found = self._seen.of(_leaves(state)) if seen is None else [seen]
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch)))
         inside = traced or _compat.staging_trace() is not None
-        run = Run(self, state, found[-1] if found else StateShardings(), certain=inside and len(found) == 1)
+        run = Run(self, state, found[-1] if found else None, certain=inside and len(found) == 1)
         if run.moved and not inside:
             if _compat.searches_for_nan():
                 return self._on_the_device(state, batch)
@@ -306,7 +302,7 @@ def stack_step(
 
 
 def _leaves(state: StackState) -> list[Any]:
-    return jax.tree.leaves(state, is_leaf=is_on_disk)
+    return list(itertools.chain.from_iterable(state.arrays()))
 
 
 def _on_device(state: Any) -> list[Tier]:
