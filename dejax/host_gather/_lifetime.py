@@ -17,7 +17,7 @@ from dejax.host_gather._tracing import closed_over
 
 
 class TableClosedError(RuntimeError):
-    """A table was used after it was closed or donated, or in a forked child.
+    """A table was used after it was closed or donated, or in a forked child process.
 
     >>> import jax.numpy as jnp, numpy as np
     >>> from dejax.host_gather import HostTable, gather

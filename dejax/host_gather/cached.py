@@ -18,18 +18,20 @@ from dejax.host_gather.table import LocalTable
 
 
 class CachedTable(LocalTable):
-    """A `HostTable` and a copy of some of its rows in device memory. All functions that take tables take both.
+    """A `HostTable` with copies of its most used rows in device memory. Use it wherever a table is expected.
 
-    The set of cached rows is fixed when the table is made. The kernel decides row by row whether a row is cached, so
-    shapes are static and nothing is synchronised. Results are those of the table. `scatter`, `scatter_add` and the
-    optimizers also update the cached copies, and return a CachedTable. Writing only the table inside makes them stale.
+    The set of cached rows is fixed when the table is made. Reads give the same results as reads of the table; kernels
+    decide for each row which copy to read, so shapes stay static and nothing is synchronised. `scatter`, `scatter_add`
+    and the optimizers update the cached copies, too, and return a CachedTable. Do not write the table inside on its
+    own, because the copies would then be out of date.
 
-    A pytree. On the CPU, where there is one memory, the cache is kept but not read.
+    A CachedTable is a pytree. On the CPU, where there is one memory, the cache is kept but not read.
 
     Attributes:
-        table: the table.
+        table: the table in host memory.
         cache: uint[cached, words], the cached rows as unsigned integers, on the device.
-        slots: int32[rows], the row of `cache` that holds each row of the table, -1 for none. It takes 4 bytes a row.
+        slots: int32[rows], for each row of the table its row in `cache`, or -1 if it is not cached. It takes 4 bytes of
+            device memory for each row.
     """
 
     __slots__ = ()
@@ -44,10 +46,10 @@ class CachedTable(LocalTable):
 
     @classmethod
     def from_ids(cls, table: HostTable, ids: ArrayLike) -> CachedTable:
-        """Caches the rows `ids`, int[cached], distinct.
+        """Caches the rows with the given ids, int[cached], which must be distinct.
 
         Raises:
-            ValueError: an id that is out of range or occurs twice.
+            ValueError: an id is out of range or occurs twice.
         """
         hot = distinct_ids("CachedTable", "ids", ids, len(table))
         slots = np.full(len(table), -1, np.int32)
@@ -62,12 +64,13 @@ class CachedTable(LocalTable):
 
         Args:
             table: the table.
-            counts: real[rows]: out-degrees of a graph's nodes, given frequencies, or a profile (`count_ids`).
-            cached_rows: how many rows to cache.
+            counts: real[rows], how often each row is expected to be read, such as the out-degrees of a graph's nodes,
+                or counts of real reads (`count_ids`).
+            cached_rows: number of rows to cache.
 
         Raises:
-            TypeError: counts that are not real.
-            ValueError: counts of another shape, or with NaN; more cached rows than rows.
+            TypeError: `counts` are not real numbers.
+            ValueError: `counts` have another shape or a NaN, or `cached_rows` is larger than the number of rows.
         """
         weights = np.asarray(counts)
         if weights.dtype.kind not in "biuf" and not jnp.issubdtype(weights.dtype, jnp.floating):
@@ -85,10 +88,12 @@ class CachedTable(LocalTable):
         return cls.from_ids(table, np.argpartition(weights, cold)[cold:] if cold else np.arange(len(weights)))
 
     def hit_rate(self, ids: ArrayLike) -> Array:
-        """The fraction of `ids` in range whose rows are cached: a float32 scalar on the device. It may be jitted.
+        """The share of `ids` whose rows are cached, as a float32 scalar on the device. Ids out of range do not count.
+
+        It works inside of `jax.jit`, too.
 
         Raises:
-            TypeError: ids that are no integers.
+            TypeError: `ids` are not integers.
         """
         ids = checked_ids("CachedTable.hit_rate", ids, len(self))
         hits = self._places(ids) >= 0
@@ -96,18 +101,20 @@ class CachedTable(LocalTable):
 
 
 def count_ids(counts: ArrayLike, ids: ArrayLike) -> Array:
-    """Adds one to `counts` for each of `ids` in range: a profile for `CachedTable.from_counts`. It may be jitted.
+    """Counts how often rows are read: adds 1 to `counts[id]` for each id, for `CachedTable.from_counts`.
+
+    It works inside of `jax.jit`, too. Ids out of range do not count.
 
     Args:
         counts: int32[rows], the counts so far; begin with zeros.
-        ids: int[...], any shape.
+        ids: int[...], of any shape.
 
     Returns:
-        int32[rows].
+        int32[rows], the new counts.
 
     Raises:
-        TypeError: ids that are no integers.
-        ValueError: counts that do not have one axis.
+        TypeError: `ids` are not integers.
+        ValueError: `counts` does not have one axis.
     """
     counts = jnp.asarray(counts)
     if counts.ndim != 1:

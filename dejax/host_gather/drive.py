@@ -26,21 +26,23 @@ from dejax.host_gather.table import _TABLES, LocalTable
 
 
 class DriveTable(LocalTable):
-    """A table [rows, *row] whose rows lie in files: for features that are larger than memory.
+    """A read-only table whose rows lie in files on a drive, for features that are larger than host memory.
 
-    Functions that read a `HostTable` read it. Rows that were read stay in a cache in host memory, from which S3-FIFO
-    evicts. Missing rows are read past the page cache, by io_uring, or by threads where a container forbids io_uring. A
-    block of 4 KiB that has several of the rows is read once. `gather_start` begins to read, and the rows arrive while
-    the step computes.
+    Use it wherever a `HostTable` can be read. Rows that were read stay in a cache in host memory, which evicts rows by
+    the S3-FIFO policy. Rows that are not in the cache are read from the drive with io_uring (or with threads, where a
+    container forbids io_uring), past the page cache. A block of 4 KiB that holds several of the rows is read once.
+    `gather_start` begins to read, so that rows arrive while the step computes.
 
-    For reading only: a table that is trained must lie in memory. `CachedTable.from_ids(table, ids)` keeps copies of
-    rows on the device, and `SplitTable.from_parts(table, device_table, ids)` reads the other rows from the drive.
+    A table that is trained must lie in memory instead. To keep copies of the most used rows on the device, wrap the
+    table in `CachedTable.from_ids(table, ids)`; to hold these rows on the device only, use
+    `SplitTable.from_parts(table, device_table, ids)`.
 
-    A pytree. The files must not change while the table is used: reads that find them changed raise.
+    A DriveTable is a pytree. The files must not change while the table is used; a read of a changed file raises an
+    error.
 
     Attributes:
         shape: (rows, *row).
-        dtype: of the elements.
+        dtype: dtype of the elements.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/rows.npy"
@@ -64,10 +66,11 @@ class DriveTable(LocalTable):
     def from_npy(
         cls, path: str | os.PathLike[str], *, cache_bytes: int, device: jax.Device | None = None, **options: Any
     ) -> DriveTable:
-        """The array of an `.npy` file. Arguments and errors as `from_file`, whose shape and dtype are in the file.
+        """Opens an `.npy` file as a table. The arguments and errors are those of `from_file`; the file has the shape
+        and dtype.
 
         Raises:
-            ValueError: also for a file that is no `.npy` file of a C-ordered array, or that does not name its dtype.
+            ValueError: also if the file is not an `.npy` file of a C-ordered array, or does not name its dtype.
         """
         shape, dtype, offset = _storage.npy_header(path, f"DriveTable.from_npy({os.fspath(path)!r})")
         return cls.from_file(path, shape, dtype, offset=offset, cache_bytes=cache_bytes, device=device, **options)
@@ -87,27 +90,29 @@ class DriveTable(LocalTable):
         threads: int | None = None,
         device: jax.Device | None = None,
     ) -> DriveTable:
-        """The rows of a file.
+        """Opens a file of consecutive rows as a table.
 
         Args:
             path: the file. Rows need no alignment; those that lie within one block of 4 KiB cost one read.
             shape: (rows, *row).
-            dtype: of whole bytes, in this machine's byte order.
-            cache_bytes: host memory for rows, pinned on a GPU. It should hold the rows of several mini-batches. The
-                table takes 4 bytes a row besides.
-            offset: bytes before the first row.
-            visits: real[rows], how often each row is expected to be read (`dejax.minibatch.expected_visits`): as many
-                of the most visited rows as the cache holds are evicted last. By default the cache learns alone.
-            direct: whether reads go past the page cache, where the file system allows it.
-            io_uring: whether reads may use io_uring, where the kernel allows it.
-            threads: that read: by default one for each four cores, at most 4, with io_uring, else 32.
+            dtype: dtype of the elements, whole bytes in this machine's byte order.
+            cache_bytes: host memory for cached rows, pinned on a GPU. It should hold the rows of several mini-batches.
+                The table takes another 4 bytes for each row.
+            offset: number of bytes in the file before the first row.
+            visits: real[rows], how often each row is expected to be read (`dejax.minibatch.expected_visits`). The most
+                visited rows, as many as fit into the cache, are then evicted last. By default the cache learns from the
+                reads alone.
+            direct: whether reads bypass the page cache, if the file system allows it.
+            io_uring: whether reads may use io_uring, if the kernel allows it.
+            threads: number of threads that read; by default one for each four cores and at most 4 with io_uring, else
+                32.
             device: the device whose steps read the table; by default jax's default device.
 
         Raises:
-            ValueError: a file that is shorter than the shape, a cache without room for a row, the other byte order,
-                visits of another shape or with NaN.
+            ValueError: the file is shorter than the shape, the cache has no room for one row, the byte order is not the
+                machine's, or `visits` has another shape or a NaN.
             OSError: the file cannot be opened.
-            MemoryError: the cache cannot be pinned.
+            MemoryError: the memory of the cache cannot be pinned.
         """
         what = f"DriveTable.from_file({os.fspath(path)!r})"
         if not np.dtype(dtype).isnative:
@@ -122,13 +127,14 @@ class DriveTable(LocalTable):
         return cls(open_reader(files, spec, reading, device, what), spec)
 
     def stats(self) -> dict[str, Any]:
-        """What the reader has done so far, outside of jitted functions.
+        """Counters of the reads so far. Call it outside of jitted functions.
 
         Returns:
-            device_rows, cache_rows, drive_rows: how many rows were found where. read_bytes, reads: of the drive, in
-            whole blocks. waits, wait_seconds: how often and how long a gather waited for rows. rows_in_cache, and
-            cache_rows_capacity, its room. hit_rate: the part of the rows that did not come from the drive.
-            engine: "io_uring", or "threads" with the reason.
+            A dict. device_rows, cache_rows, drive_rows: number of rows that were found on the device, in the cache and
+            on the drive. hit_rate: share of the rows that did not come from the drive. read_bytes, reads: bytes (in
+            whole blocks) and number of reads of the drive. waits, wait_seconds: how often and how long gathers waited
+            for rows. rows_in_cache, cache_rows_capacity: number of rows that the cache holds and can hold. engine:
+            "io_uring", or "threads" with the reason.
 
         Raises:
             TableClosedError: the table was closed.

@@ -74,36 +74,40 @@ def gather(
     order: Order = "auto",
     num_sms: int | None = None,
 ) -> Array:
-    """Rows of a table by ids, read in place: inside or outside `jax.jit`, `scan`, `cond`, `vmap` over ids, `shard_map`.
+    """Reads rows of a table by their ids, without copying the table.
 
-    The table has no derivative. A loss that uses gathered rows can be differentiated with respect to everything else,
-    and `host_gather.value_and_grad` gives the gradient of the rows.
+    It works inside and outside of `jax.jit`, `scan`, `cond`, `vmap` over ids, and `shard_map`. The gathered rows have
+    no derivative with respect to the table; `host_gather.value_and_grad` gives that gradient. With respect to
+    everything else, a loss can be differentiated as usual.
 
     Args:
-        table: [rows, *row], of any placement. One that is divided over a mesh (`dejax.distributed.ShardedTable`) is
-            read inside of `jax.shard_map`, and takes `out_dtype` alone of what follows.
-        ids: int[...], any shape; int64 needs jax's 64-bit mode. Negative ids are out of range: they do not count from
-            the end.
-        mode: the result for an id out of range. "fill": a row of `fill_value`. "clip": the nearest row. "raise": an
-            error. On the CPU this call raises it. On a GPU a later gather of this mode or `check_errors` raises it, and
-            until then the row is one of `fill_value`.
+        table: a table [rows, *row] of any kind. A table that is divided over a mesh (`dejax.distributed.ShardedTable`)
+            is read inside of `jax.shard_map`; of the arguments below it supports `out_dtype` only.
+        ids: int[...], the rows to read; int64 needs jax's 64-bit mode. Negative ids are out of range: they do not count
+            from the end.
+        mode: what an id out of range gives. "fill": a row of `fill_value`. "clip": the nearest row. "raise": an error.
+            On the CPU this call raises it. On a GPU a later gather of this mode or `check_errors` raises it, and this
+            gather gives a row of `fill_value`.
         fill_value: a scalar of the result's dtype.
-        out_dtype: float32, bfloat16 or float16: elements are converted as they are read. By default the table's own.
-        scale: float, () or [rows]: multiplies the converted rows (for int8 and fp8 tables). Not differentiated.
+        out_dtype: dtype to which elements are converted as they are read: float32, bfloat16 or float16. By default the
+            table's own.
+        scale: float, () or [rows]: factor of the converted rows (for int8 and FP8 tables). It is not differentiated.
         reduce: "mean" averages over the last axis of `ids` in float32. Ids out of range do not count (unless
-            `mode="clip"`); if all are out of range, the result is `fill_value`. Rows must be floats or be converted.
-        order: "given" reads rows in the order of `ids`. "sorted" sorts the ids inside the step and reads equal ones
-            once: for large tables and for ids with many duplicates. "auto" decides from sizes by a cost model. The
-            result is the same.
-        num_sms: the most multiprocessors that the read may take; by default 8 or 16, which saturate the bus, four times
-            as many where some rows lie on the device (CachedTable, SplitTable), or all for a DeviceTable.
+            `mode="clip"`); if all are out of range, the result is `fill_value`. Rows must be floats or be converted to
+            floats.
+        order: "given" reads rows in the order of `ids`. "sorted" sorts the ids in the step and reads each row once,
+            which helps for large tables and ids with many duplicates. "auto" chooses by a cost model. The result is the
+            same.
+        num_sms: largest number of GPU multiprocessors to use. By default 8 or 16, which saturate the bus; four times as
+            many if some rows lie on the device (CachedTable, SplitTable); all for a DeviceTable.
 
     Returns:
         [*ids.shape, *row], or [*ids.shape[:-1], *row] with `reduce`, of `out_dtype`.
 
     Raises:
-        TypeError: no HostTable, ids that are no integers, an impossible dtype, a table that is closed over.
-        ValueError: an unknown mode, order or reduction; a table that was sliced on its way; a mapped table.
+        TypeError: `table` is no table, `ids` are not integers, a dtype is not possible, or a jitted function closes
+            over the table.
+        ValueError: `mode`, `order` or `reduce` is unknown, or the table was sliced or mapped.
         TableClosedError: the table was closed or donated.
 
     >>> from dejax.host_gather import HostTable
@@ -137,13 +141,13 @@ def read_rows(what: str, operands: TableOperands, ids: Any, options: GatherOptio
 
 
 def check_errors() -> None:
-    """Raises if a gather of mode "raise" met an id out of range on a GPU. Call it after the step is done.
+    """Raises an error if a `gather(..., mode="raise")` on a GPU met an id out of range. Call it after the step is done.
 
-    It clears the error: the next call reports later gathers.
+    The call clears the error, so that the next call reports later gathers only.
 
     Raises:
-        IndexError: a gather met an id out of range; the message names one.
-        NativeExtensionError: the extension is missing.
+        IndexError: a gather met an id out of range; the message has one of these ids.
+        NativeExtensionError: dejax's native extension is missing.
 
     >>> import jax.numpy as jnp, numpy as np
     >>> from dejax.host_gather import HostTable, check_errors, gather

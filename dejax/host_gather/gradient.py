@@ -19,10 +19,10 @@ from dejax.host_gather.table import LocalTable
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RowGradient:
-    """The gradient of a table as rows: the sum over `i` of `values[i]` at row `ids[i]`. Ids may repeat.
+    """The gradient of a table as a list of rows: `values[i]` belongs to row `ids[i]`, and rows of equal ids add up.
 
     Attributes:
-        ids: int[n]; ids out of range contribute nothing.
+        ids: int[n]; ids out of range are ignored.
         values: float[n, *row].
     """
 
@@ -33,12 +33,12 @@ class RowGradient:
 def value_and_grad(
     loss: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """As `jax.value_and_grad`, but the gradient of a table is a `RowGradient`, wherever its rows lie.
+    """`jax.value_and_grad` for functions that read tables: the gradient of a table is a `RowGradient` of the rows read.
 
     Args:
-        loss: a function of tables and arrays that returns a scalar, or (scalar, aux). It must gather rows of the
-            differentiated tables directly, not inside a function that it compiles, maps or scans: gather first and
-            pass the rows on. Other tables may be used in any way.
+        loss: a function of tables and arrays that returns a scalar, or (scalar, aux). It must gather from
+            differentiated tables directly, not inside of a function that it compiles, maps or scans: gather first and
+            pass the rows on. Tables that are not differentiated may be used in any way.
         argnums: positions of the arguments to differentiate: tables, arrays, or pytrees of both.
         has_aux: whether `loss` returns (scalar, aux).
 
@@ -47,9 +47,9 @@ def value_and_grad(
         jitted.
 
     Raises:
-        TypeError: when called: a differentiated argument is not given by position.
-        ValueError: when called: a gather of a differentiated table inside another transformation, with `scale`, or
-            begun by `gather_start`; a table whose rows are no floats.
+        TypeError: when called: a differentiated argument is not passed by position.
+        ValueError: when called: a differentiated table is gathered inside of another transformation, with `scale`, or
+            by `gather_start`; or its rows are not floats.
 
     >>> from dejax.host_gather import HostTable
     >>> table = HostTable.from_numpy(np.arange(6.0, dtype=np.float32).reshape(3, 2))

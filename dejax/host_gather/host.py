@@ -23,25 +23,24 @@ if TYPE_CHECKING:
 
 
 class HostTable(LocalTable):
-    """A table [rows, *row] in host memory, of which jitted functions read single rows without copying the table.
+    """A table [rows, *row] in host memory. Jitted functions read and write single rows without copying the table.
 
-    On an NVIDIA GPU the memory is pinned and mapped, and kernels read it over the bus. Elsewhere it is ordinary memory,
-    and the same calls run on the CPU's threads. Make a table with `from_numpy`, `from_npy`, `from_file`, `zeros` or
-    `empty`.
+    On an NVIDIA GPU the memory is pinned and mapped, and kernels read it over the bus. On other platforms it is
+    ordinary memory, read by CPU threads. Make a table with `from_numpy`, `from_npy`, `from_file`, `zeros` or `empty`.
 
     A table is a pytree with one array. Pass it as an argument to `jax.jit`; inside, `scan` and `cond` may close over
-    it, and `jax.shard_map` takes a shared one (see `share`). Three uses are refused or copy the table:
+    it, and `jax.shard_map` takes a shared one (see `share`). Three uses raise an error or copy the table:
 
-    * A jitted function that closes over it would make it a constant of the program.
-    * A jitted function that returns it without donation copies it (see `shardings`).
-    * A scan that takes it as `xs`, and a `vmap` that maps over it, would slice it.
+    * A jitted function that closes over the table would make it a constant of the program.
+    * A jitted function that returns the table without donation copies it (see `shardings`).
+    * A scan that takes the table as `xs`, and a `vmap` that maps over it, would slice it.
 
-    The memory lives as long as the table, an array made from it, or a step in flight that reads it. `close`, or
-    leaving the `with` block, releases it earlier.
+    The memory is freed when neither the table, nor an array made from it, nor a running step uses it any longer.
+    `close`, or leaving the `with` block, frees it earlier.
 
     Attributes:
         shape: (rows, *row).
-        dtype: of the elements.
+        dtype: dtype of the elements.
 
     >>> table = HostTable.from_numpy(np.arange(12.0, dtype=np.float32).reshape(6, 2))
     >>> table
@@ -68,19 +67,19 @@ class HostTable(LocalTable):
         copy: bool = True,
         device: jax.Device | None = None,
     ) -> HostTable:
-        """A table with the rows of a numpy array.
+        """Makes a table from a numpy array.
 
         Args:
-            array: [rows, *row], any dtype of whole bytes, in any byte order.
-            copy: False pins the array's own memory, so that later writes to the array change the table. (On the CPU
+            array: [rows, *row], of any dtype whose elements are whole bytes, in any byte order.
+            copy: False uses the array's own memory, so that later writes to the array change the table. (On the CPU,
                 `scatter` moves such a table to memory of its own.) The array must be C-contiguous and begin at
                 a multiple of 64 bytes (16 on a GPU). A read-only array gives a read-only table. Of several CPU devices
                 only the first one can use an array's own memory.
             device: the device whose steps read the table; by default jax's default device.
 
         Raises:
-            ValueError: a scalar, or, without `copy`, memory that cannot be used as it is.
-            TypeError: a dtype that is not of whole bytes.
+            ValueError: `array` is a scalar; or `copy=False`, and its memory cannot be used as it is.
+            TypeError: elements of the dtype are not whole bytes.
             MemoryError: the memory cannot be pinned.
         """
         what = "HostTable.from_numpy"
@@ -95,11 +94,11 @@ class HostTable(LocalTable):
 
     @classmethod
     def from_npy(cls, path: str | os.PathLike[str], *, device: jax.Device | None = None) -> HostTable:
-        """A read-only table with the array of an `.npy` file, in place where that is possible.
+        """Opens an `.npy` file as a read-only table, without copying it if that is possible (see `from_file`).
 
         Raises:
-            ValueError: no `.npy` file of a C-ordered array, or one that is shorter than its header says, or that does
-                not name its dtype, as numpy writes of bfloat16 and FP8: `from_file` takes the dtype.
+            ValueError: the file is not an `.npy` file of a C-ordered array, or is shorter than its header says, or does
+                not name its dtype. numpy does not name bfloat16 and FP8; use `from_file`, which takes the dtype.
             MemoryError: the memory cannot be pinned.
         """
         shape, dtype, offset = _storage.npy_header(path, f"HostTable.from_npy({os.fspath(path)!r})")
@@ -115,20 +114,20 @@ class HostTable(LocalTable):
         offset: int = 0,
         device: jax.Device | None = None,
     ) -> HostTable:
-        """A read-only table with the bytes of a file.
+        """Opens a file of consecutive rows as a read-only table.
 
-        On the CPU the file is mapped, and its pages are read when rows are. On a GPU the mapped file is pinned if the
-        driver can pin pages of files; otherwise all threads read the file into pinned memory. A file of the other byte
-        order is read and converted.
+        On the CPU the file is mapped into memory, and its pages are read when rows are read. On a GPU the mapped file
+        is pinned if the driver can pin pages of files; otherwise the file is read into pinned memory. A file in the
+        other byte order is read and converted.
 
-        A mapped file must not become shorter while the table is used. dejax refuses a table whose file did. A step that
-        is reading it at that moment ends the process (SIGBUS), which nothing can prevent.
+        A mapped file must not become shorter while the table is used. dejax raises an error for a table whose file did,
+        but a step that is reading it at that moment ends the process (SIGBUS), which nothing can prevent.
 
         Args:
             path: the file.
             shape: (rows, *row).
-            dtype: of whole bytes, in any byte order.
-            offset: bytes before the first row.
+            dtype: dtype of the elements, whole bytes in any byte order.
+            offset: number of bytes in the file before the first row.
             device: the device whose steps read the table; by default jax's default device.
 
         Raises:
@@ -141,7 +140,7 @@ class HostTable(LocalTable):
 
     @classmethod
     def zeros(cls, shape: Sequence[int], dtype: Any = np.float32, *, device: jax.Device | None = None) -> HostTable:
-        """A table of zeros. Raises as `empty`."""
+        """Makes a table of zeros. The arguments and errors are those of `empty`."""
         spec = table_spec(shape, dtype, device, "HostTable.zeros")
         leaf = _storage.allocate(spec, device, "HostTable.zeros")
         memory = memory_of(leaf)
@@ -151,35 +150,35 @@ class HostTable(LocalTable):
 
     @classmethod
     def empty(cls, shape: Sequence[int], dtype: Any = np.float32, *, device: jax.Device | None = None) -> HostTable:
-        """A table to be filled with `write`. Its elements are unspecified before.
+        """Makes a table with unspecified values, to be filled with `write`.
 
         Args:
             shape: (rows, *row).
-            dtype: of whole bytes.
+            dtype: dtype of the elements, which are whole bytes.
             device: the device whose steps read the table; by default jax's default device.
 
         Raises:
-            ValueError: no axis of rows, or a negative size.
-            TypeError: a dtype that is not of whole bytes.
+            ValueError: `shape` has no axis of rows or a negative size.
+            TypeError: elements of the dtype are not whole bytes.
             MemoryError: the memory cannot be pinned.
         """
         spec = table_spec(shape, dtype, device, "HostTable.empty")
         return cls(_storage.allocate(spec, device, "HostTable.empty"), spec)
 
     def write(self, start: int, rows: ArrayLike) -> None:
-        """Copies rows from the host into the table, at once. Use it to fill a table, not within a step.
+        """Copies rows from numpy into the table, immediately. Use it to fill a table, not within a step.
 
-        It does not wait for steps in flight that read the table: they may see old rows or new ones. If another thread
-        closes or donates the table meanwhile, the rows are lost with it.
+        It does not wait for running steps that read the table; they may see old or new rows. If another thread closes
+        or donates the table meanwhile, the rows are lost with it.
 
         Args:
-            start: the first row written.
+            start: number of the first row to write.
             rows: [count, *row], converted to the table's dtype.
 
         Raises:
-            ValueError: rows of another shape or beyond the table's end, or a read-only table.
+            ValueError: `rows` have another shape or reach beyond the table's end, or the table is read-only.
             TableClosedError: the table was closed or donated.
-            TypeError: inside a jitted function.
+            TypeError: the call is inside a jitted function.
         """
         leaf = self._concrete("write")
         given = np.ascontiguousarray(
@@ -197,21 +196,23 @@ class HostTable(LocalTable):
                 copy_rows(own, self._spec, start, given)
 
     def share(self, mesh: Mesh, *, writable: bool = False) -> HostTable:
-        """The same rows as an array of every device of a mesh, for `jax.shard_map` with the spec `PartitionSpec()`.
+        """Makes the table usable by all devices of a mesh, in `jax.shard_map` with the spec `PartitionSpec()`.
 
-        GPUs of one process share one physical table. On other platforms each device gets a copy. The result lives as
-        long as it or `self` does. With devices of several processes, each process shares a table of equal rows.
-        `dejax.distributed.share` shares the tables of a tree, cached and split ones too.
+        The GPUs of one process share one table in memory; on other platforms each device gets a copy. With several
+        processes, each process shares a table of its own, with equal rows. The memory lives as long as the result or
+        `self`. For a pytree of tables, also cached and split ones, use `dejax.distributed.share`.
 
-        A table that is shared for writing is written inside of `shard_map`, by all devices together: `scatter_add` and
+        A table that is shared for writing is written inside of `shard_map` by all devices together: `scatter_add` and
         the optimizers take the rows of all devices, in the order of the mesh, and write each row once.
 
         Args:
             mesh: the devices.
-            writable: whether `scatter`, `scatter_add` and the optimizers take the result. Do not use `self` afterwards.
+            writable: whether `scatter`, `scatter_add` and the optimizers may write the result. If so, do not use `self`
+                afterwards.
 
         Raises:
-            ValueError: devices of another platform, or none of this process; a read-only table to write.
+            ValueError: the mesh has devices of another platform or none of this process; or `writable`, but the table
+                is read-only.
         """
         leaf = self._concrete("share")
         with reporting_closed(leaf, "HostTable.share"):

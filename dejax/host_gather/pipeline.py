@@ -34,12 +34,13 @@ _sites = itertools.count(1)
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PendingRows:
-    """A gather in flight. Give it to `gather_done`, once, in the same jitted function.
+    """A read of rows that is under way. `gather_start` returns it; pass it to `gather_done` once, in the same jitted
+    function.
 
     Attributes:
-        ticket: in a program for a GPU a small array that orders start before done, and whose address identifies the
-            start; elsewhere the rows themselves.
-        held: the arrays on the device that the gather reads until it is done; of a table on a drive all that it reads.
+        ticket: on a GPU a small array that orders the start before the end of the read and identifies it; on other
+            platforms the rows themselves.
+        held: the device arrays that the read needs until it is done; for a table on a drive all arrays that it needs.
 
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> from dejax.host_gather import HostTable, gather_done, gather_start
@@ -66,28 +67,29 @@ class PendingRows:
 
 
 def gather_start(table: Table, ids: ArrayLike, *, before: Any = None, **options: Any) -> Any:
-    """Begins a gather on a stream of its own, so that it overlaps with what runs before `gather_done`.
+    """Begins to read rows of a table, so that the read overlaps with the computation until `gather_done`.
 
-    For jitted functions: outside of one it reads the rows at once. Until `gather_done` takes the rows, they lie in
+    Use it inside of jitted functions; outside, it reads the rows at once. Until `gather_done` the rows lie in device
     memory outside of jax's pool.
 
     Args:
-        table: [rows, *row], of any placement. Rows of a table that is divided over a mesh are exchanged at once: XLA
-            overlaps the collectives.
-        ids: int[...].
-        before: a pytree of arrays that the compute to overlap with reads. XLA orders calls by data dependence alone:
-            `before` comes back dependent on the start, so that compute which uses it runs after the start.
-        options: mode, fill_value, out_dtype, scale, order and num_sms, as in `gather`. The default of num_sms is 4: the
-            fewest multiprocessors that saturate the bus. It is 8 or 16 if rows become two or four times as wide, and
-            four times as many where some rows lie on the device. A DeviceTable is read by all.
+        table: a table [rows, *row] of any kind. The rows of a table that is divided over a mesh are exchanged at once,
+            because XLA overlaps collectives itself.
+        ids: int[...], the rows to read.
+        before: pytree of arrays that the overlapped computation uses. XLA orders operations by their data alone, so
+            `gather_start` returns these arrays again, and a computation that uses the returned arrays runs after the
+            start of the read.
+        options: mode, fill_value, out_dtype, scale, order and num_sms, as in `gather`. The default of num_sms is 4, the
+            fewest multiprocessors that saturate the bus; 8 or 16 if `out_dtype` makes rows two or four times as wide;
+            and four times as many if some rows lie on the device. A DeviceTable is read by all multiprocessors.
 
     Returns:
-        PendingRows; with `before`, (PendingRows, before).
+        PendingRows; with `before`, a pair (PendingRows, before).
 
     Raises:
-        TypeError: no HostTable, ids that are no integers, an impossible dtype, an unknown option.
-        ValueError: an unknown mode or order, `num_sms` under 1, `reduce`, a table that was sliced or mapped, or one
-            that `value_and_grad` differentiates.
+        TypeError: `table` is no table, `ids` are not integers, a dtype is not possible, or an option is unknown.
+        ValueError: `mode` or `order` is unknown, `num_sms` is below 1, `reduce` is given, the table was sliced or
+            mapped, or `value_and_grad` differentiates it.
         TableClosedError: the table was closed or donated.
 
     >>> import jax, jax.numpy as jnp, numpy as np
@@ -103,14 +105,14 @@ def gather_start(table: Table, ids: ArrayLike, *, before: Any = None, **options:
 
 
 def gather_done(pending: PendingRows, *, after: Any = None) -> Any:
-    """The rows of a gather that `gather_start` began.
+    """Waits for the rows that `gather_start` began to read, and returns them.
 
     Args:
-        pending: from `gather_start`.
-        after: a pytree of arrays, results of the overlapped compute. The wait for the rows comes after them.
+        pending: the PendingRows of `gather_start`.
+        after: pytree of arrays, the results of the overlapped computation. The wait happens after they are computed.
 
     Returns:
-        [*ids.shape, *row]; with `after`, (rows, after).
+        The rows [*ids.shape, *row]; with `after`, a pair (rows, after).
 
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> from dejax.host_gather import HostTable, gather_done, gather_start
@@ -175,24 +177,24 @@ def prefetched_scan(
     depth: int = 1,
     **options: Any,
 ) -> tuple[Carry, Any]:
-    """`jax.lax.scan` whose step gets the rows of its ids, which were read while earlier steps computed.
+    """`jax.lax.scan` over steps that read rows of a table: the rows of a step are read while earlier steps compute.
 
     Args:
-        step: (carry, rows, x) -> (carry, y), with rows [*ids.shape[1:], *row].
+        step: function `(carry, rows, x) -> (carry, y)`, with the rows [*ids.shape[1:], *row] of the step's ids.
         init: the first carry.
-        table: [rows, *row], of any placement; the step must not write it.
-        ids: int[steps, ...], of all steps.
-        xs: a pytree of arrays [steps, ...], or None.
-        depth: how many steps ahead rows are read; each takes device memory for its rows.
-        options: those of `gather_start`, with the same defaults; `mode` must be "fill".
+        table: a table [rows, *row] of any kind; the step must not write it.
+        ids: int[steps, ...], the rows that each step reads.
+        xs: pytree of arrays [steps, ...], or None.
+        depth: number of steps by which reads are ahead; each takes device memory for its rows.
+        options: the options of `gather_start`, with the same defaults; `mode` must be "fill".
 
     Returns:
-        (last carry, stacked ys), as `jax.lax.scan`.
+        A pair (last carry, stacked ys), as from `jax.lax.scan`.
 
     Raises:
-        TypeError: no HostTable, ids that are no integers, an impossible dtype, an unknown option.
-        ValueError: another mode than "fill", an unknown order, `depth` or `num_sms` under 1, ids without an axis of
-            steps, `reduce`, a table that was sliced or mapped, or one that `value_and_grad` differentiates.
+        TypeError: `table` is no table, `ids` are not integers, a dtype is not possible, or an option is unknown.
+        ValueError: `mode` is not "fill", `order` is unknown, `depth` or `num_sms` is below 1, `ids` has no axis of
+            steps, `reduce` is given, the table was sliced or mapped, or `value_and_grad` differentiates it.
         TableClosedError: the table was closed or donated.
 
     >>> from dejax.host_gather import HostTable

@@ -21,14 +21,15 @@ _BLOCK_BYTES = 64 << 20  # of rows that are converted at once
 
 
 class DeviceTable(LocalTable):
-    """A table whose rows all lie in device memory. Functions that read a `HostTable` read it, by the same kernels.
+    """A table whose rows all lie in device memory. Use it wherever a `HostTable` can be read.
 
-    A pytree. Read-only unless it is made with `writable=True`: then `scatter`, `scatter_add` and the optimizers write
-    it in place, if the step donates it. Functions of `jax.tree` may pass it on, and cannot compute with it.
+    It is read-only unless it is made with `writable=True`; then `scatter`, `scatter_add` and the optimizers write it in
+    place, if the jitted step donates it. A DeviceTable is a pytree: functions of `jax.tree` may pass it on, but cannot
+    compute with it.
 
     Attributes:
         words: uint[rows, words], the rows as unsigned integers, on the device.
-        spec: its static part.
+        spec: shape and dtype (static).
 
     >>> table = DeviceTable.from_numpy(np.arange(6.0, dtype=np.float32).reshape(3, 2))
     >>> table[np.array([2, -1])]
@@ -47,16 +48,16 @@ class DeviceTable(LocalTable):
 
     @classmethod
     def from_numpy(cls, array: ArrayLike, *, device: jax.Device | None = None, writable: bool = False) -> DeviceTable:
-        """Copies the rows of a numpy array [rows, *row], of any dtype of whole bytes, to the device.
+        """Copies a numpy array to the device as a table.
 
         Args:
-            array: [rows, *row].
-            device: by default jax's default device.
+            array: [rows, *row], of any dtype whose elements are whole bytes.
+            device: the device; by default jax's default device.
             writable: whether steps may write the table.
 
         Raises:
-            ValueError: a scalar.
-            TypeError: a dtype that is not of whole bytes.
+            ValueError: `array` is a scalar.
+            TypeError: elements of the dtype are not whole bytes.
         """
         given = np.asarray(array)
         spec = _device_spec(table_spec(given.shape, given.dtype, device, "DeviceTable.from_numpy"), writable)
@@ -67,17 +68,18 @@ class DeviceTable(LocalTable):
 
     @classmethod
     def from_array(cls, array: Array, dtype: Any = None, *, writable: bool = False) -> DeviceTable:
-        """A table of the rows of an array [rows, *row] on the device, such as a generator that ran there made.
+        """Makes a table from an array that already lies on the device.
 
         Args:
-            array: [rows, *row]. jax makes a second array of its bits, unless they are unsigned integers [rows, width]
-                already.
-            dtype: of the rows: the array has their bits, as unsigned integers of that width. By default its own.
+            array: [rows, *row]. The table holds a second copy of it, unless the array is unsigned integers [rows,
+                width].
+            dtype: dtype of the table's rows, if `array` holds their bits as unsigned integers of the same width; by
+                default the dtype of `array`.
             writable: whether steps may write the table.
 
         Raises:
-            ValueError: a scalar, or integers of another width than `dtype`.
-            TypeError: a dtype that is not of whole bytes.
+            ValueError: `array` is a scalar, or its integers have another width than `dtype`.
+            TypeError: elements of the dtype are not whole bytes.
         """
         device, what = next(iter(array.devices())), "DeviceTable.from_array"
         found = array.dtype if dtype is None else jnp.dtype(dtype)
@@ -88,16 +90,18 @@ class DeviceTable(LocalTable):
 
 
 class SplitTable(LocalTable):
-    """A table of which each row lies either in device memory or in host memory: together they hold more than either.
+    """A table with some rows in device memory and all others in host memory, so that it may be larger than either.
 
-    Functions that read a `HostTable` read it; the kernel decides row by row. A `CachedTable` instead keeps all rows in
-    host memory, and copies of some on the device. A pytree. Read-only unless it is made with `writable=True`: then
-    `scatter`, `scatter_add` and the optimizers write both parts in place, if the step donates it.
+    Use it wherever a `HostTable` can be read; kernels decide for each row where to read it. In contrast, a
+    `CachedTable` keeps all rows in host memory, and copies of some on the device. A SplitTable is read-only unless it
+    is made with `writable=True`; then `scatter`, `scatter_add` and the optimizers write both parts in place, if the
+    jitted step donates it. It is a pytree.
 
     Attributes:
-        table: the rows in host memory, in ascending order of their ids.
-        hot: uint[device rows, words], the other rows as unsigned integers, on the device.
-        slots: int32[rows]: the row of `hot` that holds each row, or `~k` for row k of `table`. 4 bytes a row.
+        table: the rows in host memory, by ascending id.
+        hot: uint[device rows, words], the rows on the device, as unsigned integers.
+        slots: int32[rows], the place of each row: i for row i of `hot`, `~k` for row k of `table`. It takes 4 bytes for
+            each row.
         writable: whether steps may write the table.
 
     >>> table = SplitTable.from_numpy(np.arange(6.0, dtype=np.float32).reshape(3, 2), [1])
@@ -125,20 +129,21 @@ class SplitTable(LocalTable):
     def from_numpy(
         cls, array: ArrayLike, on_device: ArrayLike, *, device: jax.Device | None = None, writable: bool = False
     ) -> SplitTable:
-        """A table with the rows of a numpy array or memory map, of which `on_device` go to the device.
+        """Makes a table from a numpy array or memory map, with the rows `on_device` in device memory.
 
-        The rows are copied block by block, so that a memory map may be larger than free memory.
+        The rows are copied block by block, so a memory map may be larger than the free memory.
 
         Args:
-            array: [rows, *row], any dtype of whole bytes.
-            on_device: int[device rows], distinct ids of rows; see `CachedTable.from_counts` for their choice.
+            array: [rows, *row], of any dtype whose elements are whole bytes.
+            on_device: int[device rows], distinct ids of the rows that go to the device. `CachedTable.from_counts` tells
+                how to choose them.
             device: the device whose steps read the table; by default jax's default device.
             writable: whether steps may write the table.
 
         Raises:
-            ValueError: an id that is out of range or occurs twice, or a scalar.
-            TypeError: a dtype that is not of whole bytes.
-            MemoryError: the memory cannot be pinned.
+            ValueError: an id is out of range or occurs twice, or `array` is a scalar.
+            TypeError: elements of the dtype are not whole bytes.
+            MemoryError: the host memory cannot be pinned.
         """
         given = array if isinstance(array, np.ndarray) else np.asarray(array)
         spec = table_spec(given.shape, given.dtype, device, "SplitTable.from_numpy")
@@ -154,17 +159,18 @@ class SplitTable(LocalTable):
 
     @classmethod
     def from_parts(cls, table: HostTable, hot: DeviceTable, on_device: ArrayLike) -> SplitTable:
-        """A table of two that are filled already: `hot` has the rows `on_device`, `table` the others by ascending id.
+        """Joins a table in host memory and a table in device memory, which both hold their rows already.
 
-        Steps may write it where they may write both.
+        The result may be written if both parts may be written.
 
         Args:
-            table: [host rows, *row].
-            hot: [device rows, *row] of the same dtype; row i is the row `on_device[i]`.
-            on_device: int[device rows], distinct ids below the sum of both.
+            table: [host rows, *row], the rows whose ids are not in `on_device`, by ascending id.
+            hot: [device rows, *row], of the same dtype; row i of `hot` is row `on_device[i]` of the result.
+            on_device: int[device rows], distinct ids below the total number of rows.
 
         Raises:
-            ValueError: rows of different shape or dtype, or ids that are out of range, occur twice or miss.
+            ValueError: the parts differ in the shape or dtype of a row, or an id is out of range, occurs twice or is
+                missing.
         """
         if table.shape[1:] != hot.shape[1:] or table.dtype != hot.dtype:
             raise ValueError(

@@ -391,15 +391,16 @@ def numpy_copy(array: Array) -> np.ndarray:
 
 
 def shardings(tree: Any) -> Any:
-    """The `out_shardings` for jitting a function that returns tables: by default XLA expects results on the device.
+    """The `out_shardings` argument for `jax.jit` of a function that returns tables in host memory.
+
+    Without it, XLA expects all results in device memory and fails.
 
     Args:
-        tree: a pytree of the structure that the function returns, such as its arguments. Leaves that are no tables may
-            be anything.
+        tree: pytree with the structure that the function returns, for example its arguments. Leaves that are not tables
+            may be anything.
 
     Returns:
-        The tree with a sharding for each array of rows in host memory, and None, which leaves the choice to XLA, for
-        everything else.
+        The pytree with a sharding for each table in host memory, and None (XLA decides) for everything else.
 
     >>> from dejax.host_gather import HostTable
     >>> table = HostTable.zeros((4, 2))

@@ -46,25 +46,25 @@ class _UpdateKind(enum.IntEnum):
 
 
 def scatter(table: AnyTable, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPDATE_SMS) -> AnyTable:
-    """The table with `rows` at `ids`, written in place.
+    """Writes rows into a table, in place, and returns the table.
 
-    Inside a jitted function: donate the table to it (`donate_argnums`), name where it comes out (`out_shardings`, see
-    `shardings`; otherwise XLA fails with "output location mismatch"), and return the result. Do not use the input
-    afterwards. Outside of jitted functions, `scatter` donates the table itself: the input is closed.
+    Inside of a jitted function, donate the table (`donate_argnums`), return the result of `scatter`, and pass
+    `out_shardings=shardings(...)` to `jax.jit`, because XLA otherwise fails with "output location mismatch". Do not use
+    the old table afterwards. Outside of jitted functions, `scatter` closes the table that it is given.
 
     Args:
-        table: [rows, *row], not read-only, of any placement. Copies of a CachedTable are updated as well. One that is
-            divided over a mesh is written inside of `jax.shard_map`, by all devices together.
-        ids: int[...]; ids out of range are ignored. Of equal ids the last one counts.
+        table: a table [rows, *row] that is not read-only. The copies of a CachedTable are updated as well. A table that
+            is divided over a mesh is written inside of `jax.shard_map`, by all devices together.
+        ids: int[...], the rows to write. Ids out of range are ignored; of equal ids the last one counts.
         rows: [*ids.shape, *row], converted to the table's dtype.
-        num_sms: the most multiprocessors that the write may take.
+        num_sms: largest number of GPU multiprocessors to use.
 
     Returns:
         The table, in the same memory.
 
     Raises:
-        ValueError: a read-only or shared table, or rows of another shape.
-        TypeError: ids that are no integers.
+        ValueError: the table is read-only or shared, or `rows` have another shape.
+        TypeError: `ids` are not integers.
 
     >>> from dejax.host_gather import HostTable
     >>> table = HostTable.zeros((3, 2))
@@ -78,22 +78,22 @@ def scatter(table: AnyTable, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = 
 
 
 def scatter_add(table: AnyTable, ids: ArrayLike, rows: ArrayLike, *, num_sms: int = UPDATE_SMS) -> AnyTable:
-    """The table with `rows` added at `ids`, in place. Rows of equal ids are summed in float32, in the order given.
+    """Adds rows to rows of a table, in place, and returns the table. Rows of equal ids are summed in float32, in order.
 
-    Donate the table and name where it comes out, as for `scatter`.
+    In a jitted function, donate the table and pass `out_shardings`, as for `scatter`.
 
     Args:
-        table: a table [rows, *row] of float32, bfloat16 or float16, not read-only, as for `scatter`.
-        ids: int[...]; ids out of range are ignored.
+        table: a table [rows, *row] of float32, bfloat16 or float16 that is not read-only, as for `scatter`.
+        ids: int[...], the rows to which is added. Ids out of range are ignored.
         rows: [*ids.shape, *row], floats; other dtypes are converted to float32.
-        num_sms: the most multiprocessors that the write may take.
+        num_sms: largest number of GPU multiprocessors to use.
 
     Returns:
         The table, in the same memory.
 
     Raises:
-        ValueError: a read-only or shared table, or rows of another shape.
-        TypeError: ids that are no integers, or a table of another dtype.
+        ValueError: the table is read-only or shared, or `rows` have another shape.
+        TypeError: `ids` are not integers, or the table has another dtype.
     """
     return _scattered(_Update("scatter_add", _UpdateKind.ADD, num_sms), table, ids, rows)
 
@@ -108,14 +108,14 @@ def _scattered(call: _Update, table: AnyTable, ids: ArrayLike, rows: ArrayLike) 
 
 @named_pytree
 class OptimizerState(NamedTuple):
-    """State of a row-sparse optimizer: a step counter on the device, and float32 tables of the table's shape.
+    """The state of a row-sparse optimizer: a step counter, and float32 tables of moments with the shape of the table.
 
-    Moments lie where the table's rows lie: in host memory, on the device, or split in the same way.
+    The tables of moments lie where the rows of the table lie: in host memory, on the device, or split in the same way.
 
     Attributes:
-        step: int32 scalar, steps so far.
-        first: Adagrad's sum of squares, Adam's first moment; None for SGD.
-        second: Adam's second moment; None otherwise.
+        step: int32 scalar on the device, number of steps so far.
+        first: Adagrad's sum of squares, or Adam's first moment; None for SGD.
+        second: Adam's second moment; otherwise None.
 
     >>> import numpy as np
     >>> from dejax.host_gather import HostTable, adagrad
@@ -130,11 +130,12 @@ class OptimizerState(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """A pair of functions for tables, as in Optax.
+    """An optimizer for tables: a pair of functions, as in Optax. `sgd`, `adagrad` and `adam` make one.
 
     Attributes:
-        init: table -> OptimizerState; the table is one that `scatter` writes.
-        update: (RowGradient, OptimizerState, table) -> (table, OptimizerState), in place: donate state and table.
+        init: function `table -> OptimizerState`. The table must not be read-only.
+        update: function `(RowGradient, OptimizerState, table) -> (table, OptimizerState)`. It writes only the rows that
+            have a gradient, in place; a jitted step must donate state and table.
     """
 
     init: Callable[[Any], OptimizerState]
@@ -142,12 +143,12 @@ class Optimizer(NamedTuple):
 
 
 def sgd(learning_rate: float | Schedule, *, weight_decay: float = 0.0, num_sms: int = UPDATE_SMS) -> Optimizer:
-    """x <- x - rate (g + weight_decay x), for the rows that have a gradient.
+    """Stochastic gradient descent on the rows of a table that have a gradient: x <- x - rate (g + weight_decay x).
 
     Args:
         learning_rate: a scalar, or a function of the step count (from 0).
-        weight_decay: this multiple of a row is added to its gradient.
-        num_sms: the most multiprocessors that an update may take.
+        weight_decay: factor of the row that is added to its gradient.
+        num_sms: largest number of GPU multiprocessors to use.
 
     >>> from dejax.host_gather import HostTable
     >>> table = HostTable.zeros((2, 2))
@@ -169,17 +170,17 @@ def adagrad(
     weight_decay: float = 0.0,
     num_sms: int = UPDATE_SMS,
 ) -> Optimizer:
-    """a <- a + g^2, x <- x - rate g / (sqrt(a) + eps), for the rows that have a gradient.
+    """Adagrad on the rows of a table that have a gradient: a <- a + g^2, x <- x - rate g / (sqrt(a) + eps).
 
     Args:
         learning_rate: a scalar, or a function of the step count (from 0).
-        initial_accumulator: the first value of a, in all rows.
-        eps: added to the root.
-        weight_decay: this multiple of a row is added to its gradient.
-        num_sms: the most multiprocessors that an update may take.
+        initial_accumulator: initial value of a in all rows.
+        eps: added to the square root.
+        weight_decay: factor of the row that is added to its gradient.
+        num_sms: largest number of GPU multiprocessors to use.
 
     Returns:
-        The optimizer; its state has one float32 table of the table's shape.
+        The optimizer. Its state has one float32 table of the table's shape.
     """
     rule = _UpdateRule(_UpdateKind.ADAGRAD, moments=1, initial=initial_accumulator, eps=eps, weight_decay=weight_decay)
     return _optimizer(rule, learning_rate, num_sms)
@@ -194,20 +195,21 @@ def adam(
     weight_decay: float = 0.0,
     num_sms: int = UPDATE_SMS,
 ) -> Optimizer:
-    """Adam on the rows that have a gradient ("lazy": moments of other rows do not decay), with decoupled weight decay.
+    """Lazy Adam: Adam on the rows of a table that have a gradient; the moments of all other rows do not decay.
 
-    The bias correction uses the count of all steps, as in Adam on the whole table.
+    The bias correction uses the count of all steps, as in Adam on the whole table. Weight decay is decoupled, as in
+    AdamW.
 
     Args:
         learning_rate: a scalar, or a function of the step count (from 0).
         b1: decay of the first moment.
         b2: decay of the second moment.
-        eps: added to the root.
-        weight_decay: besides the step, `rate * weight_decay` times the row is subtracted from each touched row.
-        num_sms: the most multiprocessors that an update may take.
+        eps: added to the square root.
+        weight_decay: `rate * weight_decay` times the row is subtracted from each row that has a gradient.
+        num_sms: largest number of GPU multiprocessors to use.
 
     Returns:
-        The optimizer; its state has two float32 tables of the table's shape.
+        The optimizer. Its state has two float32 tables of the table's shape.
     """
     rule = _UpdateRule(_UpdateKind.ADAM, moments=2, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     return _optimizer(rule, learning_rate, num_sms)

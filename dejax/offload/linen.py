@@ -16,18 +16,21 @@ with optional("flax", of="dejax.offload.linen"):
 
 
 def offload(target: Any, *, methods: Iterable[str] | None = None, **options: Unpack[OffloadKeywords]) -> Any:
-    """`dejax.offload.offload` as a lifted transformation, used like `nn.remat`.
+    """`dejax.offload.offload` for a linen module class or a function of a module. Use it like `nn.remat`.
 
-    Variables stay on the device.
+    The module's variables stay on the device.
 
     Args:
-        target: a module class, or a function of a module.
-        methods: the methods of the class to transform; None: `__call__`.
+        target: a module class, or a function whose first argument is a module.
+        methods: names of the methods of the class to transform; None means `__call__`.
         options: the keyword arguments of `dejax.offload.offload`: policy, store, inputs ("auto", "all" or "none"),
             min_bytes, static_argnums, static_argnames. Positions count the module as argument 0, as in `nn.remat`.
 
+    Returns:
+        A module class, or a function.
+
     Raises:
-        TypeError: by a call with an argument that is neither an array nor static.
+        TypeError: when called: an argument is neither an array nor static.
         ValueError: `static_argnums` names the module.
 
     >>> Block = offload(nn.Dense)

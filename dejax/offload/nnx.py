@@ -20,13 +20,14 @@ with optional("flax", of="dejax.offload.nnx"):
 
 
 def offload(fn: Callable[..., Any], **options: Unpack[OffloadKeywords]) -> Callable[..., Any]:
-    """`dejax.offload.offload` for a function whose first argument is an nnx module, as `Block.__call__` has.
+    """`dejax.offload.offload` for a function whose first argument is an nnx module, such as `Block.__call__`.
 
-    Parameters stay on the device, and the call must not change them. Other state that it changes (batch statistics,
-    dropout's counts) is updated in the module. Works inside `nnx.jit`, `nnx.grad`, `nnx.scan` and `nnx.vmap`.
+    Parameters stay on the device, and the call must not change them. Other state of the module that the call changes
+    (batch statistics, the counts of dropout) is updated. Works inside `nnx.jit`, `nnx.grad`, `nnx.scan` and `nnx.vmap`.
 
     Args:
-        fn: (module, *arrays, **arrays) -> arrays. The module may also be a variable, or a pytree of both.
+        fn: function `(module, *arrays, **arrays) -> arrays`. In place of a module it may take an nnx variable, or a
+            pytree of modules and variables.
         options: the keyword arguments of `dejax.offload.offload`: policy, store, inputs, min_bytes, static_argnums,
             static_argnames. Positions count the module as argument 0, as in `nnx.remat`.
 

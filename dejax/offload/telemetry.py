@@ -16,14 +16,14 @@ _GIB = 2**30
 
 
 class Recording:
-    """The counters of a store while it is recorded: a context manager, made by `ActivationStore.record`.
+    """Samples the counters of an `ActivationStore` over time. `ActivationStore.record` makes one, as a context manager.
 
     Args:
-        store: an `ActivationStore`.
+        store: the store.
         interval: seconds between samples.
 
     Attributes:
-        samples: the store's `StoreStats`, in order.
+        samples: the `StoreStats` of the store, in order of time.
 
     >>> import tempfile
     >>> from dejax.offload import ActivationStore
@@ -77,7 +77,9 @@ class Recording:
         return True
 
     def plot(self, path: str | Path) -> None:
-        """Draws the bytes in each tier, and the share of time that was spent waiting."""
+        """Draws the bytes in each tier (device, host memory, disk) over time, and the share of time that steps
+        waited.
+        """
         with optional("matplotlib", of="the plot of a recording"):
             import matplotlib
 
@@ -106,7 +108,7 @@ class Recording:
         plt.close(figure)
 
     def trace(self, path: str | Path) -> None:
-        """Writes a JSON trace that Perfetto and chrome://tracing show: a counter track for each tier, and waits."""
+        """Writes a JSON trace for Perfetto or chrome://tracing, with a counter track for each tier and the waits."""
         samples = self._some("trace")
         began = samples[0].open_seconds
         events: list[dict[str, Any]] = [

@@ -23,11 +23,12 @@ with optional("flax", of="dejax.rgnn.linen"):
 
 
 class ProgramModule(nn.Module):
-    """Any relational program as a module that owns some of its arguments.
+    """Wraps a relational program (`@rgnn.program`) as a linen module that holds some of the program's arguments as
+    parameters.
 
     Attributes:
-      program: what `@rgnn.program` made; called as `program(graph, *inputs, **parameters)`.
-      params: parameter name (a name of the program's signature) -> (shape, initialiser).
+      program: a program, called as `program(graph, *inputs, **parameters)`.
+      params: for each argument of the program that becomes a parameter, by its name: a pair (shape, initialiser).
       dtype, param_dtype, backend, precision, options: as in `RGCNConv`.
     """
 

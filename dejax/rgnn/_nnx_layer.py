@@ -71,20 +71,20 @@ class NnxLayer(nnx.Module):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Any:
-        """The layer's new node values.
+        """Computes the new node features.
 
         Args:
-          graph: a graph; where the layer reads types, with the counts that it was made for.
-          x: node features [num_nodes, in_features], or a pair (sources, destinations) where the layer takes one; None
-            for R-GCN without features.
-          edge_features: [num_edges, width] in the user's order of edges, where the layer was made with a width; for
+          graph: a graph. If the layer reads types, the graph has as many types as the layer was made for.
+          x: node features [num_nodes, in_features]; a pair (sources, destinations) if the layer takes one; None for
+            R-GCN without features.
+          edge_features: [num_edges, width] in the user's order of edges, if the layer was made with a width; for
             `GCNConv` weights [num_edges].
           deterministic: True disables dropout; None follows `train()` and `eval()`.
           rngs: its `dropout` stream gives the dropout key, instead of the module's own stream.
 
         Returns:
-          [num_nodes, out]; with `graph.only_destinations` [num_destinations, out]; [destinations, out] where x is a
-          pair with one row for each source and each destination.
+          Array [num_nodes, width of the result]. If `graph.only_destinations`, only the rows of the first
+          num_destinations nodes. If x is a pair, one row for each destination.
 
         Raises:
           ValueError: the graph's counts or the shapes of x and edge_features do not fit the layer.
@@ -97,11 +97,12 @@ class NnxLayer(nnx.Module):
 
 
 class ProgramModule(nnx.Module):
-    """Any relational program as a module with some of its arguments as parameters.
+    """Wraps a relational program (`@rgnn.program`) as an nnx module that holds some of the program's arguments as
+    parameters.
 
     Args:
-      program: made by `@rgnn.program`; called as `program(graph, *inputs, **parameters)`.
-      params: parameter name (a name of the program's signature) -> (shape, initialiser).
+      program: a program, called as `program(graph, *inputs, **parameters)`.
+      params: for each argument of the program that becomes a parameter, by its name: a pair (shape, initialiser).
       dtype, param_dtype, backend, precision, options, rngs: as in `RGCNConv`.
 
     Raises:
@@ -130,5 +131,7 @@ class ProgramModule(nnx.Module):
             setattr(self, name, nnx.Param(parameter.init(rngs.params(), parameter.shape, param_dtype)))
 
     def __call__(self, graph: RelGraph, *inputs: Any) -> Any:
-        """The program's result for `inputs`, its arguments that are not parameters, in order."""
+        """Calls the program with the graph, `inputs` (its arguments that are not parameters, in order), and the
+        parameters.
+        """
         return self.spec(graph, inputs, {name: getattr(self, name)[...] for name in self.spec.params})

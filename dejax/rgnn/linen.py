@@ -98,12 +98,13 @@ class HEATConv(LinenLayer, kind=specs.HEATSpec): ...
 def from_pyg(
     layer: Any, *, graph_has_self_loops: bool = False, options: Options | None = None
 ) -> tuple[Any, dict[str, dict[str, Array]]]:
-    """The module and the variables that have the settings and weights of a layer of PyTorch Geometric.
+    """Converts a layer of PyTorch Geometric into the linen module with the same settings, and variables with its
+    weights.
 
-    Which layers: see `dejax.rgnn.interop.from_pyg`, which has the same arguments and errors.
+    `dejax.rgnn.interop.from_pyg` has the arguments, the supported layers and the errors.
 
     Returns:
-      (module, variables), for `module.apply(variables, graph, x)`.
+      A pair (module, variables), for `module.apply(variables, graph, x)`.
     """
     found = layer_from_pyg(layer, graph_has_self_loops=graph_has_self_loops, options=options)
     module = globals()[found.name]

@@ -16,7 +16,7 @@ from dejax.rgnn.layers.parameters import Initializer
 from dejax.rgnn.options import Options
 
 class CompGCNConv(LinenLayer):
-    """CompGCN (arXiv 1911.03082); the equations are in `dejax.rgnn.zoo.compgcn`."""
+    """CompGCN (arXiv 1911.03082, equations 2 to 4): messages combine a neighbour with its edge type's embedding."""
 
     def __init__(
         self, features: int, directions: tuple[int, ...] | None = None,
@@ -29,7 +29,7 @@ class CompGCNConv(LinenLayer):
     ) -> None: ...
 
 class GATConv(LinenLayer):
-    """GAT (arXiv 1710.10903); the equation is in `dejax.rgnn.zoo.gat`."""
+    """Graph attention network, GAT (arXiv 1710.10903, equations 3 to 6)."""
 
     def __init__(
         self, features: int, num_heads: int = 1, negative_slope: float = 0.2, concat_heads: bool = True,
@@ -41,7 +41,7 @@ class GATConv(LinenLayer):
     ) -> None: ...
 
 class GATv2Conv(LinenLayer):
-    """GATv2 (arXiv 2105.14491); the equation is in `dejax.rgnn.zoo.gatv2`."""
+    """Graph attention, second version, GATv2 (arXiv 2105.14491, equation 7)."""
 
     def __init__(
         self, features: int, num_heads: int = 1, negative_slope: float = 0.2, concat_heads: bool = True,
@@ -53,7 +53,7 @@ class GATv2Conv(LinenLayer):
     ) -> None: ...
 
 class GCNConv(LinenLayer):
-    """GCN (arXiv 1609.02907); the equation is in `dejax.rgnn.zoo.gcn`."""
+    """Graph convolution, GCN (arXiv 1609.02907, equation 2)."""
 
     def __init__(
         self, features: int, add_self_loops: bool = True, use_bias: bool = True, dtype: DTypeLike | None = None,
@@ -63,7 +63,7 @@ class GCNConv(LinenLayer):
     ) -> None: ...
 
 class GINConv(LinenLayer):
-    """GIN (arXiv 1810.00826) and, with edge features, GINE (arXiv 1905.12265); see `dejax.rgnn.zoo.gin`."""
+    """Graph isomorphism network, GIN (arXiv 1810.00826, equation 4.1); with edge features GINE (arXiv 1905.12265)."""
 
     def __init__(
         self, features: int, hidden_features: int | None = None, train_epsilon: bool = False,
@@ -74,7 +74,7 @@ class GINConv(LinenLayer):
     ) -> None: ...
 
 class GatedGCNConv(LinenLayer):
-    """Residual gated graph convolution (arXiv 1711.07553); the equation is in `dejax.rgnn.zoo.gated_gcn`."""
+    """Residual gated graph convolution (arXiv 1711.07553, equations 11 and 12)."""
 
     def __init__(
         self, features: int, use_root: bool = True, use_bias: bool = True, dtype: DTypeLike | None = None,
@@ -84,7 +84,7 @@ class GatedGCNConv(LinenLayer):
     ) -> None: ...
 
 class HEATConv(LinenLayer):
-    """HEAT (arXiv 2106.07161); the equations are in `dejax.rgnn.zoo.heat`."""
+    """HEAT, heterogeneous edge-enhanced attention (arXiv 2106.07161, equations 4 to 8)."""
 
     def __init__(
         self, features: int, num_heads: int = 1, edge_embedding_features: int = 16, relation_features: int = 16,
@@ -96,7 +96,7 @@ class HEATConv(LinenLayer):
     ) -> None: ...
 
 class HGTConv(LinenLayer):
-    """HGT layer (arXiv 2003.01332) without temporal encoding; the equations are in `dejax.rgnn.library.hgt`."""
+    """Heterogeneous graph transformer, HGT (arXiv 2003.01332, equations 3 to 5), without temporal encoding."""
 
     def __init__(
         self, features: int, num_heads: int = 1, head_features: int | None = None, use_bias: bool = True,
@@ -107,7 +107,7 @@ class HGTConv(LinenLayer):
     ) -> None: ...
 
 class PNAConv(LinenLayer):
-    """PNA (arXiv 2004.05718); the equation is in `dejax.rgnn.zoo.pna`."""
+    """Principal neighbourhood aggregation, PNA (arXiv 2004.05718, equations 5, 7 and 8)."""
 
     def __init__(
         self, features: int, mean_log_degree: float, num_towers: int = 1, use_bias: bool = True,
@@ -118,7 +118,7 @@ class PNAConv(LinenLayer):
     ) -> None: ...
 
 class RGATConv(LinenLayer):
-    """RGAT layer (arXiv 1904.05811), additive attention; the equations are in `dejax.rgnn.library.rgat`."""
+    """Relational graph attention, RGAT, with additive attention (arXiv 1904.05811, section 2.2)."""
 
     def __init__(
         self, features: int, num_heads: int = 1, softmax: Literal["dst", "relation"] = "dst",
@@ -130,7 +130,7 @@ class RGATConv(LinenLayer):
     ) -> None: ...
 
 class RGCNConv(LinenLayer):
-    """R-GCN layer (arXiv 1703.06103); the equations are in `dejax.rgnn.library.rgcn`."""
+    """Relational graph convolution, R-GCN (arXiv 1703.06103, equation 2), with a weight matrix for each edge type."""
 
     def __init__(
         self, features: int, num_bases: int | None = None, num_blocks: int | None = None,
@@ -142,7 +142,7 @@ class RGCNConv(LinenLayer):
     ) -> None: ...
 
 class RGGNNConv(LinenLayer):
-    """Gated graph network with edge types (arXiv 1511.05493); the equations are in `dejax.rgnn.zoo.rggnn`."""
+    """Gated graph neural network with a weight matrix for each edge type (arXiv 1511.05493, equations 2 to 6)."""
 
     def __init__(
         self, features: int, steps: int = 1, use_bias: bool = True, dtype: DTypeLike | None = None,
@@ -152,7 +152,7 @@ class RGGNNConv(LinenLayer):
     ) -> None: ...
 
 class SAGEConv(LinenLayer):
-    """GraphSAGE (arXiv 1706.02216); the equation is in `dejax.rgnn.zoo.graphsage`."""
+    """GraphSAGE (arXiv 1706.02216, algorithm 1), without its activation."""
 
     def __init__(
         self, features: int, aggregation: Literal["mean", "max", "sum"] = "mean", pool_features: int | None = None,
@@ -163,7 +163,7 @@ class SAGEConv(LinenLayer):
     ) -> None: ...
 
 class SharedRGATConv(LinenLayer):
-    """RGAT as PyTorch Geometric has it, query and key shared by all relations; see `dejax.rgnn.zoo.rgat_shared`."""
+    """RGAT (arXiv 1904.05811) in the form of PyTorch Geometric: all edge types share the query and key matrices."""
 
     def __init__(
         self, features: int, num_heads: int = 1, softmax: Literal["dst", "relation"] = "dst",
@@ -176,7 +176,7 @@ class SharedRGATConv(LinenLayer):
     ) -> None: ...
 
 class SimpleHGNConv(LinenLayer):
-    """SimpleHGN (arXiv 2112.14936); the equations are in `dejax.rgnn.zoo.simple_hgn`."""
+    """SimpleHGN (arXiv 2112.14936, section 5): GAT whose scores also read an embedding r_t of the edge's type t."""
 
     def __init__(
         self, features: int, num_heads: int = 1, relation_features: int = 64, negative_slope: float = 0.2,
@@ -188,7 +188,7 @@ class SimpleHGNConv(LinenLayer):
     ) -> None: ...
 
 class TransformerConv(LinenLayer):
-    """Graph transformer (arXiv 2009.03509); see `dejax.rgnn.zoo.graph_transformer`."""
+    """Graph transformer, also known as UniMP (arXiv 2009.03509, equations 3 to 5)."""
 
     def __init__(
         self, features: int, num_heads: int = 1, concat_heads: bool = True, use_root: bool = True,

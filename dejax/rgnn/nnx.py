@@ -50,7 +50,7 @@ __all__ = [
 class RGCNConv(NnxLayer, kind=specs.RGCNSpec):
     @classmethod
     def featureless(cls, graph: RelGraph, out_features: int, *, rngs: nnx.Rngs, **keywords: Any) -> RGCNConv:
-        """A layer for nodes without features, with the counts of `graph`; called as `layer(graph)`."""
+        """Makes a layer for nodes without features, with the sizes of `graph`. Call it as `layer(graph)`."""
         return cls(
             None,
             out_features,
@@ -110,15 +110,16 @@ class HEATConv(NnxLayer, kind=specs.HEATSpec): ...
 def from_pyg(
     layer: Any, *, graph_has_self_loops: bool = False, options: Options | None = None, rngs: nnx.Rngs | None = None
 ) -> Any:
-    """The module of this file with the settings and weights of a layer of PyTorch Geometric, to call or train further.
+    """Converts a layer of PyTorch Geometric into the nnx module with the same settings and weights, to call or train
+    further.
 
-    Which layers: see `dejax.rgnn.interop.from_pyg`, which has the same arguments and errors.
+    `dejax.rgnn.interop.from_pyg` lists the supported layers and the errors.
 
     Args:
-      layer: such as a `torch_geometric.nn.SAGEConv`.
-      graph_has_self_loops: see there.
+      layer: a layer with its weights, such as a `torch_geometric.nn.SAGEConv`.
+      graph_has_self_loops: as in `dejax.rgnn.interop.from_pyg`.
       options: compiler options of the module.
-      rngs: its `dropout` stream is the module's; None: `nnx.Rngs(0)`.
+      rngs: its `dropout` stream becomes the module's; None means `nnx.Rngs(0)`.
     """
     found = layer_from_pyg(layer, graph_has_self_loops=graph_has_self_loops, options=options)
     values = {name: lambda key, shape, dtype, value=value: value for name, value in found.params.items()}

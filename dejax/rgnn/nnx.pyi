@@ -19,7 +19,7 @@ from dejax.rgnn.layers.parameters import params_to_linen as params_to_linen
 from dejax.rgnn.options import Options
 
 class CompGCNConv(NnxLayer):
-    """CompGCN (arXiv 1911.03082); the equations are in `dejax.rgnn.zoo.compgcn`."""
+    """CompGCN (arXiv 1911.03082, equations 2 to 4): messages combine a neighbour with its edge type's embedding."""
 
     def __init__(
         self, in_features: int, out_features: int, num_edge_types: int, *,
@@ -32,7 +32,7 @@ class CompGCNConv(NnxLayer):
     ) -> None: ...
 
 class GATConv(NnxLayer):
-    """GAT (arXiv 1710.10903); the equation is in `dejax.rgnn.zoo.gat`."""
+    """Graph attention network, GAT (arXiv 1710.10903, equations 3 to 6)."""
 
     def __init__(
         self, in_features: int | tuple[int, int], out_features: int, *, num_heads: int = 1,
@@ -44,7 +44,7 @@ class GATConv(NnxLayer):
     ) -> None: ...
 
 class GATv2Conv(NnxLayer):
-    """GATv2 (arXiv 2105.14491); the equation is in `dejax.rgnn.zoo.gatv2`."""
+    """Graph attention, second version, GATv2 (arXiv 2105.14491, equation 7)."""
 
     def __init__(
         self, in_features: int | tuple[int, int], out_features: int, *, num_heads: int = 1,
@@ -56,7 +56,7 @@ class GATv2Conv(NnxLayer):
     ) -> None: ...
 
 class GCNConv(NnxLayer):
-    """GCN (arXiv 1609.02907); the equation is in `dejax.rgnn.zoo.gcn`."""
+    """Graph convolution, GCN (arXiv 1609.02907, equation 2)."""
 
     def __init__(
         self, in_features: int, out_features: int, *, add_self_loops: bool = True, use_bias: bool = True,
@@ -66,7 +66,7 @@ class GCNConv(NnxLayer):
     ) -> None: ...
 
 class GINConv(NnxLayer):
-    """GIN (arXiv 1810.00826) and, with edge features, GINE (arXiv 1905.12265); see `dejax.rgnn.zoo.gin`."""
+    """Graph isomorphism network, GIN (arXiv 1810.00826, equation 4.1); with edge features GINE (arXiv 1905.12265)."""
 
     def __init__(
         self, in_features: int | tuple[int, int], out_features: int, *, hidden_features: int | None = None,
@@ -77,7 +77,7 @@ class GINConv(NnxLayer):
     ) -> None: ...
 
 class GatedGCNConv(NnxLayer):
-    """Residual gated graph convolution (arXiv 1711.07553); the equation is in `dejax.rgnn.zoo.gated_gcn`."""
+    """Residual gated graph convolution (arXiv 1711.07553, equations 11 and 12)."""
 
     def __init__(
         self, in_features: int | tuple[int, int], out_features: int, *, edge_features: int | None = None,
@@ -87,7 +87,7 @@ class GatedGCNConv(NnxLayer):
     ) -> None: ...
 
 class HEATConv(NnxLayer):
-    """HEAT (arXiv 2106.07161); the equations are in `dejax.rgnn.zoo.heat`."""
+    """HEAT, heterogeneous edge-enhanced attention (arXiv 2106.07161, equations 4 to 8)."""
 
     def __init__(
         self, in_features: int, out_features: int, num_node_types: int, num_edge_types: int, edge_features: int, *,
@@ -99,7 +99,7 @@ class HEATConv(NnxLayer):
     ) -> None: ...
 
 class HGTConv(NnxLayer):
-    """HGT layer (arXiv 2003.01332) without temporal encoding; the equations are in `dejax.rgnn.library.hgt`."""
+    """Heterogeneous graph transformer, HGT (arXiv 2003.01332, equations 3 to 5), without temporal encoding."""
 
     def __init__(
         self, in_features: int, out_features: int, num_node_types: int, num_edge_types: int, *, num_heads: int = 1,
@@ -110,7 +110,7 @@ class HGTConv(NnxLayer):
     ) -> None: ...
 
 class PNAConv(NnxLayer):
-    """PNA (arXiv 2004.05718); the equation is in `dejax.rgnn.zoo.pna`."""
+    """Principal neighbourhood aggregation, PNA (arXiv 2004.05718, equations 5, 7 and 8)."""
 
     def __init__(
         self, in_features: int, out_features: int, mean_log_degree: float, *, num_towers: int = 1,
@@ -120,7 +120,7 @@ class PNAConv(NnxLayer):
     ) -> None: ...
 
 class RGATConv(NnxLayer):
-    """RGAT layer (arXiv 1904.05811), additive attention; the equations are in `dejax.rgnn.library.rgat`."""
+    """Relational graph attention, RGAT, with additive attention (arXiv 1904.05811, section 2.2)."""
 
     def __init__(
         self, in_features: int, out_features: int, num_edge_types: int, *, num_heads: int = 1,
@@ -131,7 +131,7 @@ class RGATConv(NnxLayer):
     ) -> None: ...
 
 class RGCNConv(NnxLayer):
-    """R-GCN layer (arXiv 1703.06103); the equations are in `dejax.rgnn.library.rgcn`."""
+    """Relational graph convolution, R-GCN (arXiv 1703.06103, equation 2), with a weight matrix for each edge type."""
 
     def __init__(
         self, in_features: int | None, out_features: int, num_edge_types: int, *, num_bases: int | None = None,
@@ -148,7 +148,7 @@ class RGCNConv(NnxLayer):
     ) -> RGCNConv: ...
 
 class RGGNNConv(NnxLayer):
-    """Gated graph network with edge types (arXiv 1511.05493); the equations are in `dejax.rgnn.zoo.rggnn`."""
+    """Gated graph neural network with a weight matrix for each edge type (arXiv 1511.05493, equations 2 to 6)."""
 
     def __init__(
         self, in_features: int, out_features: int, num_edge_types: int, *, steps: int = 1, use_bias: bool = True,
@@ -158,7 +158,7 @@ class RGGNNConv(NnxLayer):
     ) -> None: ...
 
 class SAGEConv(NnxLayer):
-    """GraphSAGE (arXiv 1706.02216); the equation is in `dejax.rgnn.zoo.graphsage`."""
+    """GraphSAGE (arXiv 1706.02216, algorithm 1), without its activation."""
 
     def __init__(
         self, in_features: int | tuple[int, int], out_features: int, *,
@@ -169,7 +169,7 @@ class SAGEConv(NnxLayer):
     ) -> None: ...
 
 class SharedRGATConv(NnxLayer):
-    """RGAT as PyTorch Geometric has it, query and key shared by all relations; see `dejax.rgnn.zoo.rgat_shared`."""
+    """RGAT (arXiv 1904.05811) in the form of PyTorch Geometric: all edge types share the query and key matrices."""
 
     def __init__(
         self, in_features: int, out_features: int, num_edge_types: int, *, num_heads: int = 1,
@@ -182,7 +182,7 @@ class SharedRGATConv(NnxLayer):
     ) -> None: ...
 
 class SimpleHGNConv(NnxLayer):
-    """SimpleHGN (arXiv 2112.14936); the equations are in `dejax.rgnn.zoo.simple_hgn`."""
+    """SimpleHGN (arXiv 2112.14936, section 5): GAT whose scores also read an embedding r_t of the edge's type t."""
 
     def __init__(
         self, in_features: int, out_features: int, num_edge_types: int, *, num_heads: int = 1,
@@ -194,7 +194,7 @@ class SimpleHGNConv(NnxLayer):
     ) -> None: ...
 
 class TransformerConv(NnxLayer):
-    """Graph transformer (arXiv 2009.03509); see `dejax.rgnn.zoo.graph_transformer`."""
+    """Graph transformer, also known as UniMP (arXiv 2009.03509, equations 3 to 5)."""
 
     def __init__(
         self, in_features: int | tuple[int, int], out_features: int, *, num_heads: int = 1,

@@ -183,31 +183,33 @@ def gather_segment_sum(
     plan: EdgePlan | None = None,
     backend: str = "auto",
 ) -> Array:
-    """The sum of `scale[e] * x[senders[e]]` over the edges e with `receivers[e] = i`, for each segment i.
+    """Sums the rows that edges read, for each segment: `segment_sum(scale[:, None] * x[senders], receivers,
+    num_segments)`.
 
-    It equals `segment_sum(scale[:, None] * x[senders], receivers, num_segments)`. On a GPU one kernel reads, scales and
-    adds the rows, and no array with a row for each edge is made. The gradient of `x` is the same operator with senders
-    and receivers exchanged.
+        y_i = sum over the edges e with receivers[e] = i of scale[e] * x[senders[e]]
+
+    On a GPU one kernel reads, scales and adds the rows, so that no array with a row for each edge is stored. The
+    gradient of `x` is the same operator with senders and receivers exchanged.
 
     Args:
         x: [rows, ...], of any numeric dtype.
-        senders: integer[edges], the row of each edge. None with a plan.
-        receivers: integer[edges], the segment of each edge. None with a plan. Edges with either end out of range are
-            dropped.
-        num_segments: the number of segments; required inside `jax.jit`, else by default the greatest receiver plus 1.
-        scale: None, or [edges], or [edges, ...] with the first feature axes of `x`, for example one scale for each
-            head of [rows, heads, width], or one for each feature.
-        indices_are_sorted: the caller's word that receivers ascend.
-        plan: `edge_plan(senders, receivers, rows, num_segments)`, made once. Without it edges are sorted in the step,
-            by receiver where `indices_are_sorted` is False, and by sender for the gradient of `x`.
+        senders: integer[edges], the row that each edge reads. None with a plan.
+        receivers: integer[edges], the segment to which each edge adds. None with a plan. Edges with a sender or a
+            receiver out of range are dropped.
+        num_segments: number of segments; by default the largest receiver plus 1. Required inside of `jax.jit`.
+        scale: factors of the edges: None, [edges], or [edges, ...] with the first feature axes of `x`, for example a
+            factor for each head of [rows, heads, width].
+        indices_are_sorted: promises that the receivers ascend.
+        plan: `edge_plan(senders, receivers, rows, num_segments)`, made in advance. Without it each step sorts the edges
+            by receiver (unless `indices_are_sorted`), and by sender for the gradient of `x`.
         backend: as in `segment_sum`.
 
     Returns:
         [num_segments, ...], of the dtype of `scale * x`; 16-bit floats are accumulated in float32 and rounded once.
 
     Raises:
-        TypeError: ids that are no integers, or another kind of plan.
-        ValueError: shapes that do not fit each other, or an unknown number of segments.
+        TypeError: the ids are not integers, or `plan` is not an `EdgePlan`.
+        ValueError: the shapes do not fit each other, or `num_segments` is not known.
 
     >>> import jax.numpy as jnp
     >>> from dejax import segment
@@ -231,7 +233,10 @@ def gather_segment_mean(
     plan: EdgePlan | None = None,
     backend: str = "auto",
 ) -> Array:
-    """The mean over the edges of each segment, 0 if it has none; else as `gather_segment_sum`."""
+    """The mean of `scale[e] * x[senders[e]]` over the edges e of each segment; 0 for a segment without edges.
+
+    The arguments are those of `gather_segment_sum`.
+    """
     m = _messages("gather_segment_mean", x, senders, receivers, num_segments, scale, indices_are_sorted, plan, backend)
     if not jnp.issubdtype(m.dtype, jnp.inexact):  # a sum of integers may wrap
         dtype = jnp.result_type(float)
@@ -252,22 +257,24 @@ def gather_segment_max(
     plan: EdgePlan | None = None,
     backend: str = "auto",
 ) -> Array:
-    """The maximum of `scale[e] * x[senders[e]]` over the edges e of each segment; else as `gather_segment_sum`.
+    """The maximum of `scale[e] * x[senders[e]]` over the edges e of each segment.
+
+    The arguments are those of `gather_segment_sum`, and `empty`. Edges whose values equal the maximum share its
+    gradient evenly. The gradient stores an array with a row for each edge.
 
     Args:
         x: [rows, ...].
-        senders: integer[edges].
-        receivers: integer[edges].
-        num_segments: the number of segments.
-        scale: by which gathered rows are multiplied first.
-        indices_are_sorted: the caller's word that receivers ascend.
-        empty: the value of segments without edges; None: -inf, or the least integer, as in JAX.
-        plan: of the edges.
-        backend: where it is computed.
+        senders: integer[edges], the row that each edge reads.
+        receivers: integer[edges], the segment of each edge.
+        num_segments: number of segments.
+        scale: factors of the edges, or None.
+        indices_are_sorted: promises that the receivers ascend.
+        empty: the result of segments without edges. None means -inf, or the smallest integer, as in JAX.
+        plan: an `edge_plan`, made in advance.
+        backend: as in `segment_sum`.
 
     Returns:
-        [num_segments, ...]. Edges whose messages are equal to the maximum share its gradient evenly; the gradient
-        stores the messages.
+        [num_segments, ...].
     """
     m = _messages("gather_segment_max", x, senders, receivers, num_segments, scale, indices_are_sorted, plan, backend)
     return _extreme("max", m, empty)
@@ -285,7 +292,9 @@ def gather_segment_min(
     plan: EdgePlan | None = None,
     backend: str = "auto",
 ) -> Array:
-    """The minimum over a segment's edges; arguments as in `gather_segment_max`."""
+    """The minimum of `scale[e] * x[senders[e]]` over the edges e of each segment; arguments as in
+    `gather_segment_max`.
+    """
     m = _messages("gather_segment_min", x, senders, receivers, num_segments, scale, indices_are_sorted, plan, backend)
     return _extreme("min", m, empty)
 
@@ -339,12 +348,14 @@ def _product(dtype: Any, rows: Array, scale: Array) -> Array:
 
 
 def gather(x: Any, ids: Any, *, plan: SegmentPlan | None = None, backend: str = "auto") -> Array:
-    """`x[ids]`. Its gradient is a `segment_sum`, which adds in a fixed order and is fast if many ids are equal.
+    """Reads rows by their ids, as `x[ids]` does, with a gradient that is a `segment_sum`.
+
+    This gradient adds in a fixed order, so it is deterministic, and it is fast if many ids are equal.
 
     Args:
         x: [rows, ...].
-        ids: integer[entries], or a `SegmentPlan` of them; rows of ids below 0 or past the end are zeros.
-        plan: `plan(ids, rows)`; without it the gradient sorts the ids.
+        ids: integer[entries], or a `SegmentPlan` of the ids. An id out of range gives a row of zeros.
+        plan: `plan(ids, rows)`, made in advance. Without it the gradient sorts the ids.
         backend: as in `segment_sum`.
 
     Returns:

@@ -121,14 +121,17 @@ _STATIC: dict[str, Any] = {"static": True}
 @pytree
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentPlan:
-    """Segment ids, sorted once; made by `plan`. A pytree: an ordinary argument of a jitted function.
+    """Segment ids that are sorted in advance, so that calls with the plan do not sort them. `plan` makes one.
+
+    It is a pytree, so it can be an ordinary argument of a jitted function.
 
     Attributes:
-        ids: int32[entries], the segment of each entry; `num_segments` for entries of none.
-        order: int32[entries], entries sorted by segment, and by position within one; None where they are sorted.
-        offsets: int32[num_segments + 1]: segment i has the entries `order[offsets[i]:offsets[i + 1]]`.
-        first: int32[chunks]: the segment at the first position of each chunk, for segments that are cut.
-        last: int32[chunks]: the segment at the last position of each chunk.
+        ids: int32[entries], the segment of each entry; `num_segments` for entries that belong to no segment.
+        order: int32[entries], the positions of the entries sorted by segment, in their own order within a segment; None
+            if the entries are sorted already.
+        offsets: int32[num_segments + 1]; the entries of segment i are `order[offsets[i]:offsets[i + 1]]`.
+        first: int32[chunks], the segment of the first entry of each chunk, for kernels that cut long segments.
+        last: int32[chunks], the segment of the last entry of each chunk.
         num_segments: number of segments (static).
 
     >>> import jax.numpy as jnp
@@ -163,13 +166,14 @@ class SegmentPlan:
 @pytree
 @dataclass(frozen=True, slots=True, eq=False)
 class EdgePlan:
-    """Edges sorted by receiver for the forward pass and by sender for the backward pass; made by `edge_plan`.
+    """Edges that are sorted in advance, by receiver for forward passes and by sender for gradients. `edge_plan` makes
+    one.
 
     Attributes:
-        by_receiver: the plan of the receivers.
-        by_sender: the plan of the senders.
-        senders: int32[edges], the sender of each edge, in the order of receivers.
-        receivers: int32[edges], the receiver of each edge, in the order of senders.
+        by_receiver: the `SegmentPlan` of the receivers.
+        by_sender: the `SegmentPlan` of the senders.
+        senders: int32[edges], the sender of each edge, in the order of `by_receiver`.
+        receivers: int32[edges], the receiver of each edge, in the order of `by_sender`.
     """
 
     by_receiver: SegmentPlan

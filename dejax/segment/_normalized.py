@@ -68,23 +68,25 @@ def segment_softmax(
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
-    """exp(x_i) over the sum of exp(x_j) of the entries j of i's segment; as `jraph.segment_softmax`.
+    """The softmax of logits within each segment, like `jraph.segment_softmax`.
 
-    It does not overflow for large logits. Entries with an id out of range get 0, and so do the entries of a segment
-    whose logits are all -inf.
+        y_i = exp(x_i) / sum of exp(x_j) over the entries j of the segment of i
+
+    Large logits do not overflow. An entry whose id is out of range gets 0, and so do the entries of a segment whose
+    logits are all -inf. The arguments are those of `segment_sum`.
 
     Args:
         logits: [entries, ...]. 16-bit floats are computed in float32.
-        segment_ids: as in `segment_sum`; so are the other arguments.
-        num_segments: the number of segments.
-        indices_are_sorted: the caller's word that ids ascend.
-        unique_indices: the caller's word that no id occurs twice.
-        plan: the ids, sorted once.
+        segment_ids: integer[entries] or a `SegmentPlan`, as in `segment_sum`.
+        num_segments: number of segments.
+        indices_are_sorted: promises that the ids ascend.
+        unique_indices: promises that no id occurs twice.
+        plan: a `SegmentPlan` of the ids, made in advance.
         deterministic: whether equal calls must give equal bits.
-        backend: where it is computed.
+        backend: as in `segment_sum`.
 
     Returns:
-        [entries, ...] of the dtype of `logits`, or floats where those are integers.
+        [entries, ...] of the dtype of `logits`; floats if the logits are integers.
     """
     data, dtype = _floats("segment_softmax", logits)
     options = SegmentOptions(indices_are_sorted, unique_indices, None, None, deterministic, backend)
@@ -106,9 +108,9 @@ def segment_logsumexp(
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
-    """The logarithm of the sum of exp(x) over the entries x of each segment; -inf for an empty segment.
+    """The logarithm of the sum of exp(x) over the entries x of each segment; -inf for a segment without entries.
 
-    Arguments as in `segment_softmax`.
+    The arguments are those of `segment_softmax`.
     """
     data, dtype = _floats("segment_logsumexp", data)
     options = SegmentOptions(indices_are_sorted, unique_indices, None, None, deterministic, backend)
@@ -119,18 +121,18 @@ def segment_logsumexp(
 
 
 def partition_softmax(logits: Any, partitions: Any, sum_partitions: int | None = None) -> Array:
-    """A softmax over each of several consecutive partitions; as `jraph.partition_softmax`.
+    """The softmax within each of several consecutive partitions of the entries, like `jraph.partition_softmax`.
 
     Args:
         logits: [entries, ...].
-        partitions: integer[partitions], the number of entries of each.
-        sum_partitions: the number of all entries; by default that of `logits`.
+        partitions: integer[partitions], the number of entries of each partition.
+        sum_partitions: the total number of entries; by default that of `logits`.
 
     Returns:
         [entries, ...].
 
     Raises:
-        ValueError: partitions that do not sum to the number of entries.
+        ValueError: the partitions do not sum to the number of entries.
     """
     count, entries = len(partitions), jnp.shape(logits)[0]
     total = entries if isinstance(partitions, jax.core.Tracer) else int(np.sum(partitions))
@@ -154,7 +156,11 @@ def segment_variance(
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
-    """The mean squared deviation of each segment's entries from their mean, 0 without any; `jraph.segment_variance`."""
+    """The variance of the entries of each segment, like `jraph.segment_variance`: the mean squared deviation from their
+    mean.
+
+    A segment without entries gets 0. The arguments are those of `segment_softmax`.
+    """
     data, dtype = _floats("segment_variance", data)
     options = SegmentOptions(indices_are_sorted, unique_indices, None, None, deterministic, backend)
     r = request("segment_variance", data, segment_ids, num_segments, options, plan)
@@ -178,7 +184,10 @@ def segment_normalize(
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
-    """Entries minus their segment's mean, over its standard deviation; as `jraph.segment_normalize`."""
+    """Normalizes the entries of each segment to mean 0 and standard deviation 1, like `jraph.segment_normalize`.
+
+    A variance below `eps` counts as `eps`. The other arguments are those of `segment_softmax`.
+    """
     data, dtype = _floats("segment_normalize", data)
     options = SegmentOptions(indices_are_sorted, unique_indices, None, None, deterministic, backend)
     r = request("segment_normalize", data, segment_ids, num_segments, options, plan)

@@ -15,23 +15,23 @@ from dejax.segment._request import BACKENDS, count_of, place
 def plan(
     segment_ids: Any, num_segments: int | None = None, indices_are_sorted: bool = False, *, backend: str = "auto"
 ) -> SegmentPlan:
-    """Sorts segment ids once. Calls that take the plan do not sort them again.
+    """Sorts segment ids in advance, so that the functions of `dejax.segment` that take the plan do not sort them.
 
-    It also works inside `jax.jit`, at the cost of a sort in the step. Outside, it notices ids that already ascend, and
-    stores no order for them.
+    Call it outside of `jax.jit`, once for each array of ids. It then also notices ids that are sorted already. Inside
+    of `jax.jit` it works, too, but sorts in every step.
 
     Args:
-        segment_ids: integer[entries]; ids below 0 or at least `num_segments` belong to no segment.
-        num_segments: the number of segments; required inside `jax.jit`, else by default the greatest id plus 1.
-        indices_are_sorted: the caller's word that ids ascend.
+        segment_ids: integer[entries]. Entries with an id below 0 or at least `num_segments` belong to no segment.
+        num_segments: number of segments; by default the largest id plus 1. Required inside of `jax.jit`.
+        indices_are_sorted: promises that the ids ascend.
         backend: as in `segment_sum`.
 
     Returns:
-        A pytree of about 8 bytes an entry and 4 a segment.
+        A `SegmentPlan` of about 8 bytes for each entry and 4 for each segment.
 
     Raises:
-        TypeError: ids that are no integers.
-        ValueError: ids that do not have one axis, or an unknown number of segments.
+        TypeError: the ids are not integers.
+        ValueError: the ids do not have one axis, or `num_segments` is not known.
 
     >>> import jax.numpy as jnp
     >>> from dejax import segment
@@ -52,17 +52,19 @@ def plan(
 def edge_plan(
     senders: Any, receivers: Any, num_senders: int, num_segments: int | None = None, *, backend: str = "auto"
 ) -> EdgePlan:
-    """Sorts edges once by receiver and once by sender, for `gather_segment_sum` and its gradient.
+    """Sorts the edges of a graph in advance, by receiver and by sender, for `gather_segment_sum` and its gradient.
 
     Args:
-        senders: integer[edges]; edges with a sender below 0 or at least `num_senders` are dropped.
-        receivers: integer[edges]; edges with a receiver below 0 or at least `num_segments` are dropped.
-        num_senders: the number of rows that are gathered from.
-        num_segments: the number of segments of the result; by default `num_senders`.
+        senders: integer[edges], the row that each edge reads. Edges with a sender below 0 or at least `num_senders` are
+            dropped.
+        receivers: integer[edges], the segment to which each edge adds. Edges with a receiver below 0 or at least
+            `num_segments` are dropped.
+        num_senders: number of rows that are read from.
+        num_segments: number of segments of the result; by default `num_senders`.
         backend: as in `segment_sum`.
 
     Returns:
-        A pytree of about 24 bytes an edge.
+        An `EdgePlan` of about 24 bytes for each edge.
     """
     count = num_senders if num_segments is None else num_segments
     sender, receiver = _vector(senders, "senders", num_senders), _vector(receivers, "receivers", count)

@@ -90,30 +90,31 @@ def segment_sum(
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
-    """The sum of the entries of each segment. It takes the arguments of `jax.ops.segment_sum`, and some more.
+    """The sum of the entries of each segment. A replacement of `jax.ops.segment_sum` with some additional arguments.
 
     Args:
         data: [entries, ...], of any numeric dtype. 16-bit floats are accumulated in float32 and rounded once; integers
-            wrap as in their own dtype.
+            overflow as in their own dtype.
         segment_ids: integer[entries], the segment of each entry; or a `SegmentPlan`. Entries with an id below 0 or at
             least `num_segments` are dropped.
-        num_segments: the number of segments; required inside `jax.jit`, else by default the greatest id plus 1.
-        indices_are_sorted: the caller's word that ids ascend.
-        unique_indices: the caller's word that no id occurs twice.
-        bucket_size: passed to XLA where XLA computes the sum; kernels do not use it.
-        mode: None, `drop`, `fill` and `promise_in_bounds` drop entries whose id is out of range. `clip` adds them to
-            the nearest segment.
-        plan: the ids, sorted once by `plan(segment_ids, num_segments)`. `segment_ids` may be None then.
-        deterministic: whether equal calls must give equal bits. False allows atomic additions of float32 where they
-            are faster.
-        backend: `"auto"`: kernels on a GPU and XLA elsewhere; or `"pallas"` or `"xla"`.
+        num_segments: number of segments; by default the largest id plus 1. Required inside of `jax.jit`.
+        indices_are_sorted: promises that the ids ascend.
+        unique_indices: promises that no id occurs twice.
+        bucket_size: passed to XLA if XLA computes the sum; kernels do not use it.
+        mode: what happens to entries whose id is out of range: None, `drop`, `fill` and `promise_in_bounds` drop them,
+            `clip` adds them to the nearest segment.
+        plan: `plan(segment_ids, num_segments)`, made in advance so that the call need not sort the ids. `segment_ids`
+            may then be None.
+        deterministic: whether equal calls must give equal bits. False allows atomic additions of float32 where they are
+            faster.
+        backend: `"pallas"` for GPU kernels, `"xla"`, or `"auto"`: kernels on a GPU and XLA elsewhere.
 
     Returns:
-        [num_segments, ...] of the dtype of `data`; an empty segment has 0.
+        [num_segments, ...] of the dtype of `data`; 0 for a segment without entries.
 
     Raises:
-        TypeError: ids that are no integers.
-        ValueError: shapes that do not fit each other, or an unknown number of segments.
+        TypeError: the ids are not integers.
+        ValueError: the shapes do not fit each other, or `num_segments` is not known.
 
     >>> import jax.numpy as jnp
     >>> from dejax import segment
@@ -136,9 +137,9 @@ def segment_mean(
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
-    """The mean of the entries of each segment, 0 for an empty one; as `jraph.segment_mean`.
+    """The mean of the entries of each segment, like `jraph.segment_mean`; 0 for a segment without entries.
 
-    Arguments as in `segment_sum`. Means of integers are floats.
+    The arguments are those of `segment_sum`. Means of integers are floats.
     """
     options = SegmentOptions(indices_are_sorted, unique_indices, None, mode, deterministic, backend)
     r = request("segment_mean", data, segment_ids, num_segments, options, plan)
@@ -176,22 +177,22 @@ def segment_max(
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
-    """The greatest entry of each segment; as `jax.ops.segment_max`.
+    """The maximum of the entries of each segment. A replacement of `jax.ops.segment_max`.
 
-    Entries that are equal to the maximum share its gradient evenly, as in JAX. NaNs propagate.
+    Entries that equal the maximum share its gradient evenly, as in JAX. A segment with a NaN has the result NaN.
 
     Args:
         data: [entries, ...], of any numeric dtype, or bool.
-        segment_ids: as in `segment_sum`; so are the other arguments that are not named here.
-        num_segments: the number of segments.
-        indices_are_sorted: the caller's word that ids ascend.
-        unique_indices: the caller's word that no id occurs twice.
+        segment_ids: integer[entries] or a `SegmentPlan`, as in `segment_sum`.
+        num_segments: number of segments.
+        indices_are_sorted: promises that the ids ascend.
+        unique_indices: promises that no id occurs twice.
         bucket_size: as in `segment_sum`.
         mode: as in `segment_sum`.
-        empty: the value of empty segments. None: as in JAX, -inf or the least integer.
-        plan: the ids, sorted once.
-        deterministic: as in `segment_sum`; extrema always are.
-        backend: where it is computed.
+        empty: the result of segments without entries. None means -inf, or the smallest integer, as in JAX.
+        plan: a `SegmentPlan` of the ids, made in advance.
+        deterministic: has no effect; maxima are always deterministic.
+        backend: as in `segment_sum`.
 
     Returns:
         [num_segments, ...] of the dtype of `data`.
@@ -215,7 +216,9 @@ def segment_min(
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
-    """The least entry of each segment; as `jax.ops.segment_min`. Arguments as in `segment_max`."""
+    """The minimum of the entries of each segment. A replacement of `jax.ops.segment_min`; arguments as in
+    `segment_max`.
+    """
     options = SegmentOptions(indices_are_sorted, unique_indices, bucket_size, mode, deterministic, backend)
     r = request("segment_min", data, segment_ids, num_segments, options, plan, kind="min")
     return _replaced("segment_min", extremum("min", r), r, empty)
@@ -230,7 +233,11 @@ def segment_max_or_constant(
     constant: float = 0.0,
     **others: Any,
 ) -> Array:
-    """`segment_max` with `empty=constant`; as `jraph.segment_max_or_constant`."""
+    """The maximum of the entries of each segment, and `constant` for a segment without entries, like the function of
+    jraph.
+
+    It is `segment_max` with `empty=constant`, and takes its arguments.
+    """
     return segment_max(data, segment_ids, num_segments, indices_are_sorted, unique_indices, empty=constant, **others)
 
 
@@ -243,5 +250,9 @@ def segment_min_or_constant(
     constant: float = 0.0,
     **others: Any,
 ) -> Array:
-    """`segment_min` with `empty=constant`; as `jraph.segment_min_or_constant`."""
+    """The minimum of the entries of each segment, and `constant` for a segment without entries, like the function of
+    jraph.
+
+    It is `segment_min` with `empty=constant`, and takes its arguments.
+    """
     return segment_min(data, segment_ids, num_segments, indices_are_sorted, unique_indices, empty=constant, **others)

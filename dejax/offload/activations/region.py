@@ -18,20 +18,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def region(fn: F, **options: Unpack[OffloadKeywords]) -> F:
-    """Offloads the residuals of a whole model or loss, so that no layer needs to be wrapped.
+    """Offloads the activations of a whole model or loss function, so that no layer needs to be wrapped.
 
-    It does for a function what `torch.autograd.graph.save_on_cpu` does for a block of code. `offload(fn)` treats `fn`
-    as one layer: all its residuals leave together after forward, and come back together. `region(fn)` moves each
-    residual by itself: it leaves as soon as it is computed, and comes back just before backward uses it. Each iteration
-    of a `scan` is offloaded by itself, with the carried arrays as its inputs. A function under `jax.checkpoint` stores
-    only its inputs, and backward recomputes the rest.
+    `region` is to a function what `torch.autograd.graph.save_on_cpu` is to a block of code. Each residual (a tensor
+    that the backward pass needs) leaves the device as soon as it is computed, and comes back just before the backward
+    pass uses it. In contrast, `offload(fn)` treats `fn` as one layer, whose residuals leave and come back together.
+    Each iteration of a `scan` is offloaded by itself, with the carried arrays as its inputs. A function under
+    `jax.checkpoint` stores only its inputs, and the backward pass recomputes the rest.
 
     Args:
-        fn: as for `offload`.
+        fn: a function from pytrees of arrays to a pytree of arrays, as for `offload`.
         options: the keyword arguments of `offload`: policy, store, inputs, min_bytes, static_argnums, static_argnames.
 
     Raises:
-        What `offload` raises.
+        The errors of `offload`.
 
     >>> import jax, jax.numpy as jnp
     >>> from dejax.offload import ActivationStore, region

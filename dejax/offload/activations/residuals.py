@@ -39,13 +39,13 @@ _SUB_BYTE = ("int2", "uint2", "int4", "uint4", "int1", "uint1", "float4_e2m1fn")
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """A tensor that could leave the device, as a policy sees it.
+    """A tensor that the backward pass needs and that could leave the device, as the `policy` of `offload` sees it.
 
     Attributes:
-        shape: of the tensor.
-        dtype: of the tensor.
-        names: given with `jax.ad_checkpoint.checkpoint_name` to it or to a view of it.
-        is_input: it is an argument of the function (an activation that came in), not computed inside.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        names: names that `jax.ad_checkpoint.checkpoint_name` gave to the tensor or to a view of it.
+        is_input: whether the tensor is an argument of the offloaded function; otherwise the function computes it.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class Residual:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size of the tensor in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 

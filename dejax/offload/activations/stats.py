@@ -9,30 +9,31 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counters of an `ActivationStore`, bytes and seconds since it was opened unless said otherwise.
+    """Counters of an `ActivationStore`: bytes, counts and seconds since the store was opened, unless stated otherwise.
 
     Attributes:
-        stored_bytes, stored_count: tensors stored by forward passes.
-        fetched_bytes, fetched_count: tensors fetched by backward passes.
-        ring_hit_bytes: fetched tensors that were still on the device: no transfer back.
-        prefetched_bytes: fetched tensors that had come back to the device ahead of the fetch.
-        demand_bytes: transferred by the fetch itself (on the CPU: all).
-        copied_out_bytes: copied from device to host memory.
-        forwarded_bytes: with a disk tier: fetched from host memory and never read back from disk.
-        written_bytes, read_bytes: of the disk tier.
-        cancelled_bytes: tensors that were fetched before their write had ended.
-        dropped_count: tensors given up unfetched (a failed step, `clear`, a full store).
-        store_stall_seconds, fetch_stall_seconds: launch threads waiting for room, or for the disk.
-        launch_seconds: launch threads inside the store, stalls included.
-        device_store_stall_seconds, device_fetch_stall_seconds: compute streams waiting for copies, in forward and in
-            backward.
-        live_bytes, live_count: stored and not fetched, now.
-        peak_live_bytes: maximum of live_bytes.
-        host_bytes, disk_bytes, ring_bytes: allocated now.
-        peak_host_bytes: maximum of host_bytes.
-        runs: executions that stored something.
-        drive_written_bytes: written to the drives of the paths by any process; 0 where the system does not tell.
-        open_seconds: time since the store was opened.
+        stored_bytes, stored_count: tensors that forward passes stored.
+        fetched_bytes, fetched_count: tensors that backward passes fetched.
+        ring_hit_bytes: fetched tensors that were still on the device, so that no copy was needed.
+        prefetched_bytes: fetched tensors that had been copied back to the device before they were needed.
+        demand_bytes: fetched tensors that were copied only when they were needed (on the CPU: all).
+        copied_out_bytes: bytes copied from device to host memory.
+        forwarded_bytes: with a disk tier: bytes fetched from host memory without a read from disk.
+        written_bytes, read_bytes: bytes written to and read from disk.
+        cancelled_bytes: tensors that were fetched before their write to disk had ended.
+        dropped_count: tensors that were dropped without being fetched (a failed step, `clear`, a full store).
+        store_stall_seconds, fetch_stall_seconds: time that launch threads waited for room or for the disk, in forward
+            and in backward passes.
+        launch_seconds: time that launch threads spent in the store, waits included.
+        device_store_stall_seconds, device_fetch_stall_seconds: time that the devices waited for copies, in forward and
+            in backward passes.
+        live_bytes, live_count: tensors that are stored and not yet fetched, now.
+        peak_live_bytes: largest value of live_bytes.
+        host_bytes, disk_bytes, ring_bytes: bytes that are allocated in each tier, now.
+        peak_host_bytes: largest value of host_bytes.
+        runs: number of executions that stored something.
+        drive_written_bytes: bytes that all processes wrote to the drives of the paths; 0 if the system does not tell.
+        open_seconds: seconds since the store was opened.
 
     >>> import jax, jax.numpy as jnp
     >>> from dejax.offload import ActivationStore, offload
@@ -79,24 +80,24 @@ class StoreStats:
 
     @property
     def saving(self) -> float:
-        """Share of the stored bytes that was off the device at the peak: all but the ring."""
+        """Share of the stored bytes that was off the device when most was stored: all but the ring."""
         return max(0.0, 1 - self.ring_bytes / self.peak_live_bytes) if self.peak_live_bytes else 0.0
 
     @property
     def waited_seconds(self) -> float:
-        """For how long launch threads and compute streams have waited."""
+        """Seconds that launch threads and devices have waited."""
         launches = self.store_stall_seconds + self.fetch_stall_seconds
         return launches + self.device_store_stall_seconds + self.device_fetch_stall_seconds
 
     def lifetime_years(self, endurance_bytes: float) -> float:
-        """Years that a drive of this rated endurance lasts at the rate of writing so far."""
+        """Years until a drive with this rated endurance (bytes written) is worn out at the present rate of writing."""
         written = max(self.drive_written_bytes, self.written_bytes)
         if written == 0:
             return float("inf")
         return endurance_bytes / (written / self.open_seconds) / (365.25 * 86400)
 
     def line(self) -> str:
-        """The counters in a few words, for a progress bar."""
+        """The counters as one short line, for a progress bar."""
         disk = f", {_size(self.written_bytes)} to disk" if self.written_bytes else ""
         return (
             f"offload {_size(self.peak_live_bytes)} a step, {100 * self.saving:.0f} % off{disk}, "

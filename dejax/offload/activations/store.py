@@ -57,36 +57,39 @@ class ActivationResources(StoreResources):
 
 
 class ActivationStore:
-    """Holds the tensors that forward passes hand to backward passes, in three tiers: device ring, host memory, disk.
+    """Holds offloaded activations between forward and backward pass, on the device, in host memory or on disk.
 
-    A context manager: steps that this thread dispatches inside `with` use it, unless they were traced with their own
-    `store=`. Leaving waits for these steps and closes the store. Other threads enter it themselves, with `with` or
-    `use`; leaving the last `with` closes it. Tensors move down a tier only when the tier above is full. The last ones
-    of a forward pass stay highest: backward fetches them first.
+    A tensor first goes to a buffer on the device (the ring), then to host memory, then to disk; it moves on only if the
+    tier before is full. The last tensors of a forward pass stay nearest, because the backward pass needs them first.
+
+    Use the store as a context manager: steps that this thread dispatches inside `with` use it, unless they were traced
+    with their own `store=`. Leaving `with` waits for these steps and closes the store. Other threads enter it
+    themselves, by `with` or `use`; leaving the last `with` closes it.
 
     Args:
-        path: a folder, or several, for the disk tier; chunks are striped over them. None: no disk tier. The store makes
-            a folder in each and removes it as it closes. It first removes folders that dead processes left.
-            "{process_index}" in a path stands for the number of this process in `jax.distributed`.
-        device_bytes: size of the ring on each device. None: the bytes that one call of an offloaded function stores;
-            where its arithmetic takes less time than the bus, twice that, and eight tensors at least. 0: no ring; the
-            compute stream then waits for each copy.
-        host_bytes: cap of pinned (on the CPU: ordinary) host memory. 0: none; then only tensors that stay in the ring
-            can be stored. None: half of the available memory, by the machine and by control groups, shared among the
-            machine's processes: those that the launcher started, or that have such a store already.
-        disk_bytes: cap of the files' size, used or not. 0: no disk tier, whatever the path. None: no cap.
-        engine: how files are written: "tensorstore" (through the page cache), "direct" (O_DIRECT where the file system
-            has it; takes the least processor time), or "auto", which is "tensorstore".
-        checksum: verify chunks that are read from disk. A damaged file is then an error, never a wrong gradient.
+        path: a folder for the disk tier, or several folders, over which data is striped. None means no disk tier. The
+            store makes a folder of its own in each and removes it when it closes; it also removes folders that dead
+            processes left. "{process_index}" in a path is replaced by the process's number in `jax.distributed`.
+        device_bytes: size of the ring on each device. None means the bytes that one call of an offloaded function
+            stores; if its arithmetic takes less time than the bus, twice as many, and at least eight tensors. 0 means
+            no ring: the device then waits for each copy.
+        host_bytes: largest amount of host memory, pinned on GPUs. None means half of the available memory (of the
+            machine and its control groups), divided among the processes of the machine that the launcher started or
+            that already have such a store. 0 means none, so that only tensors that stay in the ring can be stored.
+        disk_bytes: largest total size of the files. None means no limit; 0 means no disk tier.
+        engine: how files are written: "tensorstore" (through the page cache), "direct" (O_DIRECT if the file system has
+            it, with the least processor time), or "auto", which is "tensorstore".
+        checksum: whether to verify data read from disk. A damaged file then raises an error and never gives a wrong
+            gradient.
         chunk_bytes: size of a read or write, a multiple of 4,096.
-        io_threads: number of chunks that are read or written at a time.
+        io_threads: number of simultaneous reads and writes.
 
     Raises:
         FileNotFoundError, NotADirectoryError, PermissionError: a path cannot be used; the message has the reason.
         OSError: a path cannot be used for another reason: a full file system, too many open files.
         ValueError: a size is out of range.
         RuntimeError: the files or the I/O threads cannot be made.
-        NativeExtensionError: the extension is missing.
+        NativeExtensionError: dejax's native extension is missing.
 
     >>> with ActivationStore(host_bytes=1 << 30) as store:
     ...     print(store.stats().stored_bytes)
@@ -170,12 +173,12 @@ class ActivationStore:
 
     @property
     def is_open(self) -> bool:
-        """Whether the store can be used: it is not closed, and belongs to this process."""
+        """Whether the store can be used: it is not closed, and this process has opened it."""
         return self._resources.is_open
 
     @property
     def id(self) -> int:
-        """Its number among the stores that are open in this process."""
+        """The number of the store among the open stores of this process."""
         return self._native.id
 
     def __enter__(self) -> ActivationStore:
@@ -207,7 +210,8 @@ class ActivationStore:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[ActivationStore]:
-        """Like `with` on the store itself, but leaving does not close it: for one thread of several.
+        """A context manager like the store itself, except that leaving it does not close the store. Use it in further
+        threads.
 
         Raises:
             RuntimeError: the store is closed.
@@ -242,16 +246,20 @@ class ActivationStore:
         self._resources.close()
 
     def check(self) -> None:
-        """Raises the error that an earlier step met on one of several devices, if any; later steps raise it, too."""
+        """Raises the error of an earlier step on one of several devices, if there was one. Later steps raise it,
+        too.
+        """
         self.stats()  # raises in a process that only inherited the store
         _raise_failure_of_shards()
 
     def clear(self) -> None:
-        """Drops all tensors that are not fetched yet, for example after an interrupted step. Not while a step runs."""
+        """Drops all tensors that are not fetched yet, for example after an interrupted step. Do not call it while a
+        step runs.
+        """
         self._native.clear()
 
     def drain(self) -> None:
-        """Waits until nothing is being read or written, and frees disk space that no tensor uses."""
+        """Waits until all reads and writes are finished, and frees disk space that no tensor uses."""
         self._native.drain()
 
     def stats(self) -> StoreStats:
@@ -267,18 +275,18 @@ class ActivationStore:
         )
 
     def record(self, interval: float = 0.002) -> Recording:
-        """Samples the counters every `interval` seconds inside `with store.record() as recording:`."""
+        """Samples the counters every `interval` seconds: `with store.record() as recording:`."""
         self._recording = Recording(self, interval)
         return self._recording
 
     def plot(self, path: str | Path) -> None:
-        """Draws the tiers and the waits of the last recording, see `record`."""
+        """Draws the bytes in each tier and the waits of the last recording, see `record`."""
         if self._recording is None:
             raise RuntimeError("ActivationStore.plot: nothing was recorded; run steps inside `with store.record():`")
         self._recording.plot(path)
 
     def summary(self, *, endurance_bytes: float | None = None) -> str:
-        """The main counters as text; `endurance_bytes` is the drive's rated endurance (its TBW)."""
+        """The main counters as text. `endurance_bytes` is the drive's rated endurance in bytes written (TBW)."""
         return "\n".join([self.stats().summary(endurance_bytes=endurance_bytes), *notes()])
 
 
@@ -307,7 +315,7 @@ def binding_of(store: ActivationStore | Literal["device"] | None) -> int:
 
 
 def default_store() -> ActivationStore:
-    """The store that steps use outside of any `with`: host memory only, for the life of the process.
+    """The store that steps use outside of any `with ActivationStore()`. It has host memory only and is never closed.
 
     >>> from dejax.offload import default_store
     >>> default_store() is default_store(), default_store().stats().disk_bytes

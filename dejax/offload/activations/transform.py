@@ -28,38 +28,41 @@ def offload(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> F:
-    """Offloads the residuals of `fn`: used like `jax.checkpoint`, but tensors are moved instead of recomputed.
+    """Offloads the activations of a function: use it like `jax.checkpoint`, but tensors are moved instead of
+    recomputed.
 
-    The result computes what `fn` computes. Between forward and backward the residuals of at least `min_bytes` are in
-    the store: in the device's ring, in host memory or on disk. Parameters and other arguments stay where they are;
-    equal tensors and views of one tensor are stored once, and casts and views in their smallest form. Gradients have
-    the bits of those with `store="device"`, and equal those of `fn` to rounding: XLA may fuse, and so round, otherwise.
+    The result computes what `fn` computes. Between forward and backward pass, the residuals of `fn` (the tensors that
+    the backward pass needs) of at least `min_bytes` lie in an `ActivationStore`: on the device in a ring, in host
+    memory or on disk. Parameters stay where they are. Equal tensors and views of one tensor are stored once. Gradients
+    are bit-identical to those with `store="device"`, and equal to those of `fn` up to rounding, because XLA may fuse
+    the operations differently.
 
-    Works under `jit`, `scan`, `vmap`, `shard_map`, gradient accumulation, inside and around `jax.checkpoint`.
+    Works under `jit`, `scan`, `vmap`, `shard_map`, gradient accumulation, and inside and around `jax.checkpoint`.
     `offload(jax.checkpoint(fn))` stores only the inputs of `fn` and recomputes the rest.
 
-    Outside of `jit` each call traces `fn` again, as `jax.checkpoint` does, and runs it operator by operator. Put the
-    whole step into `jax.jit`: then the step is traced and compiled once.
+    Put the whole step into `jax.jit`. Outside of `jit`, each call traces `fn` again and runs it operator by operator,
+    as `jax.checkpoint` does.
 
     Args:
-        fn: a function of pytrees of arrays, to a pytree of arrays.
+        fn: a function from pytrees of arrays to a pytree of arrays.
         policy: which residuals to store: names given with `jax.ad_checkpoint.checkpoint_name`, or a function from a
-            `Residual` to a bool. None: every one. Not one of `jax.checkpoint_policies`.
-        store: None: the store that is current in the thread that dispatches the step (`with ActivationStore(...)`), or
-            `default_store()`. "device": all tensors stay, with the same barriers in the program.
-        inputs: which arguments are activations, and so may be stored where backward needs them. "auto": each array with
-            the shape and dtype of one of the outputs, like a layer's input (of several, the last one); "all"; "none";
-            or positions. The others (parameters, tables) stay.
+            `Residual` to a bool. None means all. Policies of `jax.checkpoint_policies` are not accepted.
+        store: None means the store that is current in the thread that dispatches the step (`with
+            ActivationStore(...)`), or `default_store()`. "device" keeps all tensors on the device, with the same
+            barriers in the program, for comparisons.
+        inputs: which arguments are activations, and so may be stored if the backward pass needs them. "auto" means each
+            array with the shape and dtype of an output, like the input of a layer (if several match one output, the
+            last of them). "all", "none", or a list of positions. All other arguments (parameters, tables) stay.
         min_bytes: smaller tensors stay on the device.
         static_argnums, static_argnames: positions and names of arguments that are not arrays, as in `jax.jit`.
 
     Raises:
-        NotImplementedError: for a second derivative, for forward mode, or if `fn` has side effects that JAX does not
-            allow under derivatives.
+        NotImplementedError: for a second derivative, for forward-mode derivatives, or if `fn` has side effects that JAX
+            does not allow under derivatives.
         TypeError: an argument is neither an array nor static, or is a `jax.Ref`; `policy` is one of
             `jax.checkpoint_policies`, or returns no bool.
         ValueError: `inputs` names no argument, or is another word; `policy` has a name that no tensor of `fn` has.
-        NativeExtensionError: the extension is missing.
+        NativeExtensionError: dejax's native extension is missing.
 
     >>> import jax, jax.numpy as jnp
     >>> from dejax.offload import ActivationStore, offload

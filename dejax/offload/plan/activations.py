@@ -37,7 +37,11 @@ from dejax.offload.plan.result import Phase, Plan, Way, place
 
 Body = Callable[[Any, Any], Any]
 CHOICES = ("offload", "offload inputs", "recompute", "keep")
-"""In the order of the layers that get them: tensors of the first layers are fetched last and have most time."""
+"""What `plan_stack` may do with the residuals of a layer.
+
+In a plan, the first layers get the first of these choices, because their residuals are needed last and so have the
+most time to travel.
+"""
 INPUT = "(input)"
 """The layer's own input, among the names of a plan."""
 UNNAMED = "(unnamed)"
@@ -65,35 +69,41 @@ def plan_stack(
     min_bytes: int = MIN_BYTES,
     choices: Sequence[str] = CHOICES,
 ) -> Plan:
-    """Decides for each layer of a stack how its backward pass gets its residuals.
+    """Decides for each layer of a stack whether to keep, offload or recompute its activations within a memory budget.
 
-    Profiles on the device that holds `x`: two short stacks for each choice, forward alone, and the bus. A layer does
-    one of `CHOICES`:
+    It measures the bus and, on the device that holds `x`, short stacks of your layers for each choice, and predicts the
+    memory and time of the whole stack. The choices concern a layer's residuals, the tensors that its backward pass
+    needs:
 
-    - "offload": all residuals are moved, `offload(body)`.
-    - "offload inputs": its input is moved and the rest recomputed, `offload(jax.checkpoint(body))`.
-    - "recompute": its input stays and the rest is recomputed, `jax.checkpoint(body)`.
-    - "keep": all residuals stay.
+    - "offload": all residuals leave the device, as by `offload(body)`.
+    - "offload inputs": only the layer's input leaves, and the rest is recomputed, as by
+      `offload(jax.checkpoint(body))`.
+    - "recompute": the layer's input stays, and the rest is recomputed, as by `jax.checkpoint(body)`.
+    - "keep": all residuals stay on the device.
 
-    Unequal layers are given in parts of equal ones, in the order in which they run: `plan_stack([dense, moe],
-    [dense_params, moe_params], x, ...)`. Layers that alternate are one layer together.
+    If the layers are not all equal, pass several parts of equal layers in the order in which they run:
+    `plan_stack([dense, moe], [dense_params, moe_params], x, ...)`. Layers that alternate count as one layer together.
 
     Args:
-        body: (params of one layer, x) -> x, as in `jax.lax.scan` over layers. Or a sequence of these, for each part.
-        params: pytree of arrays [layers, ...], at least four layers. Or a sequence of these, of any number of layers.
-        x: the first layer's input; each part must return an array of this shape.
-        budget_bytes: for temporaries of a training step (value and gradient of the stack) and the device's ring.
-        store: where offloaded tensors go. The plan respects its host memory, and measures its drive: it does not
-            offload more than the drive takes in time. None: the current store, with unlimited host memory.
-        min_bytes: smaller tensors stay.
-        choices: the ones of `CHOICES` to consider.
+        body: function `(parameters of one layer, x) -> x`, as for `jax.lax.scan` over the layers; or a list of such
+            functions, one for each part.
+        params: pytree of arrays [layers, ...] with at least four layers; or a list of such pytrees, one for each part,
+            with any number of layers.
+        x: input of the first layer. Each part must return an array of the same shape.
+        budget_bytes: device memory for the temporaries of a training step (value and gradient of the stack) and for the
+            store's ring.
+        store: the `ActivationStore` for offloaded tensors. The plan respects its host memory and measures its drive: it
+            does not offload more than the drive can take in time. None means the current store, with unlimited host
+            memory.
+        min_bytes: smaller tensors stay on the device.
+        choices: the subset of `CHOICES` to consider.
 
     Returns:
-        The plan: `plan.apply(params, x)` runs the stack, `print(plan.table())` shows the alternatives.
+        The plan: `plan.apply(params, x)` runs the stack, and `print(plan.table())` shows the alternatives.
 
     Raises:
-        ValueError: the stack has fewer than four layers, parts and parameters do not match, or no way fits the budget;
-            the message has the least budget.
+        ValueError: the stack has fewer than four layers, the numbers of parts differ, or nothing fits the budget; the
+            message gives the smallest budget that would.
     """
     if unknown := set(choices) - set(CHOICES):
         raise ValueError(f"plan_stack: `choices` must be of {CHOICES}, got {sorted(unknown)}")
@@ -269,26 +279,30 @@ def plan_names(
     store: ActivationStore | None = None,
     min_bytes: int = MIN_BYTES,
 ) -> Plan:
-    """Decides for each named tensor of a layer whether it is kept, recomputed or offloaded, alike in every layer.
+    """Decides which named activations of a layer to keep, offload or recompute within a memory budget.
 
-    The set of saved names decides what is recomputed. It is profiled: short stacks with all names saved, with none, and
-    with each but one. Whether a saved tensor stays or is offloaded follows from its size, the bus and the drive.
+    Name tensors inside your layer with `jax.ad_checkpoint.checkpoint_name`. The plan makes one decision for each name,
+    which holds in every layer. To decide, it measures short stacks of your layers: with all named tensors saved, with
+    none saved, and with all but one. This gives the time to recompute each tensor; the time to offload it follows from
+    its size and the measured bandwidths of the bus and the drive.
 
     Args:
-        body: (params of one layer, x) -> x, with `jax.ad_checkpoint.checkpoint_name` in it.
-        params: pytree of arrays [layers, ...], at least four layers.
-        x: the first layer's input.
-        names: of the tensors to decide about, at most eight. The plan decides about the input, too. Tensors without a
-            name are recomputed, unless the plan recomputes nothing.
-        budget_bytes: for temporaries of a training step (value and gradient of the stack) and the device's ring.
-        store: where offloaded tensors go, see `plan_stack`.
-        min_bytes: smaller tensors stay.
+        body: function `(parameters of one layer, x) -> x` that names some of its tensors.
+        params: pytree of arrays [layers, ...] with at least four layers.
+        x: input of the first layer.
+        names: the names to decide about, at most eight. The layer's input is decided about in any case. Tensors without
+            a name are recomputed, unless the plan recomputes nothing at all.
+        budget_bytes: device memory for the temporaries of a training step (value and gradient of the stack) and for the
+            store's ring.
+        store: the `ActivationStore` for offloaded tensors, as in `plan_stack`.
+        min_bytes: smaller tensors stay on the device.
 
     Returns:
-        The plan: `plan.apply(params, x)` runs the stack, `print(plan.table())` shows the choices.
+        The plan: `plan.apply(params, x)` runs the stack, and `print(plan.table())` shows the decisions.
 
     Raises:
-        ValueError: a name is not found, there are too many or too few layers, or no way fits the budget.
+        ValueError: a name does not occur in `body`, there are more than eight names or fewer than four layers, or
+            nothing fits the budget.
 
     >>> import jax.numpy as jnp
     >>> from jax.ad_checkpoint import checkpoint_name

@@ -74,19 +74,20 @@ def place(stored: float, ring: float, forward: Phase, backward: Phase, tiers: Ti
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to run a stack or a step, with its predicted memory and time.
+    """One way to run a stack or a step that a `Plan` considered, with its predicted memory and time.
 
     Attributes:
-        choices: what happens to what. Of `plan_stack`: the number of layers by choice; of several parts, a tuple with
-            the number of each part. Of `plan_names`: "keep", "offload" or "recompute" by name. Of `plan_step`: the tier
-            ("device", "host" or "disk") of each array, such as "params['w']" and "moments[0].mu['w']", and of the
-            layers' "inputs"; and the number of "microbatches".
-        device_bytes: temporaries and staging memory on the device; of `plan_step` with the state that lies there.
-        seconds: of a step.
-        stall_seconds: the part of it that waits for the bus or a drive.
-        staging_bytes: of `device_bytes`, memory through which arrays travel, and the store's ring.
-        host_bytes: in host memory.
-        disk_bytes: on drives; files of state have two versions.
+        choices: what is done with which layer, tensor or array. From `plan_stack`: the number of layers for each of
+            `CHOICES`; for a stack of several parts, a tuple with the number for each part. From `plan_names`: "keep",
+            "offload" or "recompute" for each name. From `plan_step`: the place ("device", "host" or "disk") of each
+            array, such as "params['w']" and "moments[0].mu['w']", and of the layers' "inputs"; and the number of
+            "microbatches".
+        device_bytes: temporary and staging memory on the device; from `plan_step` including the state on the device.
+        seconds: time of a step.
+        stall_seconds: part of `seconds` that the device waits for the bus or a drive.
+        staging_bytes: part of `device_bytes` that is the store's ring or buffers of copies under way.
+        host_bytes: bytes in host memory.
+        disk_bytes: bytes on drives; files of training state hold two versions.
 
     >>> import jax.numpy as jnp
     >>> from dejax.offload import plan_stack
@@ -104,7 +105,7 @@ class Way:
     disk_bytes: float
 
     def describe(self) -> str:
-        """The choices in a line: each of a few, the number of each of many."""
+        """The choices as one line of text: each choice if there are few, otherwise the number of each."""
         if len(self.choices) <= 6:
             return ", ".join(f"{what}: {choice}" for what, choice in self.choices.items())
         counts = Counter(choice for choice in self.choices.values() if isinstance(choice, str))
@@ -112,23 +113,25 @@ class Way:
 
     @property
     def alike(self) -> str | None:
-        """The choice for all layers, tensors or arrays, where they have one."""
+        """The choice that all layers, tensors or arrays have, or None if they differ."""
         found = {choice for choice in self.choices.values() if isinstance(choice, str)} or set(self.choices)
         return found.pop() if len(found) == 1 else None
 
 
 @dataclass(slots=True)
 class Plan:
-    """What `plan_stack`, `plan_names` and `plan_step` return.
+    """The result of `plan_stack`, `plan_names` or `plan_step`: the fastest way within the memory budgets.
+
+    `print(plan.table())` shows the decision; `plan.apply(...)` carries it out.
 
     Attributes:
-        chosen: the fastest way within the budgets.
+        chosen: the fastest `Way` within the budgets.
         ways: every way that was considered.
-        budgets: device_bytes, host_bytes and disk_bytes, as far as there are any.
+        budgets: the limits "device_bytes", "host_bytes" and "disk_bytes", as far as given.
         tiers: measured bandwidths, and the sizes of host memory and of a drive.
-        costs: what was measured, by choice or by number of microbatches; of several parts, a tuple.
-        bytes_of: bytes of what the choices are about: of a layer, or of an array of state.
-        measured: (device bytes, seconds) of the chosen way, after `measure`.
+        costs: the measured costs, by choice or by number of microbatches; a tuple for a stack of several parts.
+        bytes_of: bytes that each choice is about: of a layer, or of an array of state.
+        measured: a pair (device bytes, seconds) for the chosen way, after a call of `measure`.
 
     >>> import jax.numpy as jnp
     >>> from dejax.offload import plan_stack
@@ -154,11 +157,11 @@ class Plan:
         self.chosen = self._choose()
 
     def apply(self, *arguments: Any) -> Any:
-        """What was planned, in the chosen way.
+        """Runs the stack in the chosen way; for a plan of `plan_step`, makes the step.
 
         Args:
-            arguments: of `plan_stack` and `plan_names` the parameters and the first layer's input, which run through
-                the stack. Of `plan_step` none: it returns the step.
+            arguments: for `plan_stack` and `plan_names`, the parameters of the stack and the input of its first layer;
+                the result is the output of the last layer. For `plan_step`, none; the result is a `StackStep`.
         """
         return self._apply(self.chosen, *arguments)
 
@@ -169,36 +172,38 @@ class Plan:
         host_bytes: float | None = None,
         disk_bytes: float | None = None,
     ) -> Plan:
-        """The plan for other budgets, by the same measurements.
+        """The plan for other budgets, from the same measurements.
 
         Args:
-            device_bytes, host_bytes, disk_bytes: None: as before.
+            device_bytes, host_bytes, disk_bytes: new budgets; None keeps the old one.
 
         Raises:
-            ValueError: nothing fits; the message gives the least that would.
+            ValueError: nothing fits; the message gives the smallest budget that would.
         """
         given = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
         budgets = self.budgets | {name: most for name, most in given.items() if most is not None}
         return dataclasses.replace(self, budgets=budgets, measured=None)
 
     def measure(self, first: Any, second: Any) -> tuple[float, float]:
-        """Compiles and times the chosen way; returns (device bytes, seconds), which `table` then shows.
+        """Compiles and times the chosen way. Returns a pair (device bytes, seconds), which `table` then shows, too.
 
         Args:
-            first, second: parameters and input of the stack. Of `plan_step`: the state, from the planned step's `init`,
-                which is used up, and a batch.
+            first, second: for `plan_stack` and `plan_names`, parameters and input of the stack. For `plan_step`, a
+                state from `init` of the planned step, which is used up, and a batch.
         """
         nbytes, run = self._measure(self.chosen, first, second)
         self.measured = (nbytes + self.chosen.staging_bytes, timed(run))
         return self.measured
 
     def curve(self) -> list[Way]:
-        """The ways that no other beats in both time and device memory, sorted by memory."""
+        """The ways on the Pareto front of time and device memory, sorted by memory."""
         found = {_point(way): way for way in self.ways}
         return [found[point] for point in best(list(found))]
 
     def plot(self, path: str | Path) -> None:
-        """Draws throughput against device memory: every way, the curve, the chosen way, the measured point."""
+        """Draws throughput against device memory, with every way, the Pareto front, the chosen way and the measured
+        point.
+        """
         alike: dict[str, list[tuple[float, float]]] = {}
         for way in self.ways:
             if way.alike is not None:
@@ -213,7 +218,9 @@ class Plan:
         )
 
     def table(self) -> str:
-        """Markdown tables: the choices; the chosen way and others, as predicted; and the measured values."""
+        """The plan as Markdown tables: the choices, the predictions for the chosen way and others, and the measured
+        values.
+        """
         lines = ["| what | MiB | choice |", "| --- | --- | --- |"]
         for what, choice in self.chosen.choices.items():
             size = f"{self.bytes_of[what] / 2**20:.0f}" if what in self.bytes_of else ""

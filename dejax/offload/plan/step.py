@@ -171,33 +171,35 @@ def plan_step(
     path: Any = None,
     disk_bytes: float | None = None,
 ) -> Plan:
-    """Decides where parameters, moments and activations of a `stack_step` lie, and in how many parts a batch runs.
+    """Decides where the parameters, optimizer state and activations of a `stack_step` lie, and its number of
+    microbatches.
 
-    It measures the bus, the store's drive, and two short stacks for each number of microbatches, and predicts the rest.
-    State that travels costs its bytes over the bus, alongside the arithmetic, and copies on the device. Moments leave
-    the device before parameters, because parameters travel twice in a step. Large arrays leave before small ones. The
-    layers' inputs leave if computation hides their time over the bus.
-    With a `path`, moments and then parameters may go on to a drive.
+    It measures the bus, the store's drive, and two short stacks for each number of microbatches, and predicts the time
+    and memory of all placements. Optimizer state leaves the device before parameters, because parameters travel twice
+    in a step, and large arrays leave before small ones. The inputs of the layers leave if computation hides their time
+    on the bus. With a `path`, optimizer state and then parameters may move on to a drive.
 
     Args:
         embed, body, head, tx: as for `stack_step`.
         outer: parameters outside of the stack.
-        layers: pytree of arrays [layers, ...], or of `jax.ShapeDtypeStruct`; at least four layers.
-        batch: of one step.
-        device_bytes: budget for state, temporaries and staging memory. None: nine tenths of the device's memory.
-        host_bytes: budget for state and activations in host memory. None: half of the available memory.
-        disk_bytes: budget for the files of state on a drive, which hold two versions, and of activations. None: nine
-            tenths of the free space at `path`.
-        microbatches: the values of `microbatches` to choose from.
-        store: where activations go, if they leave the device. None: the current store.
+        layers: parameters of the stack, pytree of arrays or `jax.ShapeDtypeStruct`s [layers, ...]; at least four
+            layers.
+        batch: the batch of one step.
+        device_bytes: device memory for state, temporaries and staging. None means nine tenths of the device's memory.
+        host_bytes: host memory for state and activations. None means half of the available memory.
+        disk_bytes: space on a drive for activations and for the files of state, which hold two versions. None means
+            nine tenths of the free space at `path`.
+        microbatches: the numbers of microbatches to consider.
+        store: the `ActivationStore` for activations that leave the device. None means the current store.
         min_bytes: arrays with fewer bytes per layer stay on the device.
         streams, clip_norm, gradients, frozen, path: as for `stack_step`.
 
     Returns:
-        The plan: `step = plan.apply()`, `print(plan.table())`.
+        The plan: `step = plan.apply()` makes the step, and `print(plan.table())` shows the placements.
 
     Raises:
-        ValueError: the stack has fewer than four layers, or nothing fits; the message gives the least that would.
+        ValueError: the stack has fewer than four layers, or nothing fits; the message gives the smallest budget that
+            would.
     """
     num_layers = count_layers(layers, "plan_step")
 

@@ -11,11 +11,11 @@ from dejax._optional import optional
 
 
 class MasterState(NamedTuple):
-    """The state of `master_weights`.
+    """The optimizer state of `master_weights`.
 
     Attributes:
-        master: the parameters in a wide dtype.
-        inner: the state of the wrapped transformation.
+        master: the copies of the parameters in the wide dtype (float32).
+        inner: the state of the wrapped Optax transformation.
 
     >>> import jax.numpy as jnp, optax
     >>> from dejax.offload import master_weights
@@ -29,23 +29,23 @@ class MasterState(NamedTuple):
 
 
 def master_weights(tx: Any, dtype: Any = jnp.float32) -> Any:
-    """Trains parameters of a narrow dtype (bfloat16) by copies of a wide one, which are part of the optimizer's state.
+    """Wraps an Optax transformation so that bfloat16 parameters are trained through float32 copies (master weights).
 
-    The model reads bfloat16 parameters. `tx` updates the copies, and the parameters become the rounded copies. So no
-    small update is lost. The copies lie where the state lies. In host memory (`stack_step(moments="host")`,
-    `offload.optimizer`) they leave 2 bytes for each parameter on the device instead of 4. Over the bus 12 bytes then
-    travel each way instead of 8.
+    The model reads the bfloat16 parameters. `tx` updates the float32 copies, which are part of the optimizer's state,
+    and the parameters become the rounded copies, so that small updates are not lost. If the optimizer's state lies in
+    host memory (`stack_step(moments="host")`, `offload.optimizer`), so do the copies: the device then holds 2 bytes of
+    each parameter instead of 4, and the bus moves 12 bytes each way for each parameter in a step of Adam instead of 8.
 
     Args:
         tx: an Optax transformation.
-        dtype: of the copies.
+        dtype: dtype of the copies.
 
     Returns:
-        An `optax.GradientTransformationExtraArgs`. Its updates have the wide dtype; `optax.apply_updates` rounds their
-        sum with the parameters to the dtype of these.
+        An `optax.GradientTransformationExtraArgs`. Its updates have the wide dtype; `optax.apply_updates` rounds the
+        sum of update and parameter to the dtype of the parameter.
 
     Raises:
-        TypeError: `tx` is no Optax transformation; as it is traced: `update` gets no parameters.
+        TypeError: `tx` is no Optax transformation; or, when traced, `update` is called without parameters.
     """
     with optional("optax", of="offload.master_weights"):
         import optax

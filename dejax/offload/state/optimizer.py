@@ -34,58 +34,60 @@ def optimizer(
     ahead: int = 2,
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | StateStore | None = None,
 ) -> Any:
-    """Keeps the state of an Optax transformation (Adam's moments) in pinned host memory or on disk between steps.
+    """Wraps an Optax transformation so that its state (Adam's moments) lies in pinned host memory or on disk between
+    steps.
 
-    The update is `tx`'s own, to rounding. It is traced once and evaluated parameter by parameter: the state of each is
-    copied to the device before its update and back after it. Values that all parameters share (a count, a norm of all
-    gradients) are computed once. The bus sets the least time: AdamW moves 8 bytes each way for each float32 parameter.
+    The updates are those of `tx`, to rounding. The state of each parameter is copied to the device before its update
+    and back afterwards. Values that all parameters share (a count, a norm of all gradients) are computed once. The bus
+    limits the time: AdamW moves 8 bytes each way for each float32 parameter.
 
-    A jitted step that donates this state must say where its arguments and results lie: jax 0.10 to 0.12 may otherwise
-    pair a donated array on the host with a result on the device, which ends the process. A step that does not donate
-    the state copies it first.
+    Donate the state to a jitted step, and tell `jax.jit` where its arguments and results lie. Without these shardings,
+    jax 0.10 to 0.12 may pair a donated array on the host with a result on the device, which ends the process. A step
+    that does not donate the state copies it first.
 
         where = jax.tree.map(lambda x: x.sharding, (params, state))
         step = jax.jit(step, donate_argnums=(0, 1), in_shardings=where, out_shardings=where)
 
-    `init` makes the state array by array where it belongs. Constants, such as Adam's zeros, never come to the device,
-    and copies of parameters pass through it in pieces. State of sharded parameters is sharded as they are. In
-    `jax.jit`, or where `tx.init` cannot be traced, the device holds the whole state first.
+    Call `init` outside of `jax.jit`: it then makes the state one array at a time in its place, and the device never
+    holds all of it. The state of sharded parameters is sharded like them. Inside of `jax.jit`, or if `tx.init` cannot
+    be traced, the device first holds the whole state.
 
-    Wrap gradient accumulation in it, `optimizer(optax.MultiSteps(tx, 4))`, not the other way round: `MultiSteps` would
-    choose between state on the host and state on the device, which XLA refuses.
+    For gradient accumulation, wrap it: `optimizer(optax.MultiSteps(tx, 4))`. The other order fails, because
+    `MultiSteps` would select between state on the host and state on the device, which XLA refuses.
 
     Args:
         tx: an `optax.GradientTransformation` whose `update` can be traced.
         min_bytes: smaller arrays of the state stay on the device.
-        streams: True: dejax copies, on one stream for each direction and ahead of need, in pieces of a parameter where
-            its update is elementwise. Both directions of the bus are busy at once, and no array of state is on the
-            device as a whole. Where a mesh divides the state, each device copies its own shards. Not under `jax.vmap`.
-            False: XLA copies, parameter by parameter, one direction after the other. None: dejax where it can, else
-            XLA. dejax needs the native extension and GPUs. On several GPUs it also needs a state that this
-            transformation's `init` has placed on one mesh, outside of `jax.jit`, or whose mesh has explicit axes; and
-            an update outside of `jax.shard_map`. Make a transformation for each mesh.
-        piece_bytes: with `streams`: size of a piece of one array. Device memory for staging, outside of XLA's pool:
-            `2 * (ahead + 1)` pieces of each array of state that a parameter has (two for Adam).
+        streams: who copies between host memory and device. True: dejax, in both directions at once and ahead of need.
+            If the update of a parameter is elementwise, it is copied in pieces, so that the device never holds a whole
+            array of state. Each device copies its own shards. Not under `jax.vmap`. False: XLA, parameter by parameter,
+            one direction after the other. None: dejax if it can, else XLA. dejax needs the native extension and GPUs.
+            On several GPUs it also needs a state that `init` of this transformation has placed on one mesh outside of
+            `jax.jit`, or a mesh with explicit axes; and an update outside of `jax.shard_map`. Make a transformation for
+            each mesh.
+        piece_bytes: with `streams`: size of a piece of one array. The device holds `2 * (ahead + 1)` pieces of each
+            array of state that a parameter has (two for Adam), outside of XLA's memory pool.
         ahead: with `streams`: number of pieces that are copied to the device before they are needed.
-        path: keeps the state on disk, in files of this folder (or several, or a `StateStore`) on a fast drive. Pieces
-            are read `ahead`, and written while later ones are updated; host memory holds no others. `init` runs outside
-            of `jax.jit` and `update` inside. State of parameters that a mesh divides is divided as they are: each
-            device reads and writes its own shards; of those that hold the same part, one writes. `StateStore` says how
-            long the files live.
+        path: keeps the state on disk instead, in files in this folder on a fast drive, in several folders, or in a
+            `StateStore`, whose documentation says how long the files live. Host memory then holds only pieces that are
+            being read (`ahead` of their update) or written. Call `init` outside of `jax.jit` and `update` inside. State
+            of sharded parameters is sharded like them: each device reads and writes its own shards, and of several
+            devices with the same shard one writes.
 
     Returns:
-        An `optax.GradientTransformationExtraArgs` with the same `init` and `update`; its state is a pytree like `tx`'s,
-        whose large arrays lie in memory of kind "pinned_host", or are a `DiskArray` each.
+        An `optax.GradientTransformationExtraArgs`. Its state has the structure of the state of `tx`; large arrays lie
+        in memory of kind "pinned_host", or are `DiskArray`s with `path`.
 
     Raises:
         TypeError: `tx` has no `init` and `update`.
-        ValueError: `piece_bytes` or `ahead` is not positive; `path` with `streams=False`; with `streams=True` or
-            `path`: as `init` runs: parameters on several devices have no mesh in common; as `update` runs, with divided
-            state: inside of `jax.shard_map`; with `streams=True`: state on several devices that `init` has not placed;
-            with `path`: as `init` runs inside of `jax.jit`, or `update` outside.
-        FileNotFoundError, PermissionError: as `init` runs: `path` cannot be used.
-        RuntimeError: as `init` runs: the drive is full.
-        NativeExtensionError: with `streams=True` or `path`, the extension is missing.
+        ValueError: `piece_bytes` or `ahead` is not positive, or `path` comes with `streams=False`. By `init`, with
+            `streams=True` or `path`: parameters on several devices have no mesh in common; with `path`: the call is
+            inside of `jax.jit`. By `update`, with `streams=True` or `path`: the state is divided and the call is inside
+            of `jax.shard_map`; with `streams=True`: the state lies on several devices and `init` has not placed it;
+            with `path`: the call is outside of `jax.jit`.
+        FileNotFoundError, PermissionError: by `init`: `path` cannot be used.
+        RuntimeError: by `init`: the drive is full.
+        NativeExtensionError: with `streams=True` or `path`: dejax's native extension is missing.
     """
     with optional("optax", of="offload.optimizer"):
         import optax

@@ -20,19 +20,19 @@ Kept = Literal["freed", "device", "host"]
 
 
 class StackState(NamedTuple):
-    """What a training step changes.
+    """The training state of `stack_step`: parameters, optimizer state and counters.
 
     Attributes:
-        outer: parameters outside of the stack (embeddings, the last norm).
+        outer: parameters outside of the stack of layers (embeddings, the last norm).
         layers: parameters of the stack, arrays [layers, ...].
-        outer_moments: the optimizer's state of `outer`.
-        layer_moments: the optimizer's state of each layer, arrays [layers, ...].
-        norm: float32, the norm of all gradients of the last step whose gradients were finite, before clipping; 0 at
-            first. Without `clip_norm` None.
-        gradients: memory for gradients that lie in host memory, arrays [layers, ...]; otherwise None.
-        skipped: int32, the number of steps whose gradients were not all finite.
-        scale: float32, with `loss_scale`: the factor of the next step's loss; otherwise None.
-        healthy: int32, with `loss_scale`: the number of steps since the factor changed; otherwise None.
+        outer_moments: optimizer state of `outer`.
+        layer_moments: optimizer state of the layers, arrays [layers, ...].
+        norm: with `clip_norm`: float32, the norm of all gradients before clipping, in the last step whose gradients
+            were finite; 0 at first. Otherwise None.
+        gradients: with `gradients="host"`: the memory for the gradients, arrays [layers, ...]. Otherwise None.
+        skipped: int32, number of steps that were skipped because a gradient was not finite.
+        scale: with `loss_scale`: float32, the factor of the next step's loss. Otherwise None.
+        healthy: with `loss_scale`: int32, number of steps since the factor changed. Otherwise None.
 
     >>> import jax.numpy as jnp, optax
     >>> from dejax.offload import StackState, stack_step

@@ -39,7 +39,7 @@ _DEVICE = jax.memory.Space.Device
 
 @dataclass(frozen=True, eq=False)
 class StackStep(StackSettings):
-    """A training step, made by `stack_step`: (state, batch) -> (state, loss). Its attributes are the arguments.
+    """A training step `(state, batch) -> (state, loss)`, as `stack_step` makes it. Its attributes are the arguments.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from dejax.offload import stack_step
@@ -57,14 +57,16 @@ class StackStep(StackSettings):
     """
 
     def init(self, outer: Any, layers: Any) -> StackState:
-        """The state of the first step, each array in its place.
+        """Makes the first state, with each array in its place: device, host memory or disk.
 
-        The optimizer's state is made array by array, so that the device holds one that belongs on the host at a time.
-        The parameters that lie in their place already become part of the state, and so of what `jit` gives away.
+        Optimizer state that belongs on the host is made one array at a time, so that the device never holds all of it.
+        A parameter that already lies in its place becomes part of the state without a copy, and the donating step of
+        `jit` will reuse its memory.
 
         Args:
             outer: parameters outside of the stack.
-            layers: pytree of arrays [layers, ...]; those that belong on the host may lie there.
+            layers: parameters of the stack, pytree of arrays [layers, ...]. Arrays that belong on the host may lie
+                there.
         """
         outer, layers = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, layers))
         if self.streams or self.path is not None:
@@ -113,7 +115,9 @@ class StackStep(StackSettings):
         )
 
     def jit(self, state: StackState) -> Any:
-        """The step, jitted for a state that is donated: the new state takes the memory of the old one."""
+        """Compiles the step for a state like `state` that is donated: the new state reuses the memory of the old
+        one.
+        """
         seen = self._seen.note(_leaves(state))
         where = jax.tree.map(lambda x: x.sharding, state)
         return jax.jit(self._step_of(seen), donate_argnums=0, in_shardings=(where, None), out_shardings=(where, None))
@@ -142,9 +146,10 @@ class StackStep(StackSettings):
         return Placements()
 
     def loss(self, state: StackState, batch: Any) -> Array:
-        """The loss of a batch, for validation: forward alone. The state stays as it is.
+        """Computes the loss of a batch by a forward pass, for validation, and leaves the state as it is.
 
-        Parameters in host memory travel layer by layer, as in a step. Call it as `jax.jit(step.loss)(state, batch)`.
+        Parameters in host memory come to the device layer by layer, as in a step. Call it as
+        `jax.jit(step.loss)(state, batch)`.
         """
         return self._traced(state, batch).loss(batch)
 
@@ -174,7 +179,9 @@ class StackStep(StackSettings):
         return here._traced(copies, batch)
 
     def bytes_by_tier(self, outer: Any, layers: Any) -> dict[str, int]:
-        """Bytes of the state on the device, in host memory and on disk; arguments are arrays or their shapes."""
+        """Bytes of the state on the device, in host memory and on disk, for parameters given as arrays or as their
+        shapes.
+        """
         outer_split, split = self.split(outer, layers)
         trained = split.trained(jax.tree.leaves(layers))
         shapes = jax.eval_shape(jax.vmap(self.tx.init), trained)
@@ -211,72 +218,79 @@ def stack_step(
     ahead: int = 1,
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | StateStore | None = None,
 ) -> StackStep:
-    """A training step of `head(scan(body, embed(batch)))` whose state lies on the device, in host memory or on disk.
+    """Makes a training step for a stack of equal layers whose parameters and optimizer state do not fit on the device.
 
-    Forward keeps the input of each layer. Backward computes a layer again, takes its gradient, and updates its
-    parameters at once with `tx`. So the gradient of the whole stack never exists. A layer's arrays in host memory come
-    to the device `ahead` layers before they are needed, and go back while the next layer computes. Where arrays lie
-    changes the memory and the time of a step, but not its numbers.
+    The model is `head(scan(body, embed(batch)))`. The forward pass keeps the input of each layer. The backward pass
+    recomputes one layer at a time, takes its gradient, and updates its parameters with `tx` at once, so that the
+    gradient of the whole stack never exists. Arrays of a layer that lie in host memory or on disk are copied to the
+    device `ahead` layers before they are needed, and back while the next layer computes. Where the arrays lie changes
+    the memory and time of a step, but not its numbers.
 
-    `tx` updates each layer as a model of its own, and `outer` as another one: it gets the arrays of one layer, without
-    their first axis. So the update of a layer must not depend on other layers or on `outer`. Norms of one array (LAMB,
-    Adafactor) and `optax.MultiSteps` do not; a norm of all gradients, `optax.apply_if_finite` and noise do, and are an
-    error. Limit the norm of all gradients with `clip_norm`, in place of `optax.clip_by_global_norm`:
+    `tx` updates each layer as a model of its own, and `outer` as another. So the update of a layer must not depend on
+    other layers. Norms of single arrays (LAMB, Adafactor) and `optax.MultiSteps` are fine; a norm of all gradients,
+    `optax.apply_if_finite` and noise raise an error. To limit the norm of all gradients, use `clip_norm` in place of
+    `optax.clip_by_global_norm`:
 
-    - By default the limit is exact. Gradients of the stack are kept until all are known (`gradients="device"`, or
-      "host"), and a second loop updates the layers. In it nothing hides the time of the bus.
-    - With `gradients="freed"` a layer is still updated as soon as its gradient is there. The norm is then taken to be
-      that of the last step, or of the gradients so far if it is larger. A sudden large gradient is scaled too little.
+    - By default the limit is exact: the gradients of the stack are kept (`gradients="device"` or `"host"`) until all
+      are known, and a second loop updates the layers. This loop waits for the bus, as it has no other work to do
+      meanwhile.
+    - With `gradients="freed"`, a layer is updated as soon as its gradient is known. The norm is then estimated: the
+      norm of the last step, or of the gradients so far if it is larger. A sudden large gradient is scaled down too
+      little.
 
-    A step whose gradients are not all finite is skipped, as by `optax.apply_if_finite`: parameters and the optimizer's
-    state stay as they are, and `state.skipped` counts it. With `gradients="freed"` the layers whose gradients come
-    first, the last ones of the stack, are already updated when a later gradient is not finite; the others are skipped.
+    A step with a gradient that is not finite is skipped, as by `optax.apply_if_finite`: parameters and optimizer state
+    stay as they are, and `state.skipped` counts the step. With `gradients="freed"`, layers that were updated before the
+    bad gradient appeared stay updated; the backward pass begins with the last layers.
 
     Args:
-        embed: (outer, batch) -> x, the first layer's input: an array.
-        body: (parameters of one layer, x) -> x.
-        head: (outer, x, batch) -> loss, a scalar.
+        embed: function `(outer, batch) -> x`, an array, the input of the first layer.
+        body: function `(parameters of one layer, x) -> x`.
+        head: function `(outer, x, batch) -> loss`, a scalar.
         tx: an Optax transformation.
-        params: where the parameters of the stack lie: "device", "host", "disk", or a function that returns one of these
-            for an array's path (as `jax.tree_util.keystr` writes it) and the array.
-        moments: likewise, for the optimizer's state. None: "disk" with `path`, else "host".
-        activations: where the layers' inputs lie between forward and backward. "host": in the store.
-        microbatches: number of parts of a batch, along the first axis of its arrays. Each layer computes one part after
-            the other and adds their gradients. So parameters travel once for the whole batch. Gradients of narrower
-            dtypes are added in float32 and rounded once: one layer's and those of `outer` then take 4 bytes each.
-        clip_norm: the largest norm of all gradients; larger ones are scaled to it. `state.norm` has the last step's.
-        loss_scale: the first factor by which the loss is multiplied, so that gradients of float16 do not become 0. The
-            optimizer gets the gradients of the loss itself, divided in float32. Steps that are skipped halve the
-            factor; 2,000 others in a row double it. `state.scale` has it. None: no factor.
-        gradients: "freed": a gradient lives until its layer is updated, in backward. "device", "host": gradients of the
-            stack are kept there until backward ends. None: "device" with `clip_norm`, else "freed".
-        frozen: (path, array) -> whether a parameter stays as it is. Paths begin with "outer" or "layers", as
-            "layers['w']". A frozen parameter has no gradient and no optimizer state, may have any dtype, and is never
-            written back to host memory.
-        streams: who copies between host memory and device. True: dejax; where a mesh divides the state, each device its
-            shards. False: XLA. None: dejax where it can, else XLA. dejax needs the native extension. On several devices
-            it also needs a state that this step's `init` has placed on one mesh, or that `jit` got, and a call inside
-            of `jax.jit` and outside of `jax.shard_map`; the mesh divides other axes than the first one. If this step
-            has seen states of equal shapes on two meshes, call `jit`. What is on disk dejax always copies.
-        store: for activations; None: the current one.
+        params: where the parameters of the stack lie between steps: "device", "host" or "disk"; or a function
+            `(path, array) -> place` that decides for each array, with the path as `jax.tree_util.keystr` writes it.
+        moments: where the optimizer's state lies, in the same form. None means "disk" if `path` is given, else "host".
+        activations: where the inputs of the layers lie between forward and backward pass: "device", or "host", which
+            puts them into `store`.
+        microbatches: number of parts into which a batch is cut along its first axis. Each layer computes one part after
+            the other and adds the gradients, so its parameters are copied to the device once for the whole batch.
+            Gradients of 16-bit dtypes are added in float32 and rounded once.
+        clip_norm: largest norm of all gradients; larger gradients are scaled down to it. `state.norm` is the last
+            step's.
+        loss_scale: initial factor of the loss, so that float16 gradients do not underflow. The optimizer gets the
+            gradients divided by the factor, in float32. Each skipped step halves the factor, and 2,000 steps in a row
+            without a skip double it. `state.scale` is the current factor. None means no factor.
+        gradients: "freed": a layer's gradient is freed after the layer's update, during the backward pass. "device" or
+            "host": the gradients of the stack are kept there until the backward pass ends. None means "device" with
+            `clip_norm`, else "freed".
+        frozen: function `(path, array) -> bool`, True for parameters that are not trained. Paths begin with "outer" or
+            "layers", such as "layers['w']". A frozen parameter has no gradient and no optimizer state, may have any
+            dtype, and is never written back to host memory.
+        streams: who copies between host memory and device. True: dejax, each device its own shards; it needs the native
+            extension. False: XLA. None: dejax if it can, else XLA. On several devices dejax also needs a state that
+            this step's `init` has placed on one mesh or that was given to `jit`, a call inside of `jax.jit` and outside
+            of `jax.shard_map`, and a mesh that does not divide the first axis. If this step has seen states of equal
+            shapes on two meshes, use `jit`. Arrays on disk are always copied by dejax.
+        store: the `ActivationStore` for activations; None means the current one.
         min_bytes: arrays with fewer bytes per layer stay on the device.
-        ahead: number of layers whose arrays are on their way to the device at one time.
-        path: of arrays on disk: a folder on a fast drive, several folders, or a `StateStore`. Of arrays that a mesh
-            divides each device reads and writes its own shards.
+        ahead: number of layers whose arrays are copied to the device in advance.
+        path: place of arrays on disk: a folder on a fast drive, several folders, or a `StateStore`. If a mesh divides
+            an array, each device reads and writes its own shards.
 
     Returns:
-        The step: `state = step.init(outer, layers)`, `run = step.jit(state)`, then `state, loss = run(state, batch)`.
+        A `StackStep`. Use it as `state = step.init(outer, layers)`, `run = step.jit(state)`, and then for each batch
+        `state, loss = run(state, batch)`.
 
     Raises:
         TypeError: `tx` is no Optax transformation.
-        ValueError: a number or a place is out of range; as `init` runs, with `path` or `streams=True`: parameters on
-            several devices have no mesh in common, or one that divides the first axis of `layers`; as it is traced:
-            `tx` mixes layers, the batch cannot be divided, the stack has no layers or not equally many in each
-            array, or the state lies elsewhere. The step runs outside of `jit`, with state in host memory, or inside of
-            `jax.shard_map`, with state that a mesh divides.
-        FileNotFoundError, PermissionError: as `init` runs: `path` cannot be used.
-        RuntimeError: as `init` runs: the drive is full.
-        NativeExtensionError: with `streams=True` or `path`, the extension is missing.
+        ValueError: a number or a place is out of range. By `init`, with `path` or `streams=True`: parameters on several
+            devices have no mesh in common, or the mesh divides the first axis of `layers`. When the step is traced:
+            `tx` mixes layers, the batch cannot be cut into `microbatches`, the arrays of the stack have no layers or
+            different numbers of layers, the state lies elsewhere, the step runs outside of `jit` with state in host
+            memory, or it runs inside of `jax.shard_map` with state that a mesh divides.
+        FileNotFoundError, PermissionError: by `init`: `path` cannot be used.
+        RuntimeError: by `init`: the drive is full.
+        NativeExtensionError: with `streams=True` or `path`: dejax's native extension is missing.
     """
     step = StackStep(
         embed=embed,

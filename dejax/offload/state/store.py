@@ -58,20 +58,21 @@ def _ticket_type(words: int) -> Any:
 class DiskArray:
     """An array of a training state that lies in the files of a `StateStore`.
 
-    `np.asarray(array)` and `array[begin:end]` read it. A step that goes on from a state writes the next version of its
-    arrays. The version before stays readable until the step after that.
+    `np.asarray(array)` and `array[begin:end]` read it. A step that updates the state writes the next version of each
+    array; the old version stays readable until the step after that.
 
-    For JAX it is a pytree with one leaf, the ticket, as an array of a type of its own. JAX copies, donates and divides
-    such arrays. Arithmetic and conversion raise an error: a function of a state's values must read the array first.
+    For JAX, a `DiskArray` is a pytree with one leaf, the ticket: a small array that identifies the array and its
+    version. The ticket has a dtype of its own, so JAX can copy, donate and divide it, but arithmetic raises an error.
+    To compute with the values, read the array first.
 
     Attributes:
-        shape, dtype: of the array.
-        ticket: uint32[4] on the device: which store, which array, which version, 0. Of an array that a mesh divides:
-            uint32[devices, 5], a row on each device for its own shard, with a mark of the division in place of 0, and
-            the device's place in the mesh.
-        unit_bytes: bytes of the array, or of a shard, that are read and written together.
-        store: of its files, which live as long as any array in them.
-        sharding: a `NamedSharding` on several devices, or None.
+        shape, dtype: shape and dtype of the array.
+        ticket: uint32[4] on the device: numbers of the store, the array and the version, then 0. If a mesh divides the
+            array: uint32[devices, 5], a row on each device for its shard; instead of 0 it has a mark that the array is
+            divided, and the device's place in the mesh.
+        unit_bytes: number of bytes of the array, or of each shard, that are read and written together.
+        store: the `StateStore` that holds the files. They live as long as any array in them.
+        sharding: a `NamedSharding` if the array is divided over several devices, otherwise None.
     """
 
     def __init__(
@@ -143,10 +144,12 @@ class DiskArray:
         return {device: (index, self.shard(rows[device])) for device, index in places.items()}
 
     def on_devices(self, memory_kind: str | None = None) -> jax.Array:
-        """Reads the array to where its parameter lies, each device its own shard: what several processes can save.
+        """Reads the array into a `jax.Array` with the sharding of its parameter. Each device reads its own shard.
+
+        Checkpoints of several processes can save the result.
 
         Args:
-            memory_kind: "pinned_host" leaves device memory alone. None: the device's memory.
+            memory_kind: "pinned_host" reads into host memory; None reads into the memory of the devices.
         """
         if self.sharding is None:
             device = jax.sharding.SingleDeviceSharding(next(iter(self.ticket.devices())), memory_kind=memory_kind)
@@ -211,26 +214,28 @@ class DiskArray:
 
 
 class StateStore:
-    """Files that hold the arrays of training states between steps.
+    """Files on a fast drive that hold training state (optimizer state, parameters) between steps.
 
-    Give it, or just a path, to `offload.optimizer(tx, path=...)` or `stack_step(..., path=...)`. The files are scratch:
-    they go with the store and with the process, so save checkpoints elsewhere. Each array has room for two versions,
-    because an update leaves the old one whole until the new one is there. Only what is on its way lies in host memory.
-    Each device of a process has its own threads and host memory, and all share the files.
+    Pass a store, or just its path, to `offload.optimizer(tx, path=...)` or `stack_step(..., path=...)`. The files are
+    temporary: they are removed with the store or at the end of the process, so save checkpoints elsewhere. The files
+    have room for two versions of each array, because the old version must stay valid until the new one is written. Host
+    memory holds only what is being read or written. Each device of a process has its own threads and host memory; all
+    devices share the files.
 
     Args:
-        path: a folder, or several on several drives.
-        disk_bytes: cap of the files' size. None: no cap.
-        host_bytes: cap of host memory for what waits to be written, for each device. A step waits while it is reached.
-            None: as much as the staging memory of a step. What the step reads ahead comes on top.
-        io_threads: number of reads and writes at a time, for each device; writes take at most half of them.
+        path: a folder, or several folders on several drives.
+        disk_bytes: largest total size of the files; None means no limit.
+        host_bytes: for each device, the largest amount of host memory for data that waits to be written. A step waits
+            while the limit is reached. None means the size of a step's staging memory. Memory for reading ahead comes
+            on top of it.
+        io_threads: for each device, the number of simultaneous reads and writes; at most half of them are writes.
         chunk_bytes: size of a read or write, a multiple of 4,096.
-        checksum: verify what is read. A damaged file is then an error, never a wrong number.
+        checksum: whether to verify all data that is read. A damaged file then raises an error.
 
     Raises:
         FileNotFoundError, NotADirectoryError, PermissionError: a path cannot be used.
         ValueError: a size is out of range.
-        NativeExtensionError: the extension is missing.
+        NativeExtensionError: dejax's native extension is missing.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, StateStore(folder, io_threads=2) as store:
@@ -289,12 +294,13 @@ class StateStore:
         self.close()
 
     def put(self, array: Any, unit_bytes: int | None = None, sharding: Any = None) -> DiskArray:
-        """Writes an array to the files.
+        """Writes an array to the files and returns it as a `DiskArray`.
 
         Args:
-            array: numpy or jax, or a `DiskArray`, which is copied.
-            unit_bytes: bytes that steps read and write together; as of a `DiskArray`. None: all.
-            sharding: a `NamedSharding` on several devices, each of which gets its own shard, or None.
+            array: a numpy or jax array, or a `DiskArray` to copy.
+            unit_bytes: number of bytes that steps read and write together, as in `DiskArray`; None means the whole
+                array.
+            sharding: a `NamedSharding` that gives each of several devices its own shard, or None.
 
         Raises:
             RuntimeError: the drive is full, `disk_bytes` is reached, or a write failed.
@@ -335,28 +341,30 @@ class StateStore:
             raise RuntimeError("StateStore: the store is closed; make another, and restore the state from a checkpoint")
 
     def remove(self, state: Any) -> None:
-        """Gives the room of a state's arrays back. No step may use them."""
+        """Frees the file space of all arrays of a state. No step may use the state afterwards."""
         for array in jax.tree.leaves(state, is_leaf=is_on_disk):
             if is_on_disk(array):
                 for shard in [array] if array.sharding is None else [shard for _, shard in array.shards().values()]:
                     self._native.remove(int(np.asarray(shard.ticket)[1]))
 
     def drain(self) -> None:
-        """Waits until everything is written.
+        """Waits until all pending writes are finished.
 
         Raises:
-            RuntimeError: a write failed; on several devices also, once: a read did, in the last step.
+            RuntimeError: a write failed, or on several devices a read of the last step failed.
         """
         self._native.drain()
         if why := _native.extension("StateStore").take_failure_of_shards():
             raise RuntimeError(why)
 
     def stats(self) -> dict[str, float]:
-        """read_bytes, written_bytes, disk_bytes, peak_host_bytes, and wait_seconds: how long steps waited for reads."""
+        """Counters: read_bytes, written_bytes, disk_bytes, peak_host_bytes, and wait_seconds, for which steps waited
+        for reads.
+        """
         return dict(self._native.stats())
 
     def close(self) -> None:
-        """Waits for all I/O, then removes the files. States in them are lost. A second call does nothing."""
+        """Waits for all reads and writes, then removes the files and the states in them. A second call does nothing."""
         self._resources.close()
 
 
@@ -365,17 +373,21 @@ def is_on_disk(x: Any) -> bool:
 
 
 def restore(like: Any, arrays: Any) -> Any:
-    """A state with the values of a checkpoint, each array in the memory or the files where `like` has it.
+    """Copies the values of a checkpoint into a training state, each array where the state has it: device, host or
+    files.
 
-    The files of `like` are freed: `like` is used up, as a donated state is.
+    `like` is used up, as a donated state is: the space of its arrays on disk is freed.
 
     Args:
-        like: a state, as `init` makes it.
-        arrays: a pytree of numpy or jax arrays with the structure that `like` has if a `DiskArray` counts as an array,
-            such as `jax.tree.map(np.asarray, state, is_leaf=lambda x: isinstance(x, DiskArray))`.
+        like: a state with the wanted structure and placement, as `init` of the optimizer or of the step makes it.
+        arrays: pytree of numpy or jax arrays, with an array in place of each `DiskArray` of `like`. Such a pytree is
+            `jax.tree.map(np.asarray, state, is_leaf=lambda x: isinstance(x, DiskArray))`, which a checkpoint can save.
+
+    Returns:
+        The new state.
 
     Raises:
-        ValueError: another structure, shape or dtype.
+        ValueError: `arrays` has another structure, or an array another shape or dtype.
     """
     places, treedef = jax.tree.flatten(like, is_leaf=is_on_disk)
     values = jax.tree.leaves(arrays)

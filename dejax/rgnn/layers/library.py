@@ -35,7 +35,7 @@ def rgcn(g: GraphSymbol, x: Any, params: Params, normalization: str = "mean") ->
       normalization: `"mean"`, c_ir = |N_r(i)|; `"sum"` (or `"none"`), c_ir = 1.
 
     Returns:
-      [N, n].
+      New node features [N, n].
     """
     if normalization not in ("mean", "sum", "none"):
         raise ProgramError(f"rgcn: normalization must be 'mean', 'sum' or 'none', got {normalization!r}")
@@ -103,11 +103,11 @@ def rgat(
         optionally `bias` [H * d], or [d] where heads are averaged; and `edge_scale` [edges, H] (or [edges]), a factor
         of the attention after the softmax, for attention dropout.
       softmax: `"dst"` or `"relation"`.
-      negative_slope: of the LeakyReLU.
+      negative_slope: slope of the LeakyReLU for negative inputs.
       concat_heads: whether heads are concatenated, [N, H * d], or averaged, [N, d].
 
     Returns:
-      [N, H * d] or [N, d].
+      New node features [N, H * d] or [N, d].
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn
@@ -153,7 +153,7 @@ def hgt(g: GraphSymbol, x: Any, params: Params) -> Symbol:
         `out_bias` [T, n], `skip` [T] (then k = n), and `out_scale` [N, n], a factor of o_i, for dropout.
 
     Returns:
-      [N, n].
+      New node features [N, n].
     """
     required = ("key", "query", "value", "relation_attention", "relation_message", "prior", "out")
     check_params(params, "hgt", required, ("key_bias", "query_bias", "value_bias", "out_bias", "skip", "out_scale"))

@@ -23,21 +23,28 @@ from dejax.rgnn.layers.spec import LayerSpec, described, matrix, zeros_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RGCNSpec(LayerSpec):
-    """R-GCN layer (arXiv 1703.06103); the equations are in `dejax.rgnn.library.rgcn`.
+    """Relational graph convolution, R-GCN (arXiv 1703.06103, equation 2), with a weight matrix for each edge type.
+
+        y_i = sum over r, sum over j in N_r(i) of 1/c_ir  x_j W_r   +   x_i W_0   +   b
+
+    N_r(i) are the sources of the edges of type r into node i, and c_ir is their number. `dejax.rgnn.library.rgcn` is
+    the layer as a function of its parameters.
 
     Args:
       in_features: width k of the node features; None for nodes without features (one-hot input), see `featureless`.
       out_features: width n of the result.
-      num_edge_types: edge types R of the graph.
-      num_bases: basis decomposition with this many bases; parameters `bases` [B, k, n] and `coefficients` [R, B].
-      num_blocks: block-diagonal decomposition; parameter `blocks` [R, B, k/B, n/B]. With neither, `weight` [R, k, n].
-      normalization: `"mean"` over a node's incoming edges of each type (the paper's c), or `"sum"`.
-      use_root: adds `x @ root` (the paper's self-loop weight), parameter `root` [k, n].
-      use_bias: adds `bias` [n].
-      num_nodes, num_source_pairs: of the graph, with in_features=None only; parameters `weight` [num_source_pairs, n]
-        or `bases` [num_nodes, B, n], and `root` [num_nodes, n].
-      edge_dropout: share of the edges dropped before normalisation while training (the paper's 0.4).
-      self_loop_dropout: share of the nodes whose root term is dropped while training (the paper's 0.2).
+      num_edge_types: number R of edge types of the graph.
+      num_bases: number B of bases of the basis decomposition, W_r = sum over b of a_rb V_b; the parameters are `bases`
+        V [B, k, n] and `coefficients` a [R, B]. None: no bases.
+      num_blocks: number B of blocks of the block-diagonal decomposition; the parameter is `blocks` [R, B, k/B, n/B].
+        Without bases and blocks the parameter is `weight` [R, k, n].
+      normalization: `"mean"` divides by c_ir, `"sum"` does not.
+      use_root: whether to add the node's own term x_i W_0; its parameter is `root` [k, n].
+      use_bias: whether to add b, the parameter `bias` [n].
+      num_nodes, num_source_pairs: counts of the graph, needed only with in_features=None. The parameters are then
+        `weight` [num_source_pairs, n] or `bases` [num_nodes, B, n], and `root` [num_nodes, n].
+      edge_dropout: share of the edges that training drops before it counts c_ir (the paper: 0.4).
+      self_loop_dropout: share of the nodes whose own term training drops (the paper: 0.2).
     """
 
     name = "RGCNConv"
@@ -126,19 +133,26 @@ class RGCNSpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RGATSpec(LayerSpec):
-    """RGAT layer (arXiv 1904.05811), additive attention; the equations are in `dejax.rgnn.library.rgat`.
+    """Relational graph attention, RGAT, with additive attention (arXiv 1904.05811, section 2.2).
+
+        z_i^r = x_i W_r ;   e_ij^r = LeakyReLU(a_dst^r . z_i^r + a_src^r . z_j^r)
+        y_i = sum over r, sum over j in N_r(i) of softmax(e)_ij^r  z_j^r   +   b
+
+    This holds for each head; N_r(i) are the sources of the edges of type r into node i. `dejax.rgnn.library.rgat` is
+    the layer as a function of its parameters.
 
     Args:
       in_features: width k of the node features.
       out_features: width d of each head; the result has H * d features, or d with concat_heads=False.
-      num_edge_types: edge types R of the graph.
-      num_heads: heads H; parameters `weight` [R, H, k, d], `attention_src` and `attention_dst` [R, H, d].
-      softmax: `"dst"`, over all incoming edges of a node (the paper's ARGAT), or `"relation"`, over those of each type
-        (WIRGAT).
-      negative_slope: of the leaky ReLU on scores.
+      num_edge_types: number R of edge types of the graph.
+      num_heads: number H of heads; the parameters are `weight` [R, H, k, d], `attention_src` and `attention_dst` [R, H,
+        d].
+      softmax: over which edges the softmax goes: `"dst"`, all incoming edges of a node (the paper's ARGAT), or
+        `"relation"`, the incoming edges of one type (WIRGAT).
+      negative_slope: slope of the LeakyReLU for negative scores.
       concat_heads: whether heads are concatenated, [num_nodes, H * d], or averaged, [num_nodes, d].
-      use_bias: adds `bias`, as wide as the result.
-      attention_dropout: share of the attention coefficients dropped after the softmax while training.
+      use_bias: whether to add b, the parameter `bias`, which is as wide as the result.
+      attention_dropout: share of the attention coefficients that training drops after the softmax.
     """
 
     name = "RGATConv"
@@ -162,17 +176,26 @@ class RGATSpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HGTSpec(LayerSpec):
-    """HGT layer (arXiv 2003.01332) without temporal encoding; the equations are in `dejax.rgnn.library.hgt`.
+    """Heterogeneous graph transformer, HGT (arXiv 2003.01332, equations 3 to 5), without temporal encoding.
+
+    For each head, with t(.) the type of a node and r the type of the edge from j to i:
+
+        K_j = x_j Key_t(j) ;  Q_i = x_i Query_t(i) ;  V_j = x_j Value_t(j)
+        score = (K_j A_r) . Q_i  mu_r / sqrt(d) ;   attention = softmax over all edges into i
+        h_i = sum over edges into i of attention  (V_j M_r)
+        y_i = gelu(h_i) Out_t(i)
+
+    `dejax.rgnn.library.hgt` is the layer as a function of its parameters.
 
     Args:
       in_features: width k of the node features, the same for all node types.
       out_features: width n of the result.
-      num_node_types, num_edge_types: T and R of the graph.
-      num_heads: heads H.
-      head_features: width d of a head; None for n / H.
-      use_bias: biases of key, query, value and output.
-      use_skip: the gated skip connection, parameter `skip` [T]; None has it where k == n.
-      dropout: share of the transformed result dropped before the skip connection while training.
+      num_node_types, num_edge_types: numbers of types of the graph.
+      num_heads: number H of heads.
+      head_features: width d of a head; None means n / H.
+      use_bias: whether key, query, value and output have biases.
+      use_skip: whether a learned gate for each node type mixes y_i with x_i; the parameter is `skip`. None: if k == n.
+      dropout: share of the elements of y_i that training drops before the skip connection.
     """
 
     name = "HGTConv"

@@ -51,14 +51,14 @@ def attributes(spec: type[LayerSpec]) -> dict[str, tuple[Any, Any]]:
 _COMMON = """\
   dtype: dtype of the computation; None: the dtype to which x and the parameters promote.
   param_dtype: dtype of the parameters.
-  backend: `"auto"`, `"pallas"` or `"xla"`.
-  precision: of products of float32: `"f32"`, `"tf32"`, `"bf16"`, or None (see `Options`).
-  options: all compiler options, in place of backend and precision.
-  initializers: by parameter name; `init(key, shape, dtype)`. Default: Glorot uniform for the matrix of each relation,
-    type, head, basis or block and for vectors of attention, ones for HGT's `prior` and `skip`, zeros for biases."""
+  backend: `"pallas"` for GPU kernels, `"xla"`, or `"auto"`, which takes kernels on a GPU.
+  precision: precision of float32 matrix products: `"f32"`, `"tf32"`, `"bf16"`, or None (see `Options`).
+  options: all compiler options (`Options`), in place of backend and precision.
+  initializers: for some parameters, by name, a function `(key, shape, dtype) -> array`. By default matrices and
+    attention vectors are Glorot uniform, HGT's `prior` and `skip` are ones, and biases are zeros."""
 _OWN = {
-    "nnx": "  rngs: streams `params` and, with dropout, `dropout`.",
-    "linen": "  deterministic: True disables dropout; may be given to the call instead.",
+    "nnx": "  rngs: random streams: `params` and, for a layer with dropout, `dropout`.",
+    "linen": "  deterministic: True disables dropout; may be an argument of the call instead.",
 }
 """What `RGCNConv` says about the arguments of all layers, and the other layers refer to."""
 
@@ -67,7 +67,7 @@ def documentation(spec: type[LayerSpec], flax: str) -> str:
     """The docstring of a module of `flax`, "nnx" or "linen": the specification's, with the arguments of all layers."""
     text, _, listed = (inspect.getdoc(spec) or "").partition("\n\nArgs:\n")
     if "  in_features: " not in listed:
-        pair = "; a pair (sources, destinations) for two inputs" if spec.takes_pairs() else ""
+        pair = "; a pair of widths if sources and destinations have features of their own" if spec.takes_pairs() else ""
         width = "width of the result."
         if "concat_heads" in {field.name for field in settings(spec)}:
             width = "width d of each head; the result has num_heads * d features, or d with concat_heads=False."
@@ -77,7 +77,7 @@ def documentation(spec: type[LayerSpec], flax: str) -> str:
         text, listed = (part.replace("out_features", "features") for part in (text, listed))
     names = [*re.findall(r"^  (\w+): ", f"{_COMMON}\n{_OWN[flax]}", re.MULTILINE)]
     common = f"{_COMMON}\n{_OWN[flax]}" if spec.name == "RGCNConv" else f"  {', '.join(names)}: as in `RGCNConv`."
-    raises = "" if flax == "linen" else "Raises:\n  ValueError: sizes that do not fit each other.\n\n"
+    raises = "" if flax == "linen" else "Raises:\n  ValueError: the sizes do not fit each other.\n\n"
     heading = "Attributes" if flax == "linen" else "Args"
     return f"{text}\n\n{heading}:\n{listed.rstrip()}\n{common}\n\n{raises}{example(spec, flax)}\n"
 

@@ -171,10 +171,10 @@ class ProgramSpec:
 
 
 def params_to_linen(module: Any) -> dict[str, Any]:
-    """The parameters of an nnx module as linen variables, `{"params": {...}}`.
+    """Converts the parameters of an nnx module to linen variables, `{"params": {...}}`.
 
-    Names are the attribute names, so a model of several layers needs the same names in both (linen: `self.first` in
-    `setup`, or `name="first"`).
+    The names of parameters and layers are kept. So a model of several layers needs the same layer names in both
+    frameworks (in linen: `self.first` in `setup`, or `name="first"`).
 
     Args:
       module: an `nnx.Module`, or an `nnx.State` of parameters.
@@ -199,7 +199,7 @@ def params_from_linen(module: Any, variables: Mapping[str, Any]) -> None:
       variables: linen variables, `{"params": {...}}`.
 
     Raises:
-      ValueError: names or shapes differ.
+      ValueError: the names or shapes differ.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx

@@ -25,11 +25,11 @@ Converted = tuple[LayerSpec, Params]
 
 @dataclass(frozen=True)
 class ConvertedLayer:
-    """A layer with the weights of a layer of PyTorch Geometric; call it with a graph and features.
+    """A layer of dejax with the weights of a layer of PyTorch Geometric. Call it with a graph and features.
 
     Attributes:
-      spec: the layer's settings; `spec.params()` names its parameters.
-      params: the weights, by the names of `dejax.rgnn.library` and `dejax.rgnn.zoo`.
+      spec: the settings of the layer; `spec.params()` has the shapes of its parameters by name.
+      params: the weights, by the parameter names of `dejax.rgnn.library` and `dejax.rgnn.zoo`.
 
     >>> import torch_geometric  # doctest: +SKIP
     >>> from dejax import rgnn
@@ -56,19 +56,19 @@ class ConvertedLayer:
 
     @property
     def name(self) -> str:
-        """The name of its modules in `dejax.rgnn.nnx` and `dejax.rgnn.linen`, such as `"SAGEConv"`."""
+        """The name of the corresponding module in `dejax.rgnn.nnx` and `dejax.rgnn.linen`, such as `"SAGEConv"`."""
         return self.spec.name
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments of that module."""
+        """The arguments of that module, by name."""
         return {field.name: getattr(self.spec, field.name) for field in dataclasses.fields(self.spec)}
 
 
 def from_pyg(layer: Any, *, graph_has_self_loops: bool = False, options: Any = None) -> ConvertedLayer:
-    """A layer with the settings and weights of a layer of PyTorch Geometric, and therefore with its results.
+    """Converts a layer of PyTorch Geometric into a layer of dejax with the same settings, weights and results.
 
-    | of PyTorch Geometric | becomes |
+    | layer of PyTorch Geometric | layer of dejax |
     | --- | --- |
     | RGCNConv, FastRGCNConv | RGCNConv |
     | RGATConv | SharedRGATConv |
@@ -77,18 +77,20 @@ def from_pyg(layer: Any, *, graph_has_self_loops: bool = False, options: Any = N
     | ResGatedGraphConv | GatedGCNConv |
     | GatedGraphConv of one layer | RGGNNConv with one edge type |
 
-    `dejax.rgnn.nnx.from_pyg` and `dejax.rgnn.linen.from_pyg` make modules of it. `RelGraph.from_edges(*edge_index)` is
-    the graph of an `edge_index`. For HGTConv the numbers of node and edge types are those of its metadata.
+    The result is a function of a graph and features. For Flax modules use `dejax.rgnn.nnx.from_pyg` or
+    `dejax.rgnn.linen.from_pyg`. `RelGraph.from_edges(*edge_index, num_nodes=...)` makes the graph of an `edge_index`.
+    For HGTConv, the numbers of node and edge types are those of the layer's metadata.
 
     Args:
-      layer: the layer, with its weights on any device. Lazily made layers (width -1) must have been called once.
-      graph_has_self_loops: GATConv and GATv2Conv with `add_self_loops=True` add loops in each call. Here the graph has
-        them: make it with `RelGraph.from_edges(..., add_self_loops=True)`, and say so with True.
+      layer: the layer, with its weights on any device. A layer with lazily set widths (-1) must have been called once.
+      graph_has_self_loops: True states that the graph contains self loops (`RelGraph.from_edges(...,
+        add_self_loops=True)`). GATConv and GATv2Conv with `add_self_loops=True` need it: in PyTorch Geometric they add
+        the loops in each call, here the graph has them.
       options: compiler options of the layer (`dejax.rgnn.Options`).
 
     Raises:
       TypeError: the class is none of the above.
-      ValueError: the layer has a setting that dejax does not have; the message names it.
+      ValueError: the layer has a setting that dejax does not support; the message names it.
     """
     # By the exact name: a class derived from one of these may compute something else.
     convert = _CONVERTERS.get(type(layer).__name__)

@@ -43,16 +43,16 @@ def gat(
       g: the graph.
       x: [N, k] node features, or a pair (sources [N, k], destinations [N, l]).
       params: `weight` [H, k, d], `attention_src` and `attention_dst` [H, d]; `weight_dst` [H, l, d] where x is a pair
-        (without it destinations meet `weight`);
+        (without it the destinations are multiplied by `weight`, too);
         with edge features `weight_edge` [H, c, d] and `attention_edge` [H, d]; optionally `residual` R [l, H * d] and
         `bias` [H * d] ([l, d] and [d] where heads are averaged), and `edge_scale` [E, H], a factor of the attention
         after the softmax, for attention dropout.
-      edge_features: f, [E, c].
-      negative_slope: of the LeakyReLU.
+      edge_features: f, [E, c], features of the edges.
+      negative_slope: slope of the LeakyReLU for negative inputs.
       concat_heads: whether heads are concatenated, [N, H * d], or averaged, [N, d].
 
     Returns:
-      [N, H * d] or [N, d].
+      New node features [N, H * d] or [N, d].
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn
@@ -106,7 +106,7 @@ def gatv2(
       edge_features, negative_slope, concat_heads: as in `gat`.
 
     Returns:
-      [N, H * d] or [N, d].
+      New node features [N, H * d] or [N, d].
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn
@@ -164,11 +164,11 @@ def graph_transformer(
       params: `query` [H, l, d], `key` and `value` [H, k, d]; optionally `query_bias`, `key_bias`, `value_bias` [H, d];
         `root` R [l, n], `root_bias` [n] and `gate` [3, n], with n = H * d or d; with edge features `edge` [H, c, d];
         and `edge_scale` as in `gat`.
-      edge_features: f, [E, c].
+      edge_features: f, [E, c], features of the edges.
       concat_heads: whether heads are concatenated or averaged.
 
     Returns:
-      [N, n].
+      New node features [N, n].
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn

@@ -11,15 +11,22 @@ from dejax.rgnn.layers.zoo import attention
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GATSpec(LayerSpec):
-    """GAT (arXiv 1710.10903); the equation is in `dejax.rgnn.zoo.gat`.
+    """Graph attention network, GAT (arXiv 1710.10903, equations 3 to 6).
+
+        z_i = x_i W
+        e_ij = LeakyReLU(a_dst . z_i + a_src . z_j + a_edge . (f_ij W_edge))
+        y_i = sum over edges j -> i of softmax(e)_ij z_j   (+ x_i R)   + b
+
+    This holds for each head. The paper's neighbourhood includes the node itself: make the graph with
+    `add_self_loops=True`. `dejax.rgnn.zoo.gat` is the layer as a function of its parameters.
 
     Args:
-      num_heads: heads H.
-      edge_features: width of the edge features that scores read; None: the layer has none.
-      negative_slope: of the leaky ReLU on scores.
+      num_heads: number H of heads.
+      edge_features: width of the edge features f that scores read; None: the layer has none.
+      negative_slope: slope of the LeakyReLU for negative scores.
       concat_heads: whether heads are concatenated, [nodes, H * d], or averaged, [nodes, d].
-      use_residual, use_bias: adds `x @ residual`, and `bias`.
-      attention_dropout: share of the attention coefficients dropped after the softmax while training.
+      use_residual, use_bias: whether to add x_i R, and b.
+      attention_dropout: share of the attention coefficients that training drops after the softmax.
     """
 
     name = "GATConv"
@@ -53,12 +60,18 @@ class GATSpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GATv2Spec(LayerSpec):
-    """GATv2 (arXiv 2105.14491); the equation is in `dejax.rgnn.zoo.gatv2`.
+    """Graph attention, second version, GATv2 (arXiv 2105.14491, equation 7).
+
+        e_ij = a . LeakyReLU(x_i W_dst + x_j W_src + f_ij W_edge)
+        y_i = sum over edges j -> i of softmax(e)_ij (x_j W_src)   (+ x_i R)   + b
+
+    This holds for each head. The paper's neighbourhood includes the node itself: make the graph with
+    `add_self_loops=True`. `dejax.rgnn.zoo.gatv2` is the layer as a function of its parameters.
 
     Args:
       num_heads, edge_features, negative_slope, concat_heads, use_residual, attention_dropout: as in `GATConv`.
-      share_weights: whether sources and destinations have one weight.
-      use_bias: biases of both projections and of the result.
+      share_weights: whether W_dst is W_src.
+      use_bias: whether both projections and the result have biases.
     """
 
     name = "GATv2Conv"
@@ -96,13 +109,19 @@ class GATv2Spec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformerSpec(LayerSpec):
-    """Graph transformer (arXiv 2009.03509); see `dejax.rgnn.zoo.graph_transformer`.
+    """Graph transformer, also known as UniMP (arXiv 2009.03509, equations 3 to 5).
+
+        q_i = x_i Q ;  k_ij = x_j K + f_ij E ;  v_ij = x_j V + f_ij E
+        o_i = sum over edges j -> i of softmax(q_i . k_ij / sqrt(d)) v_ij
+        y_i = o_i + r_i ,  r_i = x_i R + r
+
+    This holds for each head. `dejax.rgnn.zoo.graph_transformer` is the layer as a function of its parameters.
 
     Args:
       num_heads, edge_features, concat_heads, attention_dropout: as in `GATConv`.
-      use_root: adds `x @ root`.
-      use_gate: weighs result and root by a learned gate.
-      use_bias: biases of query, key, value and root.
+      use_root: whether to add the node's own term r_i.
+      use_gate: whether a learned gate beta weighs the two terms: y_i = beta r_i + (1 - beta) o_i.
+      use_bias: whether query, key, value and the node's own term have biases.
     """
 
     name = "TransformerConv"

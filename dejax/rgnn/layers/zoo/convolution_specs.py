@@ -12,11 +12,15 @@ from dejax.rgnn.layers.zoo import convolutions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GCNSpec(LayerSpec):
-    """GCN (arXiv 1609.02907); the equation is in `dejax.rgnn.zoo.gcn`. `edge_features` of a call are weights [edges].
+    """Graph convolution, GCN (arXiv 1609.02907, equation 2). The `edge_features` of a call are edge weights w [edges].
+
+        y = D^-1/2 (A + I) D^-1/2 x W + b ,    D_ii = 1 + sum over edges into i of w_ij
+
+    `dejax.rgnn.zoo.gcn` is the layer as a function of its parameters.
 
     Args:
-      add_self_loops: whether the identity is added to the adjacency matrix.
-      use_bias: adds `bias` [n].
+      add_self_loops: whether the identity I is added to the adjacency matrix A.
+      use_bias: whether to add b, the parameter `bias`.
     """
 
     name = "GCNConv"
@@ -34,13 +38,18 @@ class GCNSpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SAGESpec(LayerSpec):
-    """GraphSAGE (arXiv 1706.02216); the equation is in `dejax.rgnn.zoo.graphsage`.
+    """GraphSAGE (arXiv 1706.02216, algorithm 1), without its activation.
+
+        y_i = aggregation over edges j -> i of m_j  W_neighbour + x_i W_root + b ,    m_j = x_j  or  relu(x_j P + p)
+
+    `dejax.rgnn.zoo.graphsage` is the layer as a function of its parameters.
 
     Args:
       aggregation: `"mean"`, `"max"` or `"sum"`.
-      pool_features: width of the paper's pooling perceptron before the aggregation; None: neighbours as they are.
-      normalize: whether rows of the result get norm 1.
-      use_root, use_bias: adds `x @ root`, and `bias` [n]. A pair of features needs `use_root`.
+      pool_features: width of the pooling perceptron relu(x_j P + p) that is applied to neighbours before the
+        aggregation; None: no perceptron.
+      normalize: whether each row of the result is divided by its Euclidean norm.
+      use_root, use_bias: whether to add the node's own term x_i W_root, and b. A pair of features needs `use_root`.
     """
 
     name = "SAGEConv"
@@ -66,13 +75,18 @@ class SAGESpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GINSpec(LayerSpec):
-    """GIN (arXiv 1810.00826) and, with edge features, GINE (arXiv 1905.12265); see `dejax.rgnn.zoo.gin`.
+    """Graph isomorphism network, GIN (arXiv 1810.00826, equation 4.1); with edge features GINE (arXiv 1905.12265).
+
+        y_i = relu(((1 + eps) x_i + sum over edges j -> i of m_ij) W_1 + b_1) W_2 + b_2
+        m_ij = x_j ;   with edge features  m_ij = relu(x_j + e_ij E)
+
+    `dejax.rgnn.zoo.gin` is the layer as a function of its parameters.
 
     Args:
-      hidden_features: width of the perceptron's hidden layer; None for out_features.
-      edge_features: width of the edge features; None: the layer has none.
-      train_epsilon: whether epsilon is a parameter, 0 at first.
-      use_bias: biases of the perceptron.
+      hidden_features: width of the hidden layer between W_1 and W_2; None means out_features.
+      edge_features: width of the edge features e; None: the layer has none.
+      train_epsilon: whether eps is a parameter, which begins at 0, instead of always 0.
+      use_bias: whether to add b_1 and b_2.
     """
 
     name = "GINConv"
@@ -99,11 +113,16 @@ class GINSpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedGCNSpec(LayerSpec):
-    """Residual gated graph convolution (arXiv 1711.07553); the equation is in `dejax.rgnn.zoo.gated_gcn`.
+    """Residual gated graph convolution (arXiv 1711.07553, equations 11 and 12).
+
+        gate_ij = sigmoid(x_i A + x_j B + e_ij C + a)
+        y_i = sum over edges j -> i of gate_ij * (x_j V + v) + x_i R + b
+
+    `dejax.rgnn.zoo.gated_gcn` is the layer as a function of its parameters.
 
     Args:
-      edge_features: width of the edge features that the gates read; None: the layer has none.
-      use_root, use_bias: adds `x @ root`, and the biases of gate, value and result.
+      edge_features: width of the edge features e that the gates read; None: the layer has none.
+      use_root, use_bias: whether to add the node's own term x_i R, and the biases a, v and b.
     """
 
     name = "GatedGCNConv"
@@ -128,13 +147,21 @@ class GatedGCNSpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PNASpec(LayerSpec):
-    """PNA (arXiv 2004.05718); the equation is in `dejax.rgnn.zoo.pna`.
+    """Principal neighbourhood aggregation, PNA (arXiv 2004.05718, equations 5, 7 and 8).
+
+        m_ij = x_i M_dst + x_j M_src + e_ij M_edge + b
+        a_i = [mean, maximum, minimum, standard deviation over edges j -> i of m_ij]
+        y_i = (x_i U + sum over scalers s of s(d_i) a_i A_s + u) O + o
+
+    d_i is the number of incoming edges; the scalers are 1, log(d + 1) / delta and delta / log(d + 1).
+    `dejax.rgnn.zoo.pna` is the layer as a function of its parameters.
 
     Args:
       mean_log_degree: delta, the mean of log(d + 1) over the nodes of the training graphs.
-      num_towers: towers T, each with messages as wide as x and a result of out_features / T.
-      edge_features: width of the edge features; None: the layer has none.
-      use_bias: biases of messages, towers and result.
+      num_towers: number T of towers. Each computes messages of width in_features and a result of width out_features /
+        T; the results are concatenated before O.
+      edge_features: width of the edge features e; None: the layer has none.
+      use_bias: whether to add the biases b, u and o.
     """
 
     name = "PNAConv"

@@ -37,10 +37,10 @@ def gcn(g: GraphSymbol, x: Any, params: Params, edge_weight: Any = None, add_sel
       x: [N, k] node features.
       params: `weight` [k, n]; optionally `bias` [n].
       edge_weight: [E], the entries w of A; not negative, 1 by default.
-      add_self_loops: whether the identity I is added to A. Without it, nodes without edges give b.
+      add_self_loops: whether the identity I is added to A. Without it, the result of a node without edges is b.
 
     Returns:
-      [N, n].
+      New node features [N, n].
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn
@@ -82,7 +82,7 @@ def graphsage(g: GraphSymbol, x: Any, params: Params, aggregation: str = "mean",
       normalize: whether rows of the result are divided by their Euclidean norm; rows of zeros stay zero.
 
     Returns:
-      [N, n].
+      New node features [N, n].
     """
     check_params(params, "graphsage", ("neighbour",), ("root", "bias", "pool", "pool_bias"))
     check_choice("graphsage", "aggregation", aggregation, ("mean", "max", "sum"))
@@ -117,10 +117,10 @@ def gin(g: GraphSymbol, x: Any, params: Params, edge_features: Any = None) -> Sy
       x: [N, k] node features, or a pair (sources [N, k], destinations [N, k]).
       params: `weight_1` [k, h], `weight_2` [h, n]; optionally `bias_1` [h], `bias_2` [n], `epsilon` [] (0 by default),
         and with edge features `edge` [c, k].
-      edge_features: [E, c].
+      edge_features: e, [E, c], features of the edges.
 
     Returns:
-      [N, n].
+      New node features [N, n].
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn
@@ -153,10 +153,10 @@ def gated_gcn(g: GraphSymbol, x: Any, params: Params, edge_features: Any = None)
       x: [N, k] node features, or a pair (sources [N, k], destinations [N, l]).
       params: `gate_dst` [l, n], `gate_src` [k, n], `value` [k, n]; optionally `gate_bias` [n], `value_bias` [n],
         `root` [l, n], `bias` [n], and with edge features `gate_edge` [c, n].
-      edge_features: [E, c].
+      edge_features: e, [E, c], features of the edges.
 
     Returns:
-      [N, n].
+      New node features [N, n].
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn
@@ -197,11 +197,11 @@ def pna(g: GraphSymbol, x: Any, params: Params, edge_features: Any = None, mean_
       params: `message_dst` and `message_src` [T, k, f], `update` [T, k, n], `aggregate` [3, T, 4 f, n] (scalers in the
         order above), `out` [T n, m]; optionally `message_bias` [T, f], `update_bias` [T, n], `bias` [m], and with edge
         features `message_edge` [T, c, f].
-      edge_features: [E, c].
+      edge_features: e, [E, c], features of the edges.
       mean_log_degree: delta, the mean of log(d + 1) over the nodes of the training graphs.
 
     Returns:
-      [N, m].
+      New node features [N, m].
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn

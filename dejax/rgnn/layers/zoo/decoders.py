@@ -15,15 +15,17 @@ from dejax.rgnn.compiler.program import program
 
 @program
 def distmult(g: GraphSymbol, x: Any, relation: Any) -> Symbol:
-    """DistMult (Yang et al., arXiv 1412.6575): sum over l of x_jl z_rl x_il for an edge of type r from j to i.
+    """Scores triples by DistMult (Yang et al., arXiv 1412.6575).
+
+    For an edge of type r from j to i the score is the sum over l of x_jl z_rl x_il.
 
     Args:
-      g: the graph of the triples.
-      x: [N, k] entities.
-      relation: z, [R, k].
+      g: the graph whose edges are the triples to score.
+      x: [N, k] embeddings of the entities.
+      relation: z, [R, k], embeddings of the edge types.
 
     Returns:
-      [E].
+      [E], the score of each edge.
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn
@@ -43,15 +45,17 @@ def _halves(x: Symbol, name: str) -> tuple[Symbol, Symbol]:
 
 @program
 def complex_(g: GraphSymbol, x: Any, relation: Any) -> Symbol:
-    """ComplEx (Trouillon et al., arXiv 1606.06357, equation 9): Re(sum over l of x_jl z_rl conj(x_il)).
+    """Scores triples by ComplEx (Trouillon et al., arXiv 1606.06357, equation 9).
+
+    For an edge of type r from j to i the score is Re(sum over l of x_jl z_rl conj(x_il)).
 
     Args:
-      g: the graph of the triples.
-      x: [N, 2 k] entities: k real parts, then k imaginary parts.
-      relation: z, [R, 2 k], likewise.
+      g: the graph whose edges are the triples to score.
+      x: [N, 2 k] embeddings of the entities: k real parts, then k imaginary parts.
+      relation: z, [R, 2 k], embeddings of the edge types: k real parts, then k imaginary parts.
 
     Returns:
-      [E].
+      [E], the score of each edge.
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn
@@ -67,16 +71,18 @@ def complex_(g: GraphSymbol, x: Any, relation: Any) -> Symbol:
 
 @program
 def rotate(g: GraphSymbol, x: Any, phase: Any, margin: float = 0.0) -> Symbol:
-    """RotatE (Sun et al., arXiv 1902.10197): margin - sum over l of |x_jl exp(i phase_rl) - x_il|.
+    """Scores triples by RotatE (Sun et al., arXiv 1902.10197).
+
+    For an edge of type r from j to i the score is margin - sum over l of |x_jl exp(i phase_rl) - x_il|.
 
     Args:
-      g: the graph of the triples.
-      x: [N, 2 k] entities: k real parts, then k imaginary parts.
-      phase: [R, k], in radians.
+      g: the graph whose edges are the triples to score.
+      x: [N, 2 k] embeddings of the entities: k real parts, then k imaginary parts.
+      phase: [R, k], a rotation for each edge type, in radians.
       margin: the paper's gamma.
 
     Returns:
-      [E]; the gradient where a modulus is 0 is 0.
+      [E], the score of each edge. Where a modulus is 0, its gradient is 0.
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn

@@ -42,7 +42,7 @@ def rggnn(g: GraphSymbol, x: Any, params: Params, steps: int = 1) -> Symbol:
       steps: how often the layer is applied, with the same parameters.
 
     Returns:
-      [N, k].
+      New node features [N, k].
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn
@@ -176,15 +176,15 @@ def simple_hgn(
       x: [N, k] node features.
       params: `weight` [H, k, d], `attention_src` and `attention_dst` [H, d], `edge_embedding` r [R, c], `weight_edge`
         [H, c, u], `attention_edge` [H, u]; optionally `residual` R and `bias` as in `gat`, and `edge_scale` [E, H].
-      previous_attention: [E, H], p of the layer before; None: p = softmax(e).
-      beta: share of the previous attention.
-      negative_slope: of the LeakyReLU.
+      previous_attention: [E, H], the p that the previous layer returned; None: p = softmax(e).
+      beta: weight of the previous attention.
+      negative_slope: slope of the LeakyReLU for negative inputs.
       normalize: whether rows of the result are divided by their Euclidean norm, as the paper does in its last layer.
       concat_heads: whether heads are concatenated, [N, H * d], or averaged, [N, d].
       return_attention: whether p is returned, too, for the next layer.
 
     Returns:
-      [N, H * d] or [N, d]; with `return_attention` also p, [E, H].
+      New node features [N, H * d] or [N, d]; with `return_attention` also p, [E, H].
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn
@@ -239,14 +239,14 @@ def rgat_shared(
       x: [N, k] node features.
       params: `weight` [R, k, H * d], `query` and `key` [H * d, H]; optionally `bias` [H * d] ([d] where heads are
         averaged), `edge_scale` [E, H]; with edge features `weight_edge` [c, H * d] and `attention_edge` [H * d, H].
-      edge_features: e, [E, c].
+      edge_features: e, [E, c], features of the edges.
       softmax: `"dst"`, over all incoming edges of a node (across relations), or `"relation"`, over those of its type.
       mode: `"additive"` or `"multiplicative"`.
-      negative_slope: of the LeakyReLU.
+      negative_slope: slope of the LeakyReLU for negative inputs.
       concat_heads: whether heads are concatenated, [N, H * d], or averaged, [N, d].
 
     Returns:
-      [N, H * d] or [N, d].
+      New node features [N, H * d] or [N, d].
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn
@@ -299,13 +299,13 @@ def heat(
       params: `weight` [T, k, n], `edge_embedding` t [R, u], `weight_edge` E [c, p], `attention_dst` and `attention_src`
         [n, H], `attention_type` [u, H], `attention_edge` [p, H], `value` V [n, n], `value_edge` [p, n]; optionally
         `node_bias` w [T, n], `value_bias` v [n], and `edge_scale` [E, H].
-      edge_features: e, [E, c].
-      negative_slope: of the LeakyReLU.
+      edge_features: e, [E, c], features of the edges.
+      negative_slope: slope of the LeakyReLU for negative inputs.
       concat_heads: whether heads are concatenated, [N, H * n], or averaged, [N, n].
       add_root: whether each node's own projection is added.
 
     Returns:
-      [N, H * n] or [N, n].
+      New node features [N, H * n] or [N, n].
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn

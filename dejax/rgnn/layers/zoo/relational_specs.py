@@ -16,14 +16,18 @@ from dejax.rgnn.layers.zoo import relational
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RGGNNSpec(LayerSpec):
-    """Gated graph network with edge types (arXiv 1511.05493); the equations are in `dejax.rgnn.zoo.rggnn`.
+    """Gated graph neural network with a weight matrix for each edge type (arXiv 1511.05493, equations 2 to 6).
 
-    Features narrower than out_features are padded with zeros, as in the paper.
+        repeated `steps` times:
+        a_i = sum over edges j -> i of (h_j W_r + w_r) ,    h_i = GRU(a_i, h_i)
+
+    The first h is x, padded with zeros to out_features as in the paper. `dejax.rgnn.zoo.rggnn` is the layer as a
+    function of its parameters, and has the equations of the GRU.
 
     Args:
-      num_edge_types: edge types R; 1 for graphs without types.
-      steps: how often the layer is applied.
-      use_bias: biases of messages and gates.
+      num_edge_types: number of edge types of the graph; 1 for a graph without types.
+      steps: number of times that the layer is applied, with the same parameters.
+      use_bias: whether messages and gates have biases.
     """
 
     name = "RGGNNConv"
@@ -50,16 +54,21 @@ class RGGNNSpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompGCNSpec(LayerSpec):
-    """CompGCN (arXiv 1911.03082); the equations are in `dejax.rgnn.zoo.compgcn`.
+    """CompGCN (arXiv 1911.03082, equations 2 to 4): messages combine a neighbour with its edge type's embedding.
+
+        y_i = sum over edges j -> i of phi(x_j, z_r) W_direction(r)   (+ phi(x_i, z_loop) W_loop)   + b
+
+    `dejax.rgnn.zoo.compgcn` is the layer as a function of its parameters.
 
     Args:
-      num_edge_types: edge types R.
-      directions: for each edge type the number of its weight; None: one weight for all. For a graph of r relations made
-        with add_reverse=True, the paper has `(0,) * r + (1,) * r`.
-      composition: `"subtract"`, `"multiply"` or `"correlate"`.
+      num_edge_types: number R of edge types of the graph.
+      directions: for each edge type the number of its matrix W; None: one matrix for all types. For a graph of r
+        relations made with add_reverse=True, the paper has `(0,) * r + (1,) * r`.
+      composition: phi: `"subtract"`, `"multiply"` or `"correlate"` (circular correlation).
       aggregation: `"sum"` or `"mean"`.
-      use_loop, use_bias: the term of the node itself, and `bias` [n].
-      update_relation: whether a call gives a pair (nodes, relations [R, n]).
+      use_loop, use_bias: whether to add the node's own term with z_loop, and b.
+      update_relation: whether a call also computes new embeddings of the edge types and returns a pair (node features,
+        embeddings [R, out_features]).
     """
 
     name = "CompGCNConv"
@@ -93,16 +102,21 @@ class CompGCNSpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimpleHGNSpec(LayerSpec):
-    """SimpleHGN (arXiv 2112.14936); the equations are in `dejax.rgnn.zoo.simple_hgn`.
+    """SimpleHGN (arXiv 2112.14936, section 5): GAT whose scores also read an embedding r_t of the edge's type t.
 
-    The attention of the layer before is an argument of the function, not of the module.
+        z_i = x_i W
+        e_ij = LeakyReLU(a_dst . z_i + a_src . z_j + a_edge . (r_t W_edge))
+        y_i = sum over edges j -> i of softmax(e)_ij z_j   (+ x_i R)   + b
+
+    This holds for each head. The paper also mixes in the attention of the previous layer; for that, call
+    `dejax.rgnn.zoo.simple_hgn`, the layer as a function of its parameters, with `previous_attention`.
 
     Args:
-      num_edge_types: edge types R.
+      num_edge_types: number of edge types of the graph.
       num_heads, negative_slope, concat_heads, attention_dropout: as in `GATConv`.
-      relation_features: width of the edge types' embeddings.
-      normalize: whether rows of the result get norm 1.
-      use_residual, use_bias: adds `x @ residual`, and `bias`.
+      relation_features: width of the embeddings of the edge types.
+      normalize: whether each row of the result is divided by its Euclidean norm.
+      use_residual, use_bias: whether to add x_i R, and b.
     """
 
     name = "SimpleHGNConv"
@@ -136,12 +150,19 @@ class SimpleHGNSpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedRGATSpec(LayerSpec):
-    """RGAT as PyTorch Geometric has it, query and key shared by all relations; see `dejax.rgnn.zoo.rgat_shared`.
+    """RGAT (arXiv 1904.05811) in the form of PyTorch Geometric: all edge types share the query and key matrices.
+
+        z_i^r = x_i W_r ;  q = z_i^r Q ;  k = z_j^r K ;  f = (e_ij W_edge) F
+        additive: s_ij = LeakyReLU(q + k + f) ;  multiplicative: s_ij = q * k (* f)
+        y_i = sum over edges j -> i of softmax(s)_ij z_j^r   + b
+
+    `RGATConv` is the paper's form. `dejax.rgnn.zoo.rgat_shared` is the layer as a function of its parameters.
 
     Args:
-      num_edge_types: edge types R.
+      num_edge_types: number of edge types of the graph.
       num_heads, edge_features, negative_slope, concat_heads, use_bias, attention_dropout: as in `GATConv`.
-      softmax: `"dst"`, across relations, or `"relation"`, within each.
+      softmax: over which edges the softmax goes: `"dst"`, all incoming edges of a node, or `"relation"`, the incoming
+        edges of one type.
       mode: `"additive"` or `"multiplicative"`.
     """
 
@@ -170,15 +191,22 @@ class SharedRGATSpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HEATSpec(LayerSpec):
-    """HEAT (arXiv 2106.07161); the equations are in `dejax.rgnn.zoo.heat`.
+    """HEAT, heterogeneous edge-enhanced attention (arXiv 2106.07161, equations 4 to 8).
+
+        z_i = x_i W_t(i) + w_t(i) ;  f_ij = LeakyReLU(e_ij E) ;  u_r = LeakyReLU(t_r)
+        s_ij = LeakyReLU(z_i . a_dst + z_j . a_src + u_r . a_type + f_ij . a_edge)
+        y_i = sum over edges j -> i of softmax(s)_ij (z_j V + f_ij V_edge + v)   (+ z_i with `add_root`)
+
+    This holds for each head, with t(i) the type of a node and r the type of an edge. `dejax.rgnn.zoo.heat` is the layer
+    as a function of its parameters.
 
     Args:
-      num_node_types, num_edge_types: T and R.
-      edge_features: width of the edge features.
+      num_node_types, num_edge_types: numbers of types of the graph.
+      edge_features: width of the edge features e.
       num_heads, negative_slope, concat_heads, attention_dropout: as in `GATConv`.
-      edge_embedding_features, relation_features: widths of the embeddings of edge features and of edge types.
-      add_root: adds each node's projection to its result.
-      use_bias: biases of projection and value.
+      edge_embedding_features, relation_features: widths of f (embedded edge features) and of u (embedded edge types).
+      add_root: whether to add each node's projection z_i to its result.
+      use_bias: whether to add w and v.
     """
 
     name = "HEATConv"
