@@ -30,13 +30,14 @@ _MOST_KEYS = 1 << 28
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SampleOptions:
-    """How `sample_blocks` draws.
+    """How `sample_blocks` draws the edges of a node.
 
     Attributes:
-        replace: whether an edge may be drawn twice. Then a receiver that has any edge gets `fan_out` of them.
-        recent: whether to take the most recent edges instead of uniform draws, in relations with times.
-        max_degree: the most edges of a receiver and relation that are read, for fan-outs of -1 and for weights without
-            replacement. `SampledBlocks.lost_edges` counts the others. By default all are read.
+        replace: whether an edge may be drawn more than once. If so, every node with an edge gets `fan_out` edges.
+        recent: in relations with times: whether to take the most recent edges instead of random ones.
+        max_degree: largest number of edges of a node in one relation that are read, where a draw needs all of them: for
+            a fan-out of -1, and for weights without replacement. Further edges are ignored and counted in
+            `SampledBlocks.lost_edges`. None reads all.
 
     >>> import jax, jax.numpy as jnp
     >>> from dejax.minibatch import HeteroTopology, SampleOptions, sample_blocks

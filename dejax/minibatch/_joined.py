@@ -15,13 +15,13 @@ from dejax.minibatch._layout import SampleLayout
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class JoinedFeatures(Mapping[str, Array]):
-    """The features of a sample's nodes in one array. A pytree, and a mapping from node type to rows.
+    """The features of all nodes of a sample in one array. It is a pytree, and a mapping from node type to rows.
 
-    `Block.join` of the sample's first block returns the array as it is. The rows of one type are copied out of it:
-    `x["paper"]` is [papers, n], as in a dict by node type.
+    Use it for layers that take all nodes at once: `Block.join` of the first block returns the array without a copy. In
+    contrast, the rows of one type, `x["paper"]`, [papers, n], are copied out of the array.
 
     Attributes:
-        rows: [nodes, *row], in the order of `SampledBlocks.nodes`; padding has rows of zeros.
+        rows: [nodes, *row], in the order of `SampledBlocks.nodes`; zeros for padding.
         layout: the sizes of the sample (static).
 
     >>> import jax, jax.numpy as jnp, numpy as np

@@ -22,13 +22,15 @@ FanOuts: TypeAlias = Sequence[int | Mapping[EdgeType, int]] | Mapping[EdgeType, 
 
 
 class Capacities(dict[str, tuple[int, ...]]):
-    """Bounds on the size of a sample, from `find_capacities`: a dict by node type, with bounds on edges.
+    """Array sizes for samples, as `find_capacities` computes them: bounds on the number of nodes and edges.
+
+    It is a dict from node type to a tuple with the largest number of new nodes of each hop.
 
     Attributes:
-        edges: the most edges of the block with the seeds' edges, of the block with those of hop 1 as well, and so on.
-            None: a block has room for an edge in each slot, `fan_out` for each receiver and relation.
-        source_pairs: about how many pairs of a relation and a sender each of these blocks has. The compiler decides by
-            it whether to compute a value for each of them or for each edge. None: unknown.
+        edges: largest number of edges of each block: the edges of the seeds, then the edges of the seeds and of hop 1,
+            and so on. None: a block has room for `fan_out` edges of each node and relation.
+        source_pairs: for each of these blocks, about how many distinct pairs of a relation and a sender it has. The
+            compiler uses the number to choose between values for each pair and for each edge. None: unknown.
 
     >>> Capacities({"paper": (64, 128)}, edges=(100, 300)).edges
     (100, 300)

@@ -31,15 +31,16 @@ from dejax.minibatch._formats import Encoder, block_rows, result_dtype, table_dt
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class NodeFeatures:
-    """The features of one node type: a table, and scales of rows in a narrow format. A pytree.
+    """The features of one node type: a table of rows, and scales for rows in a narrow format such as int8.
 
-    The features of node i are `table[i] * row_scale[i] * column_scale`.
+    The features of node i are `table[i] * row_scale[i] * column_scale`. It is a pytree.
 
     Attributes:
-        table: [nodes, *row]: HostTable, CachedTable, SplitTable, DeviceTable or `dejax.distributed.ShardedTable`.
-        row_scale: float32[nodes], or float32[] for all rows, or None.
+        table: [nodes, *row], a HostTable, CachedTable, SplitTable, DeviceTable, DriveTable or
+            `dejax.distributed.ShardedTable`.
+        row_scale: float32[nodes], float32[] (one factor for all rows), or None.
         column_scale: float32[*row], or None.
-        trainable: whether `FeatureStore.update` writes it.
+        trainable: whether `FeatureStore.update` trains the table.
 
     >>> import numpy as np
     >>> from dejax.minibatch import FeatureStore
@@ -63,22 +64,24 @@ class NodeFeatures:
         on_device: bool | ArrayLike = False,
         device: jax.Device | None = None,
     ) -> NodeFeatures:
-        """Features with the rows of a numpy array or memory map, converted block by block on all cores.
+        """Copies a numpy array or memory map to a table, and converts it on the way, on all CPU cores.
 
-        It draws a bar on a terminal.
+        A progress bar is drawn if stderr is a terminal.
 
         Args:
             array: [nodes, *row].
-            dtype: of the table: float32, bfloat16, float16, float8_e4m3fn, int8 and others; by default the array's.
-            scale: None, "row" or "column": what int8 and FP8 rows are scaled by, such that the largest value of the row
-                or column becomes the largest of the format.
+            dtype: dtype of the table, such as float32, bfloat16, float16, float8_e4m3fn or int8; by default the
+                array's.
+            scale: for int8 and FP8: "row" or "column" multiplies each row or column so that its largest value becomes
+                the largest value of the format, and stores the inverse factors. None stores the values as they are.
             on_device: False: the rows lie in host memory. True: on the device. int[rows]: these rows lie on the device,
                 the others in host memory (`SplitTable`); `hot_rows` chooses them.
             device: the device whose steps read the rows; by default jax's default device.
 
         Raises:
-            ValueError: a scalar, an unknown scale, values that the format cannot hold, ids of rows that do not fit.
-            TypeError: a dtype that cannot be gathered.
+            ValueError: `array` is a scalar or has values that the format cannot hold, `scale` is unknown, or ids in
+                `on_device` are out of range or occur twice.
+            TypeError: rows of the dtype cannot be gathered.
             MemoryError: the memory cannot be pinned.
         """
         return features_of("NodeFeatures.from_numpy", array, dtype, scale, on_device, device)
@@ -89,14 +92,16 @@ class NodeFeatures:
 
     @property
     def result_dtype(self) -> np.dtype:
-        """The dtype of gathered rows that is used where none is asked for: that of the table, if it is one to compute
-        with and the rows have no scale; else float32.
+        """The default dtype of gathered rows: float32 for narrow formats and for rows with a scale, else the table's
+        dtype.
         """
         scales = (self.row_scale, self.column_scale, *self.table._scales)
         return result_dtype(self.table.dtype, any(scale is not None for scale in scales))
 
     def gather(self, ids: ArrayLike, *, dtype: Any = None, **options: Any) -> Array:
-        """Rows by ids, rows of zeros where an id is out of range: [*ids.shape, *row]. See `FeatureStore.gather`."""
+        """Reads rows by their ids: [*ids.shape, *row]. An id out of range gives a row of zeros. See
+        `FeatureStore.gather`.
+        """
         return self.exchange(ids, dtype=dtype, **options)[0]
 
     def exchange(
@@ -121,7 +126,7 @@ class NodeFeatures:
         return times_scales(rows, result, None, self.column_scale)
 
     def init(self, optimizer: Optimizer) -> OptimizerState:
-        """The optimizer's state of the table."""
+        """Makes the optimizer state of the table."""
         return self.table._new_state(optimizer)
 
     def update(
@@ -138,7 +143,7 @@ class NodeFeatures:
 
     @property
     def placement(self) -> str:
-        """Where the rows lie, in words."""
+        """Text that says where the rows lie."""
         return self.table.placement
 
 

@@ -20,7 +20,7 @@ from dejax.minibatch.blocks import join_nodes
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PendingFeatures:
-    """A gather that `FeatureStore.gather_start` began; `gather_done` takes the rows, once, in the same program.
+    """A read of features that `FeatureStore.gather_start` began. Call its `gather_done` once, in the same program.
 
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> from dejax.minibatch import FeatureStore
@@ -38,7 +38,10 @@ class PendingFeatures:
     dtypes: tuple[tuple[str, np.dtype], ...] = dataclasses.field(metadata={"static": True})
 
     def gather_done(self, *, after: Any = None) -> Any:
-        """The rows by type; with `after`, (rows, after): see `dejax.host_gather.gather_done`."""
+        """Waits for the rows and returns them by node type; with `after`, a pair (rows, after).
+
+        `after` is a pytree of the results of the overlapped computation, as in `dejax.host_gather.gather_done`.
+        """
         done = {}
         for name, dtype in self.dtypes:
             rows = gather_done(self.rows[name], after=after)
@@ -48,7 +51,7 @@ class PendingFeatures:
         return done if after is None else (done, after)
 
     def gather_done_joined(self, layout: SampleLayout, *, after: Any = None) -> Any:
-        """As `gather_done`, but JoinedFeatures. Rows that need no further arithmetic are copied once."""
+        """Waits for the rows like `gather_done`, and returns them as JoinedFeatures."""
         kinds = {(some.shape[1:], some.dtype, some.there, some.of_drive is None) for some in self.rows.values()}
         if len(kinds) != 1 or any(scale is not None for scale in self.column_scales.values()):
             found = self.gather_done(after=after)

@@ -25,21 +25,24 @@ __all__ = ["Block", "make_blocks"]
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """The graph of one layer. A pytree.
+    """The graph of one layer of a sampled mini-batch, from the nodes that the layer reads to the nodes that it
+    computes.
 
-    Its destinations are the nodes whose values the layer computes. Its sources are all nodes that the layer reads. Both
-    are numbered hop by hop, and within a hop type by type. So the destinations are the first of the sources, and they
-    are the sources of the next block. A layer reads the rows of all sources, and computes those of the destinations:
+    The nodes that the layer computes are its destinations; all nodes that it reads are its sources. Sources are
+    numbered hop by hop from the seeds, and within a hop type by type. So the destinations are the first of the sources,
+    and are the sources of the next block:
 
         for layer, block in zip(layers, blocks):
             x = layer(block.bipartite, x)  # [sources, n] -> [destinations, n]
 
+    A Block is a pytree.
+
     Attributes:
-        graph: the graph of sources, with the edge types and node types of the topology. Programs return a row for each
-            source; only the destinations have all their edges.
-        edge_slots: int32[edges], the slot of each of the graph's edges, where the number of edges is bounded
-            (`Capacities.edges`); None where there is an edge for each slot, in order.
-        hops: destinations are the nodes up to this hop, sources those up to the next one (static).
+        graph: the graph of all sources, with the edge types and node types of the topology. Programs on it return a row
+            for each source, but only destinations have all their edges.
+        edge_slots: if the number of edges is bounded (`Capacities.edges`): int32[edges], the slot of the sample that
+            each edge of the graph was drawn into. None: the edges of the graph are the slots of the sample, in order.
+        hops: number of hops from the seeds to the destinations; the sources are one hop further (static).
         layout: the sizes of the sample (static).
     """
 
@@ -50,50 +53,50 @@ class Block:
 
     @property
     def bipartite(self) -> RelGraph:
-        """The graph, with results of programs for destinations alone: [num_destinations, *feature shape].
+        """The graph, such that programs return rows for the destinations only: [num_destinations, *feature shape].
 
-        Prefer it to a slice of the results with `graph`: the compiler then computes no rows of other nodes, forward and
-        backward. Inputs for nodes have a row for each source in both.
+        Use it rather than a slice of results on `graph`, because the compiler then computes no rows of other nodes, in
+        forward and backward passes. Inputs for nodes have a row for each source in both cases.
         """
         return dataclasses.replace(self.graph, only_destinations=True)
 
     @property
     def num_sources(self) -> int:
-        """The number of sources, padding included."""
+        """Number of sources, padding included."""
         return self.layout.count(self.hops + 1)
 
     @property
     def num_destinations(self) -> int:
-        """The number of destinations, padding included."""
+        """Number of destinations, padding included."""
         return self.layout.count(self.hops)
 
     @property
     def source_counts(self) -> dict[str, int]:
-        """The number of sources of each type, padding included."""
+        """Number of sources of each node type, padding included."""
         return self.layout.counts(self.hops + 1)
 
     @property
     def destination_counts(self) -> dict[str, int]:
-        """The number of destinations of each type, padding included."""
+        """Number of destinations of each node type, padding included."""
         return self.layout.counts(self.hops)
 
     def join(self, x: Mapping[str, Array]) -> Array:
-        """Values of all sources in one array, [sources, n], from a dict by node type.
+        """Joins values by node type into one array with a row for each source, [sources, n].
 
         Args:
-            x: [nodes, n] by node type, numbered as in the sample. Nodes that are no sources are ignored. Types without
-                sources need no entry.
+            x: for each node type [nodes, n], in the order of the sample. Rows of nodes that are not sources are
+                ignored. A type without sources may be missing.
 
         Raises:
-            ValueError: a type is missing or has too few rows, or types have rows of different shapes.
+            ValueError: a type is missing or has too few rows, or the types have rows of different shapes.
         """
         return join_nodes(self.layout, x, self.hops + 1)
 
     def split(self, x: Array) -> dict[str, Array]:
-        """Values of the destinations as a dict by node type, [destinations of the type, n], from one array.
+        """Splits an array with a row for each destination into a dict by node type, the reverse of `join`.
 
         Args:
-            x: [destinations or sources, n].
+            x: [destinations, n], or [sources, n], of which only the rows of destinations are used.
         """
         if x.shape[0] not in (self.num_destinations, self.num_sources):
             raise ValueError(
@@ -103,16 +106,16 @@ class Block:
         return split_nodes(self.layout, x, self.hops)
 
     def edge_values(self, values: Sequence[Array]) -> Array:
-        """Values of edges, from the order of the sample to the order of the block's graph, for `g.edge(...)`.
+        """Brings values of sampled edges into the edge order of the block's graph, for `g.edge(...)` in a program.
 
         Args:
-            values: for each piece of the sample [receivers, fan_out, ...], in the order of `SampledBlocks.edges`.
+            values: for each entry of `SampledBlocks.edges` an array [receivers, fan_out, ...].
 
         Returns:
             [edges, ...]; zeros for the self loops that `make_typed_blocks` has added.
 
         Raises:
-            ValueError: another number of entries than pieces.
+            ValueError: `values` has another number of entries than `SampledBlocks.edges`.
         """
         if len(values) != len(self.layout.pieces):
             raise ValueError(
@@ -129,10 +132,10 @@ class Block:
 
 @broadcasting
 def make_blocks(sample: SampledBlocks) -> list[Block]:
-    """The blocks of a sample, one for each layer, in the order of the layers. It runs inside `jax.jit`.
+    """Makes the graph of each layer from a sample. The blocks are in the order of the layers.
 
-    Layer k of L (k = 1, ..., L) computes the nodes up to hop L - k, and reads the nodes up to hop L - k + 1. XLA drops
-    the index arrays that the layers do not use.
+    Of L layers, layer k = 1, ..., L computes the nodes up to hop L - k and reads the nodes up to hop L - k + 1. Call it
+    inside of `jax.jit`; XLA then drops index arrays that the layers do not use.
     """
     layout, given = sample.layout, []
     for hops in range(sample.num_layers):

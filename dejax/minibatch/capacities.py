@@ -37,24 +37,25 @@ def find_capacities(
     print_table: Callable[[str], None] | None = print,
     **keywords: Any,
 ) -> Capacities:
-    """Samples some batches, and bounds the nodes of each hop and type by mean + `sigmas` standard deviations.
+    """Finds array sizes that fit almost all samples, by drawing samples of some batches. Call it once before training.
 
-    The edges of blocks are bounded likewise. Without bounds the arrays of a sample have room for the largest possible
-    one. That is several times a typical one: nodes share neighbours, and many have fewer than `fan_out`. A batch that
-    exceeds a bound loses some nodes or edges; `SampledBlocks.lost` and `lost_edges` count them.
+    The bound for the number of nodes (of each hop and node type) and of edges (of each block) is the mean plus `sigmas`
+    standard deviations. Without bounds, the arrays of a sample have room for the largest possible sample, which is
+    several times as large as a typical one, because nodes share neighbours and many have fewer than `fan_out`. A sample
+    that exceeds a bound loses some nodes or edges; `SampledBlocks.lost` and `lost_edges` count them.
 
     Args:
         key: jax.random key.
         topology: the graph.
-        batches: some 20 batches of seeds, each as `sample_blocks` takes them, all of one shape.
+        batches: about 20 batches of seeds, in the form that `sample_blocks` takes, all of one shape.
         fan_outs: as in `sample_blocks`.
-        sigmas: standard deviations above the mean.
-        print_table: takes the table as text; None for no table.
+        sigmas: number of standard deviations above the mean.
+        print_table: function that gets a table of the bounds as text; None for no table.
         **keywords: further arguments of `sample_blocks`, the same for all batches; `seed_times` may be a function that
-            gives those of a batch.
+            returns the times of a batch.
 
     Returns:
-        For each node type the bound of each hop, and bounds on edges, for `capacities` of `sample_blocks`.
+        The bounds, for the argument `capacities` of `sample_blocks`.
 
     Raises:
         ValueError: there are no batches.

@@ -16,20 +16,20 @@ from jax import Array
 
 
 def dot(head: Array, tail: Array) -> Array:
-    """sum_i h_i t_i: the inner product, for one relation.
+    """The inner product of head and tail: sum_i h_i t_i. A score for graphs with one relation.
 
     Args:
         head: float[..., d].
         tail: float[..., d].
 
     Returns:
-        float[...].
+        float[...], the scores.
     """
     return (head * tail).sum(-1)
 
 
 def distmult(head: Array, relation: Array, tail: Array) -> Array:
-    """sum_i h_i r_i t_i (DistMult, arXiv 1412.6575). Head and tail have equal roles.
+    """The DistMult score of triples (arXiv 1412.6575): sum_i h_i r_i t_i. It is symmetric in head and tail.
 
     Args:
         head: float[..., d].
@@ -37,21 +37,21 @@ def distmult(head: Array, relation: Array, tail: Array) -> Array:
         tail: float[..., d].
 
     Returns:
-        float[...].
+        float[...], the scores.
     """
     return (head * relation * tail).sum(-1)
 
 
 def complex_bilinear(head: Array, relation: Array, tail: Array) -> Array:
-    """Re(sum_i h_i r_i conj(t_i)) (ComplEx, arXiv 1606.06357).
+    """The ComplEx score of triples (arXiv 1606.06357): Re(sum_i h_i r_i conj(t_i)) for complex vectors.
 
     Args:
-        head: float[..., 2 d]: real parts, then imaginary parts.
-        relation: float[..., 2 d], likewise.
-        tail: float[..., 2 d], likewise.
+        head: float[..., 2 d]: d real parts, then d imaginary parts.
+        relation: float[..., 2 d], in the same form.
+        tail: float[..., 2 d], in the same form.
 
     Returns:
-        float[...].
+        float[...], the scores.
 
     >>> complex_bilinear(jnp.array([0.0, 1]), jnp.array([0.0, 1]), jnp.array([2.0, 0]))  # i * i * 2
     Array(-2., dtype=float32)
@@ -60,16 +60,16 @@ def complex_bilinear(head: Array, relation: Array, tail: Array) -> Array:
 
 
 def rotate(head: Array, relation: Array, tail: Array, *, margin: float = 0.0) -> Array:
-    """margin - sum_i |h_i e^(i r_i) - t_i| (RotatE, arXiv 1902.10197): the relation rotates each complex element.
+    """The RotatE score of triples (arXiv 1902.10197): margin - sum_i |h_i e^(i r_i) - t_i| for complex vectors h and t.
 
     Args:
-        head: float[..., 2 d]: real parts, then imaginary parts.
-        relation: float[..., d]: angles in radians.
-        tail: float[..., 2 d], as `head`.
+        head: float[..., 2 d]: d real parts, then d imaginary parts.
+        relation: float[..., d], the angles in radians by which the relation rotates the elements of the head.
+        tail: float[..., 2 d], in the form of `head`.
         margin: the paper's gamma.
 
     Returns:
-        float[...].
+        float[...], the scores.
 
     >>> rotate(jnp.array([1.0, 0]), jnp.array([jnp.pi]), jnp.array([-1.0, 0])).round(3)
     Array(-0., dtype=float32)
@@ -79,18 +79,20 @@ def rotate(head: Array, relation: Array, tail: Array, *, margin: float = 0.0) ->
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decoder:
-    """A decoder as a query and its similarity to candidates, so that one product scores all of them.
+    """A scoring function for triples (head, relation, tail) in a form that scores all entities by one matrix product.
 
+    It combines two parts of a triple into a query vector, and compares the query with candidates for the third part:
     `score(h, r, t) = similarity(query_tail(h, r), t) = similarity(query_head(t, r), h)`.
 
     Attributes:
-        name: its name.
-        query_tail: (heads, relations) -> float[..., k], what a true tail is like.
-        query_head: (tails, relations) -> float[..., k], what a true head is like.
-        distance: whether candidates are compared by distance, not by an inner product.
-        pairs: whether an entity's vector holds complex numbers: real parts, then imaginary parts.
-        margin: what a distance is subtracted from.
-        relation_width: (width of entities) -> width of relations; 0 if there are none.
+        name: name of the decoder.
+        query_tail: function `(heads, relations) -> float[..., k]`, the query vectors for tails.
+        query_head: function `(tails, relations) -> float[..., k]`, the query vectors for heads.
+        distance: whether the similarity is `margin` minus the distance of query and candidate; otherwise it is their
+            inner product.
+        pairs: whether vectors of entities are complex numbers: real parts, then imaginary parts.
+        margin: the margin of a distance.
+        relation_width: function from the width of entity vectors to the width of relation vectors, 0 if there are none.
 
     >>> import jax.numpy as jnp
     >>> from dejax.minibatch import Decoder, link_ranks
@@ -109,22 +111,24 @@ class Decoder:
     relation_width: Callable[[int], int] = lambda width: width
 
     def score(self, head: Array, relation: Array | None, tail: Array) -> Array:
-        """The scores, float[...], of heads, relations and tails, which are float[..., d]."""
+        """The scores, float[...], of heads, relations and tails, whose arrays are float[..., d]."""
         return self.similarity(self.query_tail(head, relation), tail)
 
     def similarity(self, query: Array, candidate: Array) -> Array:
-        """The scores, float[...], of queries and candidates, which are float[..., k]."""
+        """The scores, float[...], of pairs of a query and a candidate, whose arrays are float[..., k]."""
         return self.margin - _distance(query, candidate) if self.distance else (query * candidate).sum(-1)
 
     def score_all(self, query: Array, candidates: Array) -> Array:
-        """float[n, candidates] from queries float[n, k] and candidates float[candidates, k], without TF32."""
+        """The scores, float[n, candidates], of each query float[n, k] with each candidate float[candidates, k], without
+        TF32.
+        """
         if self.distance:
             return self.margin - _distance(query[:, None], candidates[None])
         return jnp.matmul(query, candidates.T, precision=jax.lax.Precision.HIGHEST)
 
 
 def rotate_decoder(margin: float = 0.0) -> Decoder:
-    """RotatE's decoder with a margin. Ranks do not depend on the margin.
+    """Makes a RotatE `Decoder` with a margin. Ranks do not depend on the margin.
 
     >>> import jax.numpy as jnp
     >>> from dejax.minibatch import link_ranks, rotate_decoder
@@ -138,10 +142,10 @@ def rotate_decoder(margin: float = 0.0) -> Decoder:
 
 
 def reciprocal(decoder: Decoder) -> Decoder:
-    """A decoder whose relations have a second vector, by which heads are asked for (Lacroix et al., arXiv 1806.07297).
+    """Adds reciprocal relations to a decoder (Lacroix et al., arXiv 1806.07297).
 
-    A head of (?, r, t) is found as the tail of (t, r^-1, ?), where r^-1 is a relation of its own. A relation's vector
-    is that of r, then that of r^-1. `score` is the score of the tail.
+    Each relation r gets a second relation r^-1, and the head of (?, r, t) is ranked as the tail of (t, r^-1, ?). A
+    relation's vector is the vector of r followed by the vector of r^-1. `score` is the score of the tail.
 
     >>> import jax.numpy as jnp
     >>> from dejax.minibatch import DECODERS, link_ranks, reciprocal
@@ -213,7 +217,7 @@ DECODERS: dict[str, Decoder] = {
     "complex": Decoder("complex", _complex_product, _conjugate_product, pairs=True),
     "rotate": rotate_decoder(),
 }
-"""Decoders by name: dot, distmult, complex, rotate."""
+"""The decoders by name: "dot", "distmult", "complex" and "rotate"."""
 
 
 # -------------------------------------------------------------------------------------------- losses
@@ -222,16 +226,18 @@ DECODERS: dict[str, Decoder] = {
 def binary_cross_entropy(
     positive: Array, negative: Array, *, mask: Array | None = None, negative_mask: Array | None = None
 ) -> Array:
-    """-mean(log s(positive), log(1 - s(negative))) over all scores, s(x) = 1 / (1 + e^-x) (R-GCN, arXiv 1703.06103).
+    """The binary cross-entropy of scores of true and false edges, as in R-GCN (arXiv 1703.06103).
+
+        loss = mean over all scores of  -log s(positive)  and  -log(1 - s(negative)) ,    s(x) = 1 / (1 + e^-x)
 
     Args:
         positive: float[n], scores of true edges.
-        negative: float[n, k] scores of k negatives for each, or of any shape.
-        mask: bool[n], which edges count; padding does not.
-        negative_mask: bool of `negative`'s shape; by default `mask` for each row.
+        negative: float[n, k], scores of k false edges (negatives) for each true edge; or any other shape.
+        mask: bool[n], False for padding.
+        negative_mask: bool of the shape of `negative`, False for padding; by default `mask` for each row.
 
     Returns:
-        float[]; 0 if nothing counts.
+        float[]; 0 if everything is padding.
 
     >>> import jax.numpy as jnp
     >>> from dejax.minibatch import binary_cross_entropy
@@ -251,19 +257,19 @@ def binary_cross_entropy(
 def softmax_cross_entropy(
     positive: Array, negative: Array, *, mask: Array | None = None, negative_mask: Array | None = None
 ) -> Array:
-    """mean of -log(e^p / (e^p + sum_j e^n_j)): each true edge against its own negatives.
+    """The cross-entropy of choosing each true edge among its own negatives: mean of -log(e^p / (e^p + sum_j e^n_j)).
 
     Args:
-        positive: float[n], scores of true edges.
-        negative: float[n, k], scores of k negatives for each.
-        mask: bool[n], which edges count; padding does not.
-        negative_mask: bool[n, k], which negatives count.
+        positive: float[n], scores p of true edges.
+        negative: float[n, k], scores of k false edges (negatives) for each true edge.
+        mask: bool[n], False for padding.
+        negative_mask: bool[n, k], False for negatives that do not count.
 
     Returns:
-        float[]; 0 if nothing counts.
+        float[]; 0 if everything is padding.
 
     Raises:
-        ValueError: negatives that are not [n, k].
+        ValueError: `negative` has not the shape [n, k].
     """
     if negative.ndim != 2 or negative.shape[0] != positive.shape[0]:
         raise ValueError(f"softmax_cross_entropy: `negative` must be [{positive.shape[0]}, k], got {negative.shape}")

@@ -33,12 +33,14 @@ from dejax.minibatch._pending import PendingFeatures
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FeatureStore:
-    """Features and trainable embeddings of a heterogeneous graph, by node type.
+    """The features and trainable embeddings of all nodes of a heterogeneous graph, by node type.
 
-    A pytree: pass it as an argument to `jax.jit`. Immutable: methods that add or write return another store.
+    Rows may lie in host memory, on the device, on a drive, or divided over devices; one call reads rows of all node
+    types. A FeatureStore is a pytree: pass it as an argument to `jax.jit`. It is immutable: methods that add or write
+    features return a new store.
 
     Attributes:
-        types: the features of each node type.
+        types: a dict from node type to `NodeFeatures`.
 
     >>> store = FeatureStore.from_arrays({"paper": np.arange(6.0, dtype=np.float32).reshape(3, 2)})
     >>> store = store.embedding("author", 4, 2)
@@ -62,15 +64,17 @@ class FeatureStore:
         on_device: Any = False,
         device: jax.Device | None = None,
     ) -> FeatureStore:
-        """A store with the rows of numpy arrays or memory maps.
+        """Makes a store from numpy arrays or memory maps.
 
         Args:
-            arrays: [nodes, *row] by node type.
-            dtype, scale, on_device: as in `NodeFeatures.from_numpy`: one value for all types, or a dict by type.
+            arrays: for each node type [nodes, *row].
+            dtype, scale, on_device: as in `NodeFeatures.from_numpy`; one value for all node types, or a dict by node
+                type.
             device: the device whose steps read the rows; by default jax's default device.
 
         Raises:
-            ValueError, TypeError, MemoryError: as `NodeFeatures.from_numpy`; a dict that names another type.
+            ValueError, TypeError, MemoryError: as `NodeFeatures.from_numpy`; or a dict has a node type that `arrays`
+                lacks.
         """
         what = "FeatureStore.from_arrays"
         chosen = {
@@ -104,23 +108,23 @@ class FeatureStore:
         column_scale: ArrayLike | None = None,
         trainable: bool = False,
     ) -> FeatureStore:
-        """A store that also reads a table of yours, and trains it if you wish.
+        """Adds a table that you have made, for reading or for training. Returns the new store.
 
-        A `dejax.distributed.ShardedTable` is read and trained inside of `jax.shard_map` over its mesh, as in the
-        functions of `dejax.distributed.data_parallel`, by all devices together.
+        A `dejax.distributed.ShardedTable` is read and trained inside of `jax.shard_map` over its mesh, by all devices
+        together, as in the functions of `dejax.distributed.data_parallel`.
 
         Args:
-            name: the node type. A type that the store has is replaced.
-            table: [nodes, *row].
-            row_scale: real[nodes] or a scalar, by which rows are multiplied.
-            column_scale: real[*row], by which columns are multiplied.
-            trainable: whether `init` and `update` train it, as an embedding. Its rows are float32, bfloat16 or float16,
-                without scales.
+            name: the node type. If the store has it already, its features are replaced.
+            table: a table [nodes, *row] of any kind.
+            row_scale: real[nodes] or a scalar, factors of the rows.
+            column_scale: real[*row], factors of the columns.
+            trainable: whether `init` and `update` train the table as an embedding. Its dtype must be float32, bfloat16
+                or float16, and it must have no scales.
 
         Raises:
-            TypeError: no table, or a dtype that cannot be gathered, or trained.
-            ValueError: scales of another shape, or for a ShardedTable, which has its own, or of a table to train; a
-                read-only table to train.
+            TypeError: `table` is no table, or its dtype cannot be gathered or trained.
+            ValueError: a scale has another shape, or comes with a ShardedTable (which has its own) or with `trainable`;
+                or `trainable`, but the table is read-only.
         """
         what = f"FeatureStore.with_table({name!r})"
         if not isinstance(table, Table):
@@ -152,23 +156,24 @@ class FeatureStore:
         on_device: bool | ArrayLike = False,
         device: jax.Device | None = None,
     ) -> FeatureStore:
-        """A store that also has a trainable embedding, for a type without features. It lies in host memory by default.
+        """Adds a trainable embedding for a node type, by default in host memory. Returns the new store.
 
-        `dejax.distributed.ShardedTable.normal` makes one of the same numbers that is divided over devices or hosts;
-        give it to `with_table(..., trainable=True)`.
+        For an embedding that is divided over devices or hosts, pass `dejax.distributed.ShardedTable.normal(...)`, which
+        has the same values, to `with_table(..., trainable=True)`.
 
         Args:
-            name: the node type. A type that the store has is replaced.
-            num_nodes: its nodes.
-            width: elements of a row.
-            seed: of the first values, which are normal with mean 0.
-            stddev: their standard deviation; by default width^-1/2.
-            dtype: float32, bfloat16 or float16. The optimizer's moments are float32.
-            on_device: which rows, and their moments, lie on the device: False for none, True for all, or int[rows].
+            name: the node type. If the store has it already, its features are replaced.
+            num_nodes: number of nodes of the type.
+            width: number of elements of a row.
+            seed: seed of the initial values, which are normally distributed with mean 0.
+            stddev: standard deviation of the initial values; by default width^-1/2.
+            dtype: float32, bfloat16 or float16. The optimizer's moments are always float32.
+            on_device: which rows lie on the device, with their moments: False for none, True for all, or int[rows].
             device: the device whose steps read the rows; by default jax's default device.
 
         Raises:
-            ValueError: a negative number of nodes, a width under 1, or ids of rows that do not fit.
+            ValueError: `num_nodes` is negative, `width` is below 1, or ids in `on_device` are out of range or occur
+                twice.
             TypeError: another dtype.
             MemoryError: the memory cannot be pinned.
         """
@@ -180,13 +185,13 @@ class FeatureStore:
         return self | FeatureStore({name: NodeFeatures(builder.table(), trainable=True)})
 
     def cached(self, rows: Mapping[str, ArrayLike]) -> FeatureStore:
-        """A store that also keeps copies of some rows on the device (`CachedTable`). Embeddings may be cached, too.
+        """Keeps copies of some rows on the device (`CachedTable`), also of embeddings. Returns the new store.
 
         Args:
-            rows: int[rows] by type, distinct; `hot_rows` chooses them.
+            rows: for each node type int[rows], distinct ids of the rows to copy; `hot_rows` chooses them.
 
         Raises:
-            ValueError: an unknown type, a type that does not lie in host memory, ids that do not fit.
+            ValueError: a node type is unknown or does not lie in host memory, or an id is out of range or occurs twice.
         """
         self._check_types("FeatureStore.cached", rows)
         types = dict(self.types)
@@ -205,17 +210,17 @@ class FeatureStore:
         return FeatureStore({**self.types, **other.types})
 
     def only(self, names: Iterable[str]) -> FeatureStore:
-        """A store with some of the types.
+        """A store with the given node types only.
 
         Raises:
-            ValueError: an unknown type.
+            ValueError: a node type is unknown.
         """
         names = list(names)
         self._check_types("FeatureStore.only", names)
         return FeatureStore({name: self.types[name] for name in names})
 
     def split_trainable(self) -> tuple[FeatureStore, FeatureStore]:
-        """Two stores: the embeddings, and the other features. A training step can then donate the embeddings alone.
+        """Two stores: the embeddings, and all other features. A training step can then donate the embeddings only.
 
         `embeddings | features` is the whole store again.
         """
@@ -227,24 +232,25 @@ class FeatureStore:
     # -------------------------------------------------------------------------------------------- reading
 
     def gather(self, ids: Mapping[str, ArrayLike], *, dtype: Any = None, **options: Any) -> dict[str, Array]:
-        """Rows of nodes by type, converted as they are read. Inside or outside `jax.jit`.
+        """Reads rows of nodes by node type, and converts them as they are read. It works inside and outside of
+        `jax.jit`.
 
-        Rows cross the bus in the format of the table. The tables have no derivative: differentiate with respect to the
-        rows, and give their gradient to `update`.
+        Rows cross the bus in the dtype of the table. The tables have no derivative: differentiate with respect to the
+        rows, and pass the gradient of the rows to `update`.
 
         Args:
-            ids: int[...] by type; any types of the store. An id out of range, as -1 for padding, gives a row of zeros
-                and costs no read.
-            dtype: of the result: float32, bfloat16 or float16. By default the table's, if it is one of these or an
-                integer without scale; else float32.
+            ids: for any node types of the store int[...]. An id out of range, such as -1 for padding, gives a row of
+                zeros and reads nothing.
+            dtype: dtype of the result: float32, bfloat16 or float16. By default the table's, if it is one of these or
+                an integer dtype without scale; else float32.
             options: `order`, `num_sms` and `mode` of `dejax.host_gather.gather`.
 
         Returns:
-            [*ids.shape, *row] by type.
+            For each node type [*ids.shape, *row].
 
         Raises:
-            ValueError: a type that the store does not have; a divided table outside of `jax.shard_map`.
-            TypeError: ids that are no integers, an impossible dtype, a store that is closed over.
+            ValueError: the store does not have a node type; or a divided table is read outside of `jax.shard_map`.
+            TypeError: ids are not integers, a dtype is not possible, or a jitted function closes over the store.
             TableClosedError: a table was closed or donated.
         """
         return self.gather_counted(ids, capacity={}, dtype=dtype, **options)[0]
@@ -252,19 +258,20 @@ class FeatureStore:
     def gather_counted(
         self, ids: Mapping[str, ArrayLike], *, capacity: Mapping[str, int], dtype: Any = None, **options: Any
     ) -> tuple[dict[str, Array], Array]:
-        """`gather`, with bounds on what devices exchange for tables that are divided over them.
+        """Reads rows like `gather`, with limits on the number of rows that devices exchange for divided tables.
 
         Args:
             ids, dtype, options: as in `gather`.
-            capacity: by type, the most rows that a device asks of another one (`ShardedTable.find_capacity`). By
-                default as many as it has ids, so that all fit.
+            capacity: by node type, the largest number of rows that this device requests from any one device
+                (`ShardedTable.find_capacity`). By default the number of ids, which is always enough.
 
         Returns:
-            The rows by type, and an int32 scalar: how many ids of this device did not fit. Their rows are zeros;
-            `dejax.distributed.check_lost` raises for them.
+            The rows by node type; and an int32 scalar, the number of rows of this device that exceeded the capacity.
+            Those rows are zeros; pass the number to `dejax.distributed.check_lost` to get an error instead.
 
         Raises:
-            ValueError, TypeError, TableClosedError: as `gather`; a capacity of a table that is not divided.
+            ValueError, TypeError, TableClosedError: as `gather`; or a capacity is given for a table that is not
+                divided.
         """
         self._check_types("FeatureStore.gather", ids)
         self._check_types("FeatureStore.gather_counted, `capacity`", capacity)
@@ -279,17 +286,17 @@ class FeatureStore:
     def gather_start(
         self, ids: Mapping[str, ArrayLike], *, dtype: Any = None, before: Any = None, **options: Any
     ) -> Any:
-        """Begins a gather. It overlaps with the work that runs until `gather_done` of its result.
+        """Begins to read rows, so that the read overlaps with the computation until `gather_done` of the result.
 
-        Of a table that is divided over devices, rows are exchanged at once: XLA overlaps the collectives.
+        The rows of a table that is divided over devices are exchanged at once, because XLA overlaps collectives itself.
 
         Args:
             ids, dtype: as in `gather`.
-            before: a pytree of arrays that the compute to overlap with reads: see `dejax.host_gather.gather_start`.
+            before: pytree of arrays that the overlapped computation uses; see `dejax.host_gather.gather_start`.
             options: `order` and `num_sms` of `dejax.host_gather.gather_start`.
 
         Returns:
-            PendingFeatures; with `before`, (PendingFeatures, before).
+            PendingFeatures; with `before`, a pair (PendingFeatures, before).
 
         Raises:
             ValueError, TypeError, TableClosedError: as `gather`.
@@ -313,13 +320,13 @@ class FeatureStore:
     # -------------------------------------------------------------------------------------------- training
 
     def init(self, optimizer: Optimizer) -> dict[str, OptimizerState]:
-        """The optimizer's state of each embedding: tables that lie where the embedding lies.
+        """Makes the optimizer state of each embedding, by node type. Its tables lie where the embedding lies.
 
         Args:
-            optimizer: `dejax.host_gather.sgd`, `adagrad` or `adam`.
+            optimizer: one of `dejax.host_gather.sgd`, `adagrad` and `adam`.
 
         Raises:
-            ValueError: a table that cannot be written, as one with scales.
+            ValueError: a table cannot be written, for example because it has scales.
         """
         state = {}
         for name, node in self.types.items():
@@ -335,28 +342,28 @@ class FeatureStore:
         gradients: Mapping[str, ArrayLike],
         state: Mapping[str, OptimizerState],
     ) -> tuple[FeatureStore, dict[str, OptimizerState]]:
-        """The store and the state after a step of the optimizer on the rows that were gathered, written in place.
+        """Applies a step of the optimizer to the embedding rows that were gathered, in place. Returns new store and
+        state.
 
-        Inside a jitted function, donate the embeddings and the state, and give their places as
-        `out_shardings=dejax.host_gather.shardings(...)`. Gradients of equal ids are summed; ids out of range are
-        ignored. Only rows with a gradient change: Adam's moments of other rows do not decay.
+        In a jitted function, donate the embeddings and the state, and pass
+        `out_shardings=dejax.host_gather.shardings(...)`. Gradients of equal ids are summed, and ids out of range are
+        ignored. Only rows with a gradient change: Adam's moments of all other rows do not decay.
 
         Inside of `jax.shard_map`, as in the functions of `dejax.distributed.data_parallel`, all devices call it
-        together, each with its own ids. The gradients of all devices are applied once, those of equal ids summed in the
-        order of the mesh. Tables are divided (`dejax.distributed.ShardedTable`) or shared for writing
-        (`dejax.distributed.share`).
+        together, each with its own ids. The gradients of all devices are then applied, summed in the order of the mesh.
+        The tables must be divided (`dejax.distributed.ShardedTable`) or shared for writing (`dejax.distributed.share`).
 
         Args:
-            optimizer: that of `init`.
-            ids: int[...] by type, those of the gather.
-            gradients: float[*ids.shape, *row] by type: the gradient of the gathered rows. Types that are no embeddings
-                of this store are ignored; embeddings that are not in it stay as they are.
-            state: from `init` or the last update.
+            optimizer: the optimizer that was given to `init`.
+            ids: the ids that were given to `gather`.
+            gradients: for each node type float[*ids.shape, *row], the gradient of the gathered rows. Types that are not
+                embeddings of this store are ignored. Embeddings without gradients stay as they are.
+            state: the state from `init` or from the last update.
 
         Raises:
-            ValueError: gradients of another shape, or of a type that has no ids or no state; inside of `jax.shard_map`
-                a table that is neither divided nor shared.
-            TypeError: ids that are no integers.
+            ValueError: gradients have another shape, or are for a node type without ids or without state; or, inside of
+                `jax.shard_map`, a table is neither divided nor shared.
+            TypeError: ids are not integers.
         """
         return self.update_counted(optimizer, ids, gradients, state, capacity={})[:2]
 
@@ -369,19 +376,19 @@ class FeatureStore:
         *,
         capacity: Mapping[str, int],
     ) -> tuple[FeatureStore, dict[str, OptimizerState], Array]:
-        """`update`, with bounds on what devices exchange for tables that are divided over them.
+        """Updates embeddings like `update`, with limits on the number of rows that devices exchange for divided tables.
 
         Args:
             optimizer, ids, gradients, state: as in `update`.
-            capacity: by type, the most rows that a device sends to one owner, itself included
-                (`ShardedTable.find_capacity`). By default as many as it has ids, so that all fit.
+            capacity: by node type, the largest number of rows that this device sends to any one device, itself included
+                (`ShardedTable.find_capacity`). By default the number of ids, which is always enough.
 
         Returns:
-            The store, the state, and an int32 scalar: how many rows of this device did not fit. Their gradients are not
-            applied; `dejax.distributed.check_lost` raises for them.
+            The store, the state, and an int32 scalar: the number of rows of this device that exceeded the capacity.
+            Their gradients are not applied; pass the number to `dejax.distributed.check_lost` to get an error instead.
 
         Raises:
-            ValueError, TypeError: as `update`; a capacity of a table that is not divided.
+            ValueError, TypeError: as `update`; or a capacity is given for a table that is not divided.
         """
         what = "FeatureStore.update"
         self._check_types("FeatureStore.update_counted, `capacity`", capacity)
@@ -418,22 +425,22 @@ class FeatureStore:
 
     @property
     def trainable(self) -> tuple[str, ...]:
-        """The types with embeddings."""
+        """The node types with embeddings."""
         return tuple(name for name, node in self.types.items() if node.trainable)
 
     @property
     def row_bytes(self) -> dict[str, int]:
-        """Bytes of a row as it crosses the bus, by type."""
+        """For each node type, the number of bytes of a row as it crosses the bus."""
         return {name: node.table.nbytes // max(1, len(node.table)) for name, node in self.types.items()}
 
     def check_counts(self, num_nodes: Mapping[str, int]) -> None:
-        """Checks that the tables fit a graph.
+        """Checks that each table has as many rows as the graph has nodes of its type.
 
         Args:
-            num_nodes: the graph's nodes by type. Types without features are allowed.
+            num_nodes: number of nodes of each node type of the graph. Types without features are allowed.
 
         Raises:
-            ValueError: a type that the graph does not have, or a table with another number of rows.
+            ValueError: the graph does not have a node type of the store, or a table has another number of rows.
         """
         for name, node in self.types.items():
             if name not in num_nodes:

@@ -28,11 +28,11 @@ Relation = tuple[str, str, str]
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class InferenceEdges:
-    """The edges of a relation into the nodes of a batch. A pytree.
+    """The edges of one relation into the nodes of an `InferenceBatch`. It is a pytree.
 
     Attributes:
-        senders: int32[edges], rows of `sources` of the relation's source type.
-        receivers: int32[edges], ascending rows of the batch; the batch's size for padding.
+        senders: int32[edges], for each edge its row in `InferenceBatch.sources` of the relation's source type.
+        receivers: int32[edges], for each edge its node, as a place in the batch, ascending; the batch size for padding.
         mask: bool[edges], False for padding.
 
     >>> import jax.numpy as jnp, numpy as np
@@ -56,14 +56,16 @@ class InferenceEdges:
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class InferenceBatch:
-    """What a layer needs to compute some nodes of one type. A pytree.
+    """The nodes of one type that a layer computes in one call during `infer_layers`, with their neighbours and edges.
+
+    It is a pytree.
 
     Attributes:
         own: [batch, d], the input rows of the nodes; None if their type has no input.
-        sources: [n, d] by type: the input rows of the senders, rows of zeros for padding.
-        edges: the edges by relation; relations into other types are missing.
-        nodes: int32[batch], the numbers of the nodes, -1 for padding.
-        node_type: their type.
+        sources: for each node type [n, d], the input rows of the neighbours; zeros for padding.
+        edges: the edges into the nodes, by relation; only relations into their type.
+        nodes: int32[batch], the numbers of the nodes; -1 for padding.
+        node_type: the type of the nodes.
 
     >>> import numpy as np
     >>> from dejax import rgnn
@@ -94,21 +96,23 @@ class InferenceBatch:
         edge_types: Sequence[Relation],
         node_types: Sequence[str],
     ) -> tuple[RelGraph, Array]:
-        """A graph on which the layers of `dejax.rgnn` run, and its node values. Inside `jax.jit`.
+        """Makes a `RelGraph` of the batch and its node values, so that layers of `dejax.rgnn` can compute it.
 
-        The batch's nodes are the first nodes of the graph: the layer's result is its first `len(own)` rows. Only these
-        have edges.
+        The nodes of the batch are the first nodes of the graph, and only they have edges. So the result for the batch
+        is the first `len(batch.nodes)` rows of the layer's result. It works inside of `jax.jit`.
 
         Args:
-            own, sources: values in place of `own` and `sources`, such as projections of them to one width.
-            edge_types, node_types: in the order in which the layer's parameters have them: those of the topology.
+            own, sources: values to use in place of the attributes `own` and `sources`, for example projected to one
+                width.
+            edge_types, node_types: the relations and node types in the order of the layer's parameters, which is the
+                order of the topology.
 
         Returns:
-            (RelGraph, [nodes, d]).
+            A pair: the graph, and its node values [nodes, d].
 
         Raises:
-            ValueError: values of different widths, a type or a relation that is not in the given order, or a type
-                without values.
+            ValueError: values have different widths, a type or relation of the batch is missing in the given order, or
+                a type has no values.
         """
         own, sources = self.own if own is None else own, self.sources if sources is None else sources
         if own is None:
@@ -171,35 +175,37 @@ def infer_layers(
     folder: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> dict[str, Any]:
-    """Computes a model for all nodes, one layer after the other. Each layer's output is a table in host memory.
+    """Computes the outputs of a model for all nodes, layer by layer. The output of each layer is a table in host
+    memory.
 
-    Each layer computes each node once, from all its neighbours. Sampling the neighbourhood of every node would compute
-    a node once for each neighbourhood that contains it.
+    Each layer computes each node once, from all its neighbours. In contrast, sampling the neighbourhood of each node
+    would compute a node again for every neighbourhood that contains it.
 
     Args:
-        layers: (params, batch) -> [batch, width]. Each call traces a function anew, for some sizes of batches. It is
-            compiled again only where the trace gives another program: not for other values of `params`, or of arrays
-            that the function closes over.
-        params: parameters of each layer.
-        edges: (source type, name, destination type) -> (offsets int[receivers + 1], senders int[edges]): the senders of
-            receiver v are `senders[offsets[v]:offsets[v + 1]]`. Arrays or memory maps. Or a HeteroTopology.
-        num_nodes: nodes of each type.
-        inputs: the rows that the first layer reads.
-        node_types: the types whose last output is wanted; by default all.
-        batch_size: nodes of a batch.
-        max_neighbors: the most neighbours of a node that are read in a relation. If a node has more, as many are taken,
-            evenly spaced in its list. None: all.
-        dtype: of the rows that layers read; by default as in `FeatureStore.gather`.
-        folder: where the last layer's outputs are written as `<type>.npy`; by default they are tables in host memory.
-        progress: draw a bar for each layer; None draws on a terminal only.
+        layers: functions `(params, batch) -> [batch, width]` of an `InferenceBatch`. A function is traced anew in each
+            call of `infer_layers`, but compiled again only if the trace differs, so not for other values of `params` or
+            of arrays that the function closes over.
+        params: the parameters of each layer.
+        edges: a HeteroTopology; or for each (source type, name, destination type) a pair of arrays or memory maps
+            (offsets int[receivers + 1], senders int[edges]), where the senders of receiver v are
+            `senders[offsets[v]:offsets[v + 1]]`.
+        num_nodes: number of nodes of each type.
+        inputs: the features that the first layer reads.
+        node_types: node types for which the output of the last layer is computed; by default all.
+        batch_size: number of nodes in a batch.
+        max_neighbors: largest number of neighbours of a node that are read in a relation. Of more neighbours, this many
+            are read at even distances in the node's list. None reads all.
+        dtype: dtype of the rows that layers read; by default as in `FeatureStore.gather`.
+        folder: where the outputs of the last layer are written as `<type>.npy`. None: they are tables in host memory.
+        progress: whether to draw a bar for each layer; None draws if stderr is a terminal.
 
     Returns:
-        [nodes, width] by type: HostTables, or memory maps if a folder is given.
+        For each node type [nodes, width]: a HostTable, or a memory map with `folder`.
 
     Raises:
-        ValueError: unknown types, counts that disagree, offsets that do not fit, ids out of range, a topology with
-            times, or a layer whose result is not [batch, width].
-        TypeError: offsets or senders that are no integers.
+        ValueError: types are unknown, counts disagree, offsets do not ascend to the number of edges, ids are out of
+            range, the topology has times, or the result of a layer is not [batch, width].
+        TypeError: offsets or senders are not integers.
     """
     if len(layers) != len(params):
         raise ValueError(

@@ -28,27 +28,27 @@ def make_typed_blocks(
     *,
     add_self_loops: bool = False,
 ) -> list[Block]:
-    """The blocks of a sample of one relation that holds the edges of many. It runs inside `jax.jit`.
+    """Makes the graph of each layer from a sample of a topology whose one relation holds the edges of all relations.
 
-    A fan-out for each relation gives a node `fan_out` slots in each. A knowledge graph has hundreds of relations, so
-    most of these slots are empty. Instead, make a topology with one relation of all edges, sample it, and read the
-    relation of each sampled edge afterwards. A node then has `fan_out` slots in all, and one draw is compiled instead
-    of one for each relation.
+    Use it for graphs of many relations, such as knowledge graphs. There `sample_blocks` with a fan-out for each
+    relation would reserve `fan_out` slots in each of hundreds of relations, most of them empty. Instead, make a
+    topology with one relation that has all edges, sample it, and call `make_typed_blocks`, which reads the relation of
+    each sampled edge. A node then has `fan_out` slots in all. It works inside of `jax.jit`.
 
     Args:
-        topology: of one relation within one node type, with the ids of its edges.
-        sample: of `sample_blocks` on this topology.
-        edge_type: int[edges], the relation of each edge, in the order of the lists that the topology was made from.
-        num_edge_types: relations.
-        add_self_loops: adds an edge from each destination to itself, of one more relation with the number
-            `num_edge_types`.
+        topology: a topology with one relation within one node type, which keeps the ids of its edges.
+        sample: the result of `sample_blocks` on this topology.
+        edge_type: int[edges], the relation of each edge, in the order of the edge list that the topology was made from.
+        num_edge_types: number of relations.
+        add_self_loops: whether to add an edge from each destination to itself, of an additional relation with the
+            number `num_edge_types`.
 
     Returns:
-        One block for each layer, as of `make_blocks`. Their graphs have the relations as edge types.
+        A block for each layer, like `make_blocks`; the edge types of their graphs are the relations.
 
     Raises:
-        ValueError: a topology of several relations or types, or `edge_type` without one entry for each edge.
-        TypeError: edge types that are no integers.
+        ValueError: the topology has several relations or node types, or `edge_type` has not one entry for each edge.
+        TypeError: the edge types are not integers.
 
     >>> import jax
     >>> from dejax.minibatch import HeteroTopology, sample_blocks

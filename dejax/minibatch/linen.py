@@ -30,11 +30,13 @@ __all__ = ["HeteroGNN", "HeteroLayer", "InputProjection"]
 
 
 class InputProjection(nn.Module):
-    """A linear map of each node type to one width: y_v = x_v W_t(v) + b_t(v).
+    """Maps the features of each node type to one width by a linear layer of its own: y_v = x_v W_t(v) + b_t(v).
+
+    It takes and returns dicts by node type. t(v) is the type of node v.
 
     Attributes:
-      out_features: the width of the result.
-      use_bias: whether to add a bias.
+      out_features: width of the result.
+      use_bias: whether to add b.
       dtype: dtype of the computation; None: the dtype to which x and the parameters promote.
       param_dtype: dtype of the parameters.
 
@@ -62,10 +64,10 @@ class InputProjection(nn.Module):
 
 
 class HeteroLayer(nn.Module):
-    """A relational layer that takes and gives dicts by node type.
+    """Wraps a relational layer so that it takes and returns dicts by node type.
 
     Attributes:
-      layer: called as `layer(graph, x)`.
+      layer: a module that is called as `layer(graph, x)`, such as those of `dejax.rgnn.linen`.
 
     >>> import jax, jax.numpy as jnp
     >>> from dejax.minibatch.linen import HeteroLayer
@@ -88,13 +90,16 @@ class HeteroLayer(nn.Module):
 
 
 class HeteroGNN(nn.Module):
-    """A projection of each node type to one width, and layers with an activation between them.
+    """A model for heterogeneous graphs: a projection of each node type to one width, then layers with activations
+    between.
+
+    It takes and returns dicts by node type.
 
     Attributes:
-      hidden_features: the input width of the first layer.
-      layers: each is called as `layer(graph, x)`, as in `dejax.minibatch.nnx.HeteroGNN`.
-      activation: between layers, not after the last one.
-      dtype, param_dtype: of the projection.
+      hidden_features: width of the projected features, which the first layer takes.
+      layers: modules that are called as `layer(graph, x)`, as in `dejax.minibatch.nnx.HeteroGNN`.
+      activation: function that is applied between layers, not after the last one.
+      dtype, param_dtype: dtypes of the projection, as in `InputProjection`.
     """
 
     hidden_features: int

@@ -21,11 +21,11 @@ _SCORES = 1 << 27  # of a batch against all candidates, by default: 512 MiB in f
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LinkRanks:
-    """Ranks of triples, from 1 on; the mean rank where scores are equal.
+    """The ranks of triples that `link_ranks` computes. Rank 1 is best; entities with equal scores get their mean rank.
 
     Attributes:
-        tail: float64[n], the rank of the tail among all tails; [0] if it was not asked for.
-        head: float64[n], the rank of the head among all heads; [0] if it was not asked for.
+        tail: float64[n], the rank of each triple's tail among all tails; empty if tails were not ranked.
+        head: float64[n], the rank of each triple's head among all heads; empty if heads were not ranked.
 
     >>> import jax.numpy as jnp
     >>> from dejax.minibatch import link_ranks
@@ -40,21 +40,21 @@ class LinkRanks:
 
     @property
     def ranks(self) -> np.ndarray:
-        """float64[n or 2 n]: those of tails, then those of heads."""
+        """float64[n or 2 n]: the ranks of tails, then the ranks of heads."""
         return np.concatenate([self.tail, self.head])
 
     @property
     def mrr(self) -> float:
-        """The mean of 1 / rank; nan without triples."""
+        """The mean reciprocal rank, over tails and heads; NaN without triples."""
         return float(np.mean(1 / self.ranks)) if self.ranks.size else float("nan")
 
     @property
     def mean_rank(self) -> float:
-        """The mean of ranks; nan without triples."""
+        """The mean rank, over tails and heads; NaN without triples."""
         return float(np.mean(self.ranks)) if self.ranks.size else float("nan")
 
     def hits(self, k: float) -> float:
-        """Hits@k: the share of ranks up to k; nan without triples."""
+        """Hits@k, the share of ranks that are at most k, over tails and heads; NaN without triples."""
         return float(np.mean(self.ranks <= k)) if self.ranks.size else float("nan")
 
     def __repr__(self) -> str:
@@ -74,25 +74,26 @@ def link_ranks(
     batch_size: int | None = None,
     progress: bool | None = None,
 ) -> LinkRanks:
-    """Ranks the tail of each triple by its score among all entities, and likewise the head.
+    """Ranks the tail of each triple by its score among all entities, and the head in the same way.
 
-    * Filtered: another entity that also makes a known triple does not count (Bordes et al. 2013).
-    * Ties: an entity with an equal score counts one half. So a constant score gives the mean rank, not the best one.
+    * Filtered: entities that would make another known triple do not count (Bordes et al. 2013).
+    * Ties: each entity with an equal score counts one half. So a constant score gives the mean rank, not the best one.
     * NaN: an entity whose score is NaN ranks above the true one. A triple whose own score is NaN ranks last.
 
     Args:
-        decoder: dot, distmult, complex, rotate, or a Decoder.
-        heads: float[num_heads, d]: all entities that may be heads.
-        relations: float[num_relations, d'], or None for dot.
-        tails: float[num_tails, d]: all entities that may be tails; often the same array.
-        triples: int[n, 3], rows of (head, relation, tail), the triples to rank. Relations are 0 for dot.
-        known: int[m, 3], all true triples, of training, validation and test. None: ranks are not filtered.
+        decoder: "dot", "distmult", "complex", "rotate", or a `Decoder`.
+        heads: float[num_heads, d], the embeddings of all entities that may be heads.
+        relations: float[num_relations, d'], the vectors of the relations; None for "dot".
+        tails: float[num_tails, d], the embeddings of all entities that may be tails; often the same array as `heads`.
+        triples: int[n, 3], rows of (head, relation, tail), the triples to rank. Relations are 0 for "dot".
+        known: int[m, 3], all true triples: of training, validation and test. None: ranks are not filtered.
         sides: which of "tail" and "head" to rank.
-        batch_size: triples that are scored at once, each against all entities. By default their scores are 2^27.
-        progress: draw a bar; None draws on a terminal only.
+        batch_size: number of triples that are scored at once, each against all entities. By default such that a batch
+            has 2^27 scores.
+        progress: whether to draw a progress bar; None draws if stderr is a terminal.
 
     Raises:
-        ValueError: an unknown decoder or side, arrays of other shapes, ids that are out of range.
+        ValueError: the decoder or a side is unknown, an array has another shape, or an id is out of range.
 
     >>> entities = jnp.array([[1.0], [2.0], [3.0]])
     >>> link_ranks("dot", entities, None, entities, [[0, 0, 1]], sides=["tail"]).tail

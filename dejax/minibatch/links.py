@@ -28,19 +28,20 @@ Negatives = Literal["uniform", "degree", "in_batch"]
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LinkBatch:
-    """Edges to predict, with wrong destinations (negatives). A pytree.
+    """A batch of edges to predict, with wrong destinations (negatives), as `link_batch` makes it. It is a pytree.
 
     Attributes:
-        seeds: int32[seeds] by node type, for `sample_blocks`.
-        exclude: the edges and their reverses, for `sample_blocks`: senders and receivers, or places in the list.
-        senders: int32[edges], the place of each sender among the seeds of its type.
-        receivers: int32[edges], the place of each receiver among the seeds of its type.
-        negatives: int32[edges, negatives], the places of wrong receivers.
+        seeds: for each node type int32[seeds], all nodes at the ends of edges and negatives, for `sample_blocks`.
+        exclude: for each relation the edges of the batch and their reverses, for the argument `exclude` of
+            `sample_blocks`, so that the sample does not contain the answer.
+        senders: int32[edges], the place of each edge's sender in `seeds` of its type.
+        receivers: int32[edges], the place of each edge's receiver in `seeds` of its type.
+        negatives: int32[edges, negatives], the places of the wrong receivers.
         mask: bool[edges], False for padding.
-        negative_mask: bool[edges, negatives], False for padding, and for a negative that is the edge's own receiver.
-        edge_type: the relation.
-        seed_times: int[seeds] by node type, for `sample_blocks`: each end and each negative has the time of its edge;
-            None without times.
+        negative_mask: bool[edges, negatives], False for padding and where a negative is the edge's own receiver.
+        edge_type: the relation of the edges (static).
+        seed_times: for each node type int[seeds], for `sample_blocks`: each end and each negative has the time of its
+            edge. None if the edges have no times.
 
     >>> import jax, jax.numpy as jnp
     >>> from dejax.minibatch import HeteroTopology, link_batch
@@ -62,11 +63,12 @@ class LinkBatch:
     seed_times: dict[str, Array] | None = None
 
     def rows(self, sample: SampledBlocks, outputs: dict[str, Array]) -> tuple[Array, Array, Array]:
-        """The outputs of the senders, [edges, n], of the receivers, [edges, n], and of the negatives, [edges, k, n].
+        """Picks the model's outputs for the senders, [edges, n], the receivers, [edges, n], and the negatives, [edges,
+        k, n].
 
         Args:
             sample: the sample of `seeds`.
-            outputs: [seeds, n] by node type: what the last layer gave.
+            outputs: for each node type [seeds, n], the output of the last layer.
         """
         source, _, target = self.edge_type
         at = sample.seed_positions
@@ -91,28 +93,31 @@ def link_batch(
     edge_ids: ArrayLike | None = None,
     true_edges: TrueEdges | None = None,
 ) -> LinkBatch:
-    """The seeds of a batch of edges, with `num_negatives` wrong destinations of each. It runs inside `jax.jit`.
+    """Makes a batch for link prediction: the given edges, and `num_negatives` wrong destinations for each.
+
+    It works inside of `jax.jit`.
 
     Args:
         key: jax.random key.
         topology: the graph.
         edge_type: the relation of the edges.
-        edges: int[edges] senders and receivers; an edge with an end out of range (-1) is padding.
-        num_negatives: wrong destinations of each edge.
-        negatives: how they are drawn. "uniform": among all nodes of the destination type. "degree": in proportion to
-            the number of incoming edges of the relation. "in_batch": among the destinations of the batch's other
-            edges, which needs no further seeds. By chance a negative may be a true edge of the graph. With `times`, a
-            `NegativePool`: only nodes that exist at the time of the edge are drawn.
-        reverse: the relation that has the reverse edges. `LinkBatch.exclude` then also names these.
-        times: int[edges], the times of the edges, which become the times of all seeds.
-        edge_ids: int[edges], the edges' places in the list that the topology was made from: `LinkBatch.exclude` names
-            the edges by them, so that earlier edges of the same two nodes stay. The reverse relation has them in the
-            same order.
-        true_edges: negatives that are among these edges are masked.
+        edges: int[edges] senders and int[edges] receivers. An edge with an end out of range (-1) is padding.
+        num_negatives: number of wrong destinations for each edge.
+        negatives: how wrong destinations are drawn. "uniform": among all nodes of the destination type. "degree": in
+            proportion to the number of incoming edges of the relation. "in_batch": among the destinations of the other
+            edges of the batch, which adds no seeds. By chance a negative may be a true edge of the graph. With `times`,
+            a `NegativePool`, which draws only nodes that exist at the time of the edge.
+        reverse: the relation that holds the reverse edges, if there is one; `LinkBatch.exclude` then excludes these,
+            too.
+        times: int[edges], the times of the edges; all seeds of an edge get its time.
+        edge_ids: int[edges], the positions of the edges in the list that the topology was made from.
+            `LinkBatch.exclude` then excludes these edges by position, so that earlier edges between the same two nodes
+            stay. The reverse relation must have its edges in the same order.
+        true_edges: edges that must not serve as negatives; a negative that is one of them is masked.
 
     Raises:
-        ValueError: an unknown relation, a `reverse` that has other ends, "degree" for a relation without edges; `times`
-            without a `NegativePool`, or a pool without `times`.
+        ValueError: `edge_type` is unknown, `reverse` connects other node types, "degree" is used for a relation without
+            edges, or only one of `times` and a `NegativePool` is given.
     """
     _check_choices(topology, edge_type, edges, num_negatives, negatives, reverse, times)
     source, _, target = edge_type

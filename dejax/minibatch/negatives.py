@@ -21,13 +21,15 @@ from dejax.minibatch._draws import below
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class NegativePool:
-    """The destinations that exist at each time, from which `link_batch` draws negatives. A pytree.
+    """The nodes of one type that exist at each time. `link_batch` draws negatives from it. It is a pytree.
+
+    Make one with `from_times` or `from_dataset`.
 
     Attributes:
-        nodes: int32[entries], the destinations in the order of the times from which they count. A node may occur
-            several times, and is then drawn more often.
+        nodes: int32[entries], the nodes, in the order of the times from which they can be drawn. A node that occurs
+            several times is drawn more often.
         times: int32[entries], these times, ascending.
-        known_from: int32[nodes], from when on each destination exists.
+        known_from: int32[nodes], the time from which on each node exists.
 
     >>> import jax
     >>> pool = NegativePool.from_times([5, 1, 3])
@@ -45,15 +47,16 @@ class NegativePool:
     def from_times(
         cls, known_from: ArrayLike, *, receivers: ArrayLike | None = None, edge_times: ArrayLike | None = None
     ) -> NegativePool:
-        """A pool of all nodes of a type, or of the receivers of edges.
+        """Makes a pool of all nodes of a type; with `receivers`, nodes are drawn in proportion to their numbers of
+        edges.
 
         Args:
-            known_from: int[nodes], from when on each node exists.
-            receivers: int[edges]: draws are in proportion to the edges that each node has by then.
-            edge_times: int[edges], the times of these edges.
+            known_from: int[nodes], the time from which on each node exists.
+            receivers: int[edges], the receivers of the edges that are counted for each node.
+            edge_times: int[edges], the time from which on each of these edges counts.
 
         Raises:
-            ValueError: times that need more than 32 bits, or no times for receivers.
+            ValueError: times need more than 32 bits, or `receivers` come without `edge_times`.
         """
         known = np.asarray(known_from)
         nodes, times = np.arange(len(known)), known
@@ -72,15 +75,16 @@ class NegativePool:
     def from_dataset(
         cls, data: HeteroDataset, edge_type: EdgeType, by: Literal["uniform", "degree"] = "uniform"
     ) -> NegativePool:
-        """The destinations of a relation of a data set, from when on they are known.
+        """Makes a pool of the destination nodes of a relation of a data set.
 
         Args:
             data: the data set.
             edge_type: the relation.
-            by: "uniform": all nodes of the type that exist; "degree": in proportion to the edges that are known.
+            by: "uniform" draws all nodes that exist with equal probability; "degree" draws them in proportion to the
+                number of edges that are known at the time.
 
         Raises:
-            ValueError: a relation that does not exist; times that need more than 32 bits.
+            ValueError: the relation does not exist, or times need more than 32 bits.
         """
         if edge_type not in data.edges:
             raise ValueError(f"NegativePool: `edge_type` must be a relation of the data set, got {edge_type}")
@@ -95,7 +99,9 @@ class NegativePool:
         return cls.from_times(known, receivers=receivers, edge_times=times)
 
     def draw(self, key: Array, times: ArrayLike, count: int) -> Array:
-        """int32[times, count], nodes that exist at each time; -1 where none does."""
+        """Draws `count` nodes for each time among those that exist then: int32[times, count]; -1 where no node
+        exists.
+        """
         there = jnp.searchsorted(self.times, jnp.asarray(times), side="right").astype(jnp.int32)
         shape = (there.shape[0], count)
         entries = below(key, shape, jnp.broadcast_to(jnp.maximum(there, 1)[:, None], shape))
@@ -107,7 +113,7 @@ class NegativePool:
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TrueEdges:
-    """Edges of a relation as a set: which pairs of nodes are among them. A pytree.
+    """A set of edges of a relation, to test whether pairs of nodes are among them. It is a pytree.
 
     Attributes:
         receivers: int32[pairs], ascending.
@@ -122,12 +128,12 @@ class TrueEdges:
 
     @classmethod
     def from_edges(cls, edges: tuple[ArrayLike, ArrayLike]) -> TrueEdges:
-        """The set of (senders, receivers), int[edges] each."""
+        """Makes the set of edges from a pair (senders, receivers), int[edges] each."""
         senders, receivers = (np.asarray(ends, np.int32) for ends in edges)
         pairs = np.unique(np.stack([receivers, senders], axis=1), axis=0).reshape(-1, 2)
         return cls(jnp.asarray(pairs[:, 0]), jnp.asarray(pairs[:, 1]))
 
     def contain(self, senders: ArrayLike, receivers: ArrayLike) -> Array:
-        """bool[...], whether each pair is one of the edges; arrays of one shape, or that broadcast."""
+        """bool[...], whether each pair of a sender and a receiver is in the set. The two arrays broadcast."""
         pair = jnp.broadcast_arrays(jnp.asarray(senders), jnp.asarray(receivers))
         return among_sorted(self.receivers, self.senders, pair[1], pair[0])

@@ -30,15 +30,17 @@ __all__ = ["HeteroGNN", "HeteroLayer", "InputProjection"]
 
 
 class InputProjection(nnx.Module):
-    """A linear map of each node type to one width: y_v = x_v W_t(v) + b_t(v).
+    """Maps the features of each node type to one width by a linear layer of its own: y_v = x_v W_t(v) + b_t(v).
+
+    It takes and returns dicts by node type. t(v) is the type of node v.
 
     Args:
-      in_features: the width of each node type.
-      out_features: the width of the result.
-      use_bias: whether to add a bias.
+      in_features: width of the features of each node type.
+      out_features: width of the result.
+      use_bias: whether to add b.
       dtype: dtype of the computation; None: the dtype to which x and the parameters promote.
       param_dtype: dtype of the parameters.
-      rngs: its stream `params`.
+      rngs: random streams; `params` is used.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -75,10 +77,10 @@ class InputProjection(nnx.Module):
 
 
 class HeteroLayer(nnx.Module):
-    """A relational layer that takes and gives dicts by node type.
+    """Wraps a relational layer so that it takes and returns dicts by node type.
 
     Args:
-      layer: called as `layer(graph, x)`.
+      layer: a module that is called as `layer(graph, x)`, such as those of `dejax.rgnn.nnx`.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -109,16 +111,20 @@ class HeteroLayer(nnx.Module):
 
 
 class HeteroGNN(nnx.Module):
-    """A projection of each node type to one width, and layers with an activation between them.
+    """A model for heterogeneous graphs: a projection of each node type to one width, then layers with activations
+    between.
+
+    It takes and returns dicts by node type, for a graph or for a list of blocks.
 
     Args:
-      in_features: the width of each node type.
-      hidden_features: the input width of the first layer.
-      layers: each is called as `layer(graph, x)`; the first takes `hidden_features`, each further one what the one
-        before it gives. With an attribute `returns_destinations = True` it is called with `Block.bipartite`, and
-        returns rows of destinations; those of `dejax.rgnn.nnx` have it. Else it is called with `Block.graph`.
-      activation: between layers, not after the last one.
-      dtype, param_dtype, rngs: of the projection.
+      in_features: width of the features of each node type.
+      hidden_features: width of the projected features, which the first layer takes.
+      layers: modules that are called as `layer(graph, x)`. The input width of each is the output width of the one
+        before. For blocks, a module with the attribute `returns_destinations = True` (such as those of
+        `dejax.rgnn.nnx`) is called with `Block.bipartite` and returns rows of destinations; any other module is called
+        with `Block.graph`.
+      activation: function that is applied between layers, not after the last one.
+      dtype, param_dtype, rngs: of the projection, as in `InputProjection`.
     """
 
     def __init__(

@@ -41,15 +41,15 @@ Update = Callable[..., tuple[Any, Any]]
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MiniBatch:
-    """The batch of one step: a sample and the features of its nodes. A pytree.
+    """The batch of one training step: a sample and the features of its nodes. It is a pytree.
 
     Attributes:
         sample: the sampled neighbourhood of the seeds.
-        x: the features of the sample's nodes, [nodes, *row] by node type, for the types of the feature store; padding
-            has rows of zeros. A dict, or JoinedFeatures where the step was made with `joined=True`.
-        seeds: the seeds of the step, as they were given.
-        key: a random key of the step, for dropout. The sample was drawn with another key.
-        extra: what `sample` returned besides the sample; None if nothing.
+        x: for each node type of the feature store [nodes, *row], the features of the sample's nodes; zeros for padding.
+            A dict, or JoinedFeatures if the step was made with `joined=True`.
+        seeds: the seeds, as they were given to the step.
+        key: a random key for the step, for example for dropout. The sample was drawn with another key.
+        extra: what the function `sample` returned besides the sample, or None.
 
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> from dejax.minibatch import FeatureStore, HeteroTopology, sample_blocks, sampled_step
@@ -72,17 +72,19 @@ class MiniBatch:
 
     @property
     def blocks(self) -> list[Block]:
-        """`make_blocks(sample)`: a graph for each layer. Take it once in a step."""
+        """The graph of each layer, `make_blocks(sample)`. Read the attribute once in a step, as each read builds the
+        graphs.
+        """
         return make_blocks(self.sample)
 
 
 class TrainingSteps:
-    """A jitted training function. It is called with (state, topology, features, keys, seeds, *rest).
+    """A jitted training function, as `sampled_step` or `pipelined_steps` makes it.
 
-    Tables in the state keep their memory: `jax.jit` gets their shardings.
+    Call it with `(state, topology, features, keys, seeds, *rest)`. Tables in the state are updated in place.
 
     Attributes:
-        pipelined: whether a call takes several steps.
+        pipelined: whether one call runs several steps.
 
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> from dejax.minibatch import FeatureStore, HeteroTopology, pipelined_steps, sample_blocks, step_keys
@@ -111,7 +113,7 @@ class TrainingSteps:
         return found
 
     def trace(self, state: Any, *arguments: Any) -> Any:
-        """As `jax.jit(...).trace`: to lower or compile ahead of time."""
+        """Traces the function like `jax.jit(...).trace`, to lower or compile it ahead of time."""
         return self._for(state).trace(state, *self._checked(arguments))
 
     @property
@@ -139,28 +141,28 @@ class TrainingSteps:
 def sampled_step(
     update: Update, sample: Sample, *, dtype: Any = None, joined: bool = False, donate: bool = True
 ) -> TrainingSteps:
-    """A jitted training step: it samples, reads features and calls `update`.
+    """Makes a jitted training step that samples a batch, reads its features, and calls your function `update`.
 
     Args:
-        update: called as `update(state, batch, *rest)` with a `MiniBatch`. It returns the new state and a pytree of
-            arrays, such as the loss. It reads trainable embeddings itself: keep them in the state.
-        sample: called as `sample(key, topology, seeds)`. It returns `SampledBlocks`, or a pair of it and further arrays
+        update: function `(state, batch, *rest) -> (state, out)` of a `MiniBatch`; `out` is a pytree of arrays such as
+            the loss. Trainable embeddings belong into the state; `update` reads and writes them itself.
+        sample: function `(key, topology, seeds)` that returns `SampledBlocks`, or a pair of these and further arrays
             for `MiniBatch.extra`.
-        dtype: of the features: float32, bfloat16 or float16; by default as in `FeatureStore.gather`.
-        joined: whether `batch.x` has the features of all types in one array (`JoinedFeatures`), in the order of the
-            first block. Choose it where the first layer takes all nodes at once: `batch.blocks[0].join(batch.x)` then
-            copies nothing. All node types of the sample need features of one width.
-        donate: whether the state's arrays are donated.
+        dtype: dtype of the features: float32, bfloat16 or float16; by default as in `FeatureStore.gather`.
+        joined: whether `batch.x` has the features of all node types in one array (`JoinedFeatures`). Choose it if the
+            first layer takes all nodes at once, because `batch.blocks[0].join(batch.x)` then copies nothing. All node
+            types of the sample need features of one width.
+        donate: whether the step may reuse the memory of the given state.
 
     Returns:
-        A function (state, topology, features, key, seeds, *rest) -> (state, out). `features` is a FeatureStore; `seeds`
-        is a pytree of arrays, such as ids and times of seeds. Those of 64 bits are clipped to int32 without jax's
-        64-bit mode, so that ids stay out of range and times stay late.
+        A function `(state, topology, features, key, seeds, *rest) -> (state, out)`. `features` is a FeatureStore.
+        `seeds` is a pytree of arrays, such as the ids and times of the seeds. Without jax's 64-bit mode, int64 values
+        are clipped to int32, so that ids out of range stay out of range.
 
     Raises:
-        TypeError: features that are no FeatureStore, a `sample` that returns something else.
-        ValueError: a feature store with trainable embeddings; with `joined`, types without features, or widths that
-            differ.
+        TypeError: `features` is no FeatureStore, or `sample` returns something else.
+        ValueError: the feature store has trainable embeddings; or, with `joined`, node types have no features or
+            different widths.
     """
 
     def step(
@@ -186,33 +188,35 @@ def pipelined_steps(
     num_sms: int | None = None,
     edges_ahead: bool | None = None,
 ) -> TrainingSteps:
-    """Several training steps in one jitted program, whose parts overlap.
+    """Makes a jitted function of several training steps whose sampling, reads of features and computation overlap.
 
     While the layers of batch t run, a second stream reads the features of batch t + 1 from host memory, and batch t + 2
-    is sampled. Where edges lie in host memory, too, later batches are sampled in stages: the second stream reads the
-    edges of one hop, and the next step's sampling goes on from them. States and results are those of `sampled_step`,
-    called with the same keys and seeds one by one. An `update` that writes embeddings reads them in the step that uses
-    them: no read is stale.
+    is sampled. If edges lie in host memory, too, batches are sampled in stages that overlap in the same way: the second
+    stream reads the edges of one hop, and the sampling of that batch continues in the next step. States and results are
+    those of `sampled_step`, called with the same keys and seeds one by one. If `update` writes embeddings, it reads
+    them in the step that uses them, so that no read is out of date.
 
-    Each call begins and ends with an empty pipeline: the first samples and the first read overlap with nothing. So take
-    some dozens of steps in a call. The features of two batches lie on the device.
+    The first samples and reads of a call overlap with nothing, so run some dozens of steps in each call. The features
+    of two batches lie on the device.
 
     Args:
-        update, sample, dtype, joined, donate: as in `sampled_step`. `sample` is also called with seeds of -1 (for the
-            batches beyond the last one).
-        num_sms: multiprocessors of the overlapped read; by default as in `dejax.host_gather.gather_start`.
-        edges_ahead: whether reads of edges in host memory overlap, too. It costs some copies in each step, and further
-            samples at the beginning and end of each call. By default, where the edges' reads take longer than
-            the copies, and a call has eight steps for each stage of a sample. Reads inside of loops do not overlap,
-            such as those of the times of edges.
+        update, sample, dtype, joined, donate: as in `sampled_step`. `sample` is also called with seeds of -1, for the
+            batches after the last one.
+        num_sms: number of GPU multiprocessors for the overlapped read; by default as in
+            `dejax.host_gather.gather_start`.
+        edges_ahead: whether reads of edges in host memory overlap, too. This costs some copies in each step, and
+            additional samples at the beginning and end of each call. By default it is chosen if the reads of edges take
+            longer than the copies and a call has at least eight steps for each stage of a sample. Reads inside of
+            loops, such as those of the times of edges, do not overlap.
 
     Returns:
-        A function (state, topology, features, keys, seeds, *rest) -> (state, outs). `keys` is key[steps] (`step_keys`);
-        the arrays of `seeds` are integers [steps, ...] (`seed_batches`). `outs` is stacked, [steps, ...].
+        A function `(state, topology, features, keys, seeds, *rest) -> (state, outs)`. `keys` is an array of keys, one
+        for each step (`step_keys`); `seeds` are integer arrays [steps, ...] (`seed_batches`); the arrays of `outs` have
+        a leading axis of steps.
 
     Raises:
-        TypeError: as `sampled_step`; seeds that are no integers.
-        ValueError: as `sampled_step`; keys and seeds of different or no steps.
+        TypeError: as `sampled_step`; or seeds are not integers.
+        ValueError: as `sampled_step`; or keys and seeds are for different numbers of steps, or for none.
     """
     what = "pipelined_steps"
 
@@ -233,9 +237,10 @@ def pipelined_steps(
 
 
 def step_keys(key: ArrayLike, first: int | Array, steps: int) -> Array:
-    """The keys of some steps of a run: key[steps], `fold_in(key, n)` for steps n = first, first + 1, and so on.
+    """The random keys of consecutive steps: `fold_in(key, n)` for n = first, ..., first + steps - 1, as an array
+    key[steps].
 
-    They do not depend on how a run is divided in calls: a run that resumes draws what it would have drawn.
+    The key of a step depends on its number only, so a run that is resumed draws the samples that it would have drawn.
     """
     key = jnp.asarray(key)
     typed = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
@@ -244,17 +249,18 @@ def step_keys(key: ArrayLike, first: int | Array, steps: int) -> Array:
 
 
 def seed_batches(nodes: ArrayLike, size: int, *, seed: int | None = None, epoch: int = 0) -> np.ndarray:
-    """The seeds of an epoch, cut in batches: int32[batches, size]; the last one is padded by -1.
+    """Shuffles the seeds of an epoch and cuts them into batches: int32[batches, size]. The last batch is padded with
+    -1.
 
     Args:
-        nodes: int[nodes], such as the training nodes.
-        size: seeds of a batch.
-        seed: of the order, which differs in each epoch. None: the given order.
+        nodes: int[nodes], for example the training nodes.
+        size: number of seeds in a batch.
+        seed: random seed of the order; each epoch has another order. None keeps the given order.
         epoch: number of the epoch.
 
     Raises:
-        ValueError: `size` under 1, nodes from 2**31 on.
-        TypeError: nodes that are no integers.
+        ValueError: `size` is below 1, or a node is 2**31 or larger.
+        TypeError: the nodes are not integers.
 
     >>> seed_batches([5, 6, 7], 2)
     array([[ 5,  6],

@@ -22,20 +22,21 @@ def random_topology(
     on_host: bool = True,
     progress: bool | None = None,
 ) -> HeteroTopology:
-    """A random graph with skewed degrees (`dejax.datasets.random_csc`), drawn by all cores. Nothing is sorted.
+    """Makes a random graph with skewed degrees, for speed measurements on graphs of any size.
 
-    Relations are independent of each other: the reverse of a relation has other edges.
+    The edges are those of `dejax.datasets.random_csc`, drawn on all CPU cores without sorting. Relations are
+    independent: a relation and its reverse have different edges.
 
     Args:
-        num_nodes: the number of nodes of each type.
-        num_edges: the number of edges of each relation.
-        seed: of everything random.
-        on_host: whether the lists lie in host memory; otherwise on the device.
-        progress: draw bars; None draws on a terminal only.
+        num_nodes: number of nodes of each type.
+        num_edges: number of edges of each relation.
+        seed: random seed.
+        on_host: whether the edges lie in host memory; otherwise on the device.
+        progress: whether to draw progress bars; None draws them if stderr is a terminal.
 
     Raises:
-        ValueError: unknown node types, counts that are negative, edges between types without nodes; 2**31 edges of a
-            relation without jax's 64-bit mode.
+        ValueError: a node type is unknown, a count is negative, a relation with edges has an end without nodes, or a
+            relation has 2**31 edges or more without jax's 64-bit mode.
 
     >>> topology = random_topology({"a": 5, "b": 3}, {("a", "to", "b"): 7}, on_host=False)
     >>> topology.num_edges

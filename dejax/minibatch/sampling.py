@@ -34,27 +34,30 @@ Seeds = Mapping[str, ArrayLike] | tuple[str, ArrayLike] | ArrayLike
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SampledBlocks:
-    """A sampled neighbourhood, from which `dejax.minibatch.blocks` makes a graph for each layer. A pytree.
+    """A sampled neighbourhood of seeds, from which `make_blocks` makes a graph for each layer. It is a pytree.
 
-    The nodes of a type are numbered hop by hop: the seeds, in order, then the nodes first found by the seeds' edges, by
-    ascending node, and so on. Each hop has its own range of numbers, with padding at its end. Each node is expanded
-    once, at the hop where it first appears. Padding has no effect on any layer.
+    Nodes get local numbers within their type, hop by hop: the seeds in their order, then the new nodes of the first hop
+    by ascending id, and so on. The numbers of each hop end with padding, which has no effect on any layer. The edges of
+    a node are drawn once, at the hop where the node first appears.
+
+    Edges are drawn into slots: a hop has `fan_out` slots for each node whose edges it draws, in each relation. The
+    slots of one relation at one hop form a piece, [receivers, fan_out]; the layout has the list of pieces.
 
     Attributes:
-        node_ids: int32[nodes] by node type, the graph's node of each local number; -1 for padding.
-        nodes: int32[nodes], as `node_ids` for all nodes in the order of blocks.
-        slots: for each hop int32[slots], the senders of its edges as numbers among all nodes; -1 for none. The slots
-            of the layout's pieces lie side by side: `senders` has them apart.
-        positions: for each hop int[slots], the edges' positions among the edges of their relations in the topology; -1
-            for none.
-        seed_positions: int32[seeds] by node type, the local number of each seed: equal seeds have one.
-        trees: int32[nodes] by node type, in a temporal sample: the seed whose neighbourhood each node belongs to.
-        found: int32[hops + 1, node types], how many nodes were first found at each hop, those that did not fit
-            included.
-        lost: int32[hops + 1, node types], how many of them did not fit in `capacities`; their edges are padding.
-        lost_edges: int32 scalar, edges beyond `SampleOptions.max_degree`, and edges that did not fit into a block
-            (`Capacities.edges`).
-        edges_found: int32[hops], the edges of hop 0, of hops 0 and 1, and so on.
+        node_ids: for each node type int32[nodes], the node of each local number; -1 for padding.
+        nodes: int32[nodes], the same for all node types together, in the order of blocks.
+        slots: for each hop int32[slots], the sender of the edge in each slot as a number among `nodes`, all pieces of
+            the hop in one array; -1 for empty slots. `senders` has an array for each piece.
+        positions: for each hop int[slots], the position of each edge among the edges of its relation in the topology;
+            -1 for empty slots.
+        seed_positions: for each node type int32[seeds], the local number of each seed. Equal seeds have the same
+            number.
+        trees: in a sample with `seed_times`: for each node type int32[nodes], the seed to whose neighbourhood each node
+            belongs. Otherwise None.
+        found: int32[hops + 1, node types], number of new nodes of each hop, including those beyond the capacities.
+        lost: int32[hops + 1, node types], number of new nodes beyond the capacities; edges from them are padding.
+        lost_edges: int32 scalar, number of edges beyond `SampleOptions.max_degree` or beyond `Capacities.edges`.
+        edges_found: int32[hops], number of edges of the first hop, of the first two hops, and so on.
         layout: the static sizes.
 
     >>> import jax, jax.numpy as jnp
@@ -79,14 +82,14 @@ class SampledBlocks:
 
     @property
     def num_layers(self) -> int:
-        """The number of hops, and so of layers."""
+        """Number of hops, which is the number of layers."""
         return self.layout.num_hops
 
     @property
     def senders(self) -> tuple[Array, ...]:
-        """For each piece of the layout int32[receivers, fan_out], local numbers within the source type; -1 for none.
+        """For each piece int32[receivers, fan_out], the senders as local numbers within their type; -1 for empty slots.
 
-        The receivers are the nodes of the destination type that the hop before found.
+        The receivers are the new nodes of the previous hop that have the relation's destination type.
         """
         within = jnp.asarray(self.layout.within_type)
         local = [jnp.where(numbers >= 0, within[numbers], -1) for numbers in self.slots]
@@ -94,19 +97,21 @@ class SampledBlocks:
 
     @property
     def numbers(self) -> tuple[Array, ...]:
-        """As `senders`, but numbers among all nodes, in the order of blocks."""
+        """For each piece int32[receivers, fan_out], the senders as numbers among `nodes`; -1 for empty slots."""
         return self.layout.by_piece(self.slots)
 
     @property
     def edges(self) -> tuple[Array, ...]:
-        """For each piece int[receivers, fan_out], positions among the relation's edges in the topology; -1 for none.
+        """For each piece int[receivers, fan_out], the positions of the edges in the topology's relation; -1 for empty
+        slots.
 
-        `edge_ids` gives the positions in the lists that the topology was made from.
+        `edge_ids` gives the positions in the edge lists that the topology was made from.
         """
         return self.layout.by_piece(self.positions)
 
     def check(self, error: bool = False) -> None:
-        """Warns, once for each place in the code, if nodes or edges did not fit. Call it outside of jit.
+        """Warns if nodes or edges exceeded the capacities, once for each place in the code. Call it outside of
+        `jax.jit`.
 
         Args:
             error: whether to raise a ValueError instead.
@@ -139,43 +144,43 @@ def sample_blocks(
     seed_times: Mapping[str, ArrayLike] | ArrayLike | Literal["required"] | None = "required",
     options: SampleOptions = _DEFAULT,
 ) -> SampledBlocks:
-    """Samples neighbours of the seeds, then of the nodes that were found, and so on. It runs inside `jax.jit`.
+    """Samples a neighbourhood of seed nodes, for training on mini-batches. It works inside of `jax.jit`.
 
-    The first hop expands the seeds. Each further hop expands the nodes that the previous hop found for the first time.
-    An expanded node gets up to `fan_out` of its incoming edges from each relation into its type. Without replacement
-    and weights, all subsets of `fan_out` edges are equally likely.
+    The first hop draws edges into the seeds; each further hop draws edges into the new nodes of the hop before. Each of
+    these nodes gets up to `fan_out` of its incoming edges from each relation. Without replacement and weights, all
+    subsets of `fan_out` edges are equally likely.
 
-    In a temporal sample (`seed_times`) each seed has a neighbourhood of its own, in which no edge is later than the
-    seed's time. A node that several seeds find occurs once for each of them. Edges of relations without times are used
-    at any time.
+    With `seed_times` the sample is temporal: each seed has a neighbourhood of its own, in which no edge is later than
+    the seed's time. A node in the neighbourhoods of several seeds then occurs once for each of them. Edges of relations
+    without times are used at any time.
 
-    Of a graph of one node type or relation, `seeds`, `capacities` and `exclude` may be what a dict would have for it.
+    For a graph with one node type or one relation, `seeds`, `capacities` and `exclude` may be the plain value instead
+    of a dict with one entry.
 
     Args:
         key: jax.random key; the same key gives the same sample.
         topology: the graph.
-        seeds: int[seeds] by node type, or (node type, int[seeds]). Seeds out of range (-1 for padding) have no
-            neighbours, repeated seeds are expanded once.
-        fan_outs: a list with an entry for each hop, the seeds' hop first: a number, or a dict by relation. Or a dict
-            by relation of lists by hop. -1: all edges. A dict uses only the relations that it names. Slots that no
-            receiver can fill are left out: a relation with at most one edge per receiver has one slot.
-        capacities: the most new nodes of each hop, by node type, and as `Capacities` the most edges of blocks, too
-            (`find_capacities`). By default all fit.
-        exclude: by relation, int[pairs] senders and receivers of edges that the sample must not have: the edges to
-            predict, and their reverses under the reverse relation. Or an array int[edges] of their positions in the
-            lists that the topology was made from: other edges of the same two nodes then stay. If an excluded edge is
-            drawn, its slot stays empty.
-        seed_times: int[seeds], as `seeds` by node type. None: edges of all times. By default an error where edges have
-            times, so that none are forgotten.
+        seeds: for each node type int[seeds], or a pair (node type, int[seeds]). Seeds out of range (-1 for padding)
+            have no neighbours; repeated seeds are expanded once.
+        fan_outs: a list with an entry for each hop, beginning with the seeds: a number, or a dict by relation. Or a
+            dict by relation of lists by hop. -1 takes all edges. A dict uses only the relations that it names. Slots
+            that no node can fill are left out: a relation with at most one edge into each node has one slot.
+        capacities: by node type, the largest number of new nodes of each hop; a `Capacities` also has the largest
+            numbers of edges of blocks (`find_capacities`). By default everything fits.
+        exclude: edges that the sample must not contain, by relation, such as the edges to predict: int[pairs] senders
+            and int[pairs] receivers, which excludes all edges between these nodes. Or int[edges], positions of edges in
+            the edge list that the topology was made from. If an excluded edge is drawn, its slot stays empty.
+        seed_times: int[seeds] times, in the form of `seeds`. None: edges of all times are used. By default, a topology
+            with times raises an error, so that times are not forgotten.
         options: replacement, most recent edges, bounds on degrees.
 
     Returns:
         SampledBlocks.
 
     Raises:
-        ValueError: unknown node types or relations, impossible fan-outs or capacities; edges with times, and no
-            `seed_times`.
-        TypeError: ids that are no integers.
+        ValueError: node types or relations are unknown, fan-outs or capacities are not possible, or the topology has
+            times and `seed_times` is missing.
+        TypeError: ids are not integers.
 
     >>> cites, writes = ("paper", "cites", "paper"), ("author", "writes", "paper")
     >>> edges = {cites: ([1, 2], [0, 0]), writes: ([0, 1, 1], [0, 1, 2])}
@@ -231,9 +236,10 @@ def sample_blocks(
 
 @broadcasting
 def edge_ids(topology: HeteroTopology, sample: SampledBlocks) -> tuple[Array, ...]:
-    """For each piece of a sample int[receivers, fan_out], the edges' positions in the lists that were given; -1: none.
+    """The positions of sampled edges in the edge lists that the topology was made from, for example to read edge
+    features.
 
-    Features of edges are in that order: `features[edge_type][ids]`.
+    Returns an array int[receivers, fan_out] for each entry of `SampledBlocks.edges`; -1 for empty slots.
 
     >>> import jax, jax.numpy as jnp
     >>> from dejax.minibatch import HeteroTopology, edge_ids, sample_blocks

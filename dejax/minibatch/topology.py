@@ -91,14 +91,15 @@ class Relation:
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class HeteroTopology:
-    """The edges of a heterogeneous graph, grouped by relation and receiver (CSC), as `sample_blocks` reads them.
+    """The edges of a heterogeneous graph, in the form that `sample_blocks` reads: by relation, sorted by receiver
+    (CSC).
 
-    A pytree whose counts and names are static: pass it to a jitted function as an argument. Nodes are numbered from 0
-    within their type. Make one with `from_edges`, `from_csc` or `load`.
+    Make one with `from_edges`, `from_dataset`, `from_csc` or `load`. It is a pytree whose counts and names are static:
+    pass it to a jitted function as an argument. Nodes are numbered from 0 within their type.
 
     Attributes:
-        lists: the edges.
-        relations: the relations, in the order in which they were given. The number of an edge type is its place here.
+        lists: the edge lists.
+        relations: the relations in the given order, which numbers the edge types.
         node_counts: name and number of nodes of each node type.
 
     >>> writes = ("author", "writes", "paper")
@@ -124,29 +125,29 @@ class HeteroTopology:
         on_host: bool = False,
         folder: str | os.PathLike[str] | None = None,
     ) -> HeteroTopology:
-        """Sorts edge lists by receiver with numpy, a part at a time, so that it needs little memory besides the result.
+        """Makes a topology from edge lists, which are sorted by receiver with numpy, part by part to save memory.
 
-        A graph of one node type and relation needs no names: `num_nodes` is a number, and what is given by relation is
-        that of the only one. The type is then "node", and the relation ("node", "to", "node").
+        A graph with one node type and one relation needs no names: `num_nodes` is then a number, and `edges`, `weights`
+        and `times` are plain values. The type is called "node", and the relation ("node", "to", "node").
 
         Args:
-            edges: for each (source type, name, destination type) the senders and receivers: two int[edges], or one
-                int[2, edges]. They may be memory maps.
-            num_nodes: the number of nodes of each type, below 2**31 each.
-            weights: float[edges] or bool[edges] by relation, for any of the relations; not negative. `sample_blocks`
-                draws edges in proportion to them. An edge of weight 0 or False is in no sample.
-            times: int[edges] by relation, for any of the relations. With `seed_times`, `sample_blocks` draws no edge
-                that is later than its seed.
-            keep_edge_ids: whether to keep the position of each edge in its given list, 4 bytes per edge. Without it
-                edge features must be in the order of the topology.
+            edges: for each (source type, name, destination type) the senders and receivers: two arrays int[edges], or
+                one int[2, edges]. They may be memory maps.
+            num_nodes: number of nodes of each type, below 2**31 each.
+            weights: for some relations float[edges] or bool[edges], not negative. `sample_blocks` draws edges in
+                proportion to their weights. An edge of weight 0 or False is never drawn.
+            times: for some relations int[edges]. With `seed_times`, `sample_blocks` draws no edge that is later than
+                its seed.
+            keep_edge_ids: whether to keep the position of each edge in the given list, at 4 bytes for each edge.
+                Without it, edge features must be in the order of the topology.
             on_host: whether the lists lie in host memory; otherwise on the device.
-            folder: a folder to write the lists to. They are then opened as by `load`, so that with `on_host` the
-                result may be larger than memory.
+            folder: a folder into which the lists are written. They are then opened as by `load`, so that with `on_host`
+                they may be larger than memory.
 
         Raises:
-            TypeError: ids or times that are no integers.
-            ValueError: unknown node types, lists of different lengths, ids out of range, weights that are negative or
-                not finite; 2**31 edges of a relation without jax's 64-bit mode.
+            TypeError: ids or times are not integers.
+            ValueError: node types are unknown, lists have different lengths, ids are out of range, weights are negative
+                or not finite, or a relation has 2**31 edges or more without jax's 64-bit mode.
         """
         nodes, edges, *values = with_names(num_nodes, edges, weights, times)
         counts = checked_counts(nodes)
@@ -167,7 +168,7 @@ class HeteroTopology:
 
     @classmethod
     def from_dataset(cls, data: HeteroDataset, **options: Any) -> HeteroTopology:
-        """The edges of a data set, with their weights and times.
+        """Makes a topology of the edges of a data set, with their weights and times.
 
         Args:
             data: the data set.
@@ -193,16 +194,17 @@ class HeteroTopology:
         weights: Mapping[EdgeType, Any] | Any = None,
         on_host: bool = False,
     ) -> HeteroTopology:
-        """A topology from lists that are already sorted by receiver. Tables of any kind stay where they are.
+        """Makes a topology from lists that are already sorted by receiver. Tables of any kind stay where they are.
 
         Args:
-            lists: for each relation (starts, senders). starts, int[receivers + 1], has the first edge of each receiver
-                and at its end the number of edges. senders is int[edges]. The id of an edge is its position.
+            lists: for each relation a pair (starts, senders). starts, int[receivers + 1], has the position of the first
+                edge of each receiver, and then the number of edges. senders is int[edges]. The id of an edge is its
+                position.
             weights: as in `from_edges`, in the order of the senders.
             num_nodes, on_host: as in `from_edges`.
 
         Raises:
-            TypeError, ValueError: as `from_edges`; starts that do not ascend from 0 to the number of edges.
+            TypeError, ValueError: as `from_edges`; or starts do not ascend from 0 to the number of edges.
 
         >>> HeteroTopology.from_csc(([0, 2, 2, 3], [1, 2, 0]), 3)
         HeteroTopology(nodes={'node': 3}, edges={('node', 'to', 'node'): 3})
@@ -243,11 +245,11 @@ class HeteroTopology:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], *, on_host: bool = True) -> HeteroTopology:
-        """Opens a folder that `save` or `from_edges` wrote. With `on_host` its lists are mapped, not read.
+        """Opens a folder that `save` or `from_edges` wrote. With `on_host` the lists are memory maps.
 
         Raises:
-            FileNotFoundError: no such folder, or a file of it is missing.
-            ValueError: a file that is too short or does not fit the others.
+            FileNotFoundError: the folder or one of its files is missing.
+            ValueError: a file is too short or does not fit the other files.
         """
         tables, described, counts = _folder.load(folder)
         need_wide([table for part in tables for table in part.values()])
@@ -259,7 +261,7 @@ class HeteroTopology:
         return cls(tuple(lists), tuple(Relation(*fields) for fields in described), tuple(counts.items()))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the lists to a folder of `.npy` files and a `topology.json`, for `load`."""
+        """Writes the lists to a folder, as `.npy` files and `topology.json`, for `load`."""
         names = []
         _folder.begin(folder)
         for number, lists in enumerate(self.lists):
@@ -272,11 +274,12 @@ class HeteroTopology:
         _folder.describe(folder, self.relations, dict(self.node_counts), names)
 
     def with_starts_on_device(self) -> HeteroTopology:
-        """The topology with the first edge of each receiver on the device; the edges stay where they are.
+        """Copies the starts (the position of the first edge of each receiver) to the device; the edges stay where they
+        are.
 
-        A sample reads two of these numbers for each receiver and relation, at random places. In host memory each read
-        costs a page of the bus, as a read of the edges does. They take 4 bytes for each receiver and relation, or 8
-        where a list has 2**31 edges or more.
+        A sample reads two starts for each receiver and relation, at random places; in host memory each such read costs
+        as much time on the bus as a read of edges. On the device the starts take 4 bytes for each receiver and
+        relation, or 8 if a list has 2**31 edges or more.
 
         >>> topology = HeteroTopology.from_edges({("a", "to", "a"): ([1, 2], [0, 0])}, {"a": 3}, on_host=True)
         >>> topology.with_starts_on_device().lists[0].starts
@@ -292,7 +295,7 @@ class HeteroTopology:
 
     @property
     def starts_nbytes(self) -> int:
-        """The bytes of the numbers that `with_starts_on_device` moves."""
+        """The bytes of device memory that `with_starts_on_device` takes."""
         return sum(math.prod(some.starts.shape) * some.starts.dtype.itemsize for some in self.lists)
 
     # -------------------------------------------------------------------------------------------- questions
@@ -318,7 +321,7 @@ class HeteroTopology:
         return {relation.edge_type: relation.num_edges for relation in self.relations}
 
     def number_of(self, edge_type: EdgeType) -> int:
-        """The place of a relation in `edge_types`.
+        """The number of a relation, its place in `edge_types`.
 
         Raises:
             ValueError: there is no such relation.
@@ -329,7 +332,7 @@ class HeteroTopology:
         raise ValueError(f"relation must be one of {list(self.edge_types)}, got {edge_type!r}")
 
     def csc(self, edge_type: EdgeType) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Starts, senders and edge ids of one relation as numpy arrays, outside of jit."""
+        """The starts, senders and edge ids of one relation as numpy arrays, outside of `jax.jit`."""
         relation = self.relations[self.number_of(edge_type)]
         lists = self.lists[relation.lists]
         here = slice(relation.first_edge, relation.first_edge + relation.num_edges)
@@ -337,7 +340,9 @@ class HeteroTopology:
         return np.asarray(self._starts(edge_type)), as_numpy(lists.senders)[here], ids
 
     def drawable(self, edge_type: EdgeType) -> tuple[np.ndarray, np.ndarray]:
-        """As `csc`, starts and senders of the edges that a sample may have: those of weight 0 are left out."""
+        """The starts and senders of one relation as numpy arrays, without the edges of weight 0, which are never
+        drawn.
+        """
         starts, senders, _ = self.csc(edge_type)
         relation = self.relations[self.number_of(edge_type)]
         weights = self.lists[relation.lists].weights
@@ -354,18 +359,19 @@ class HeteroTopology:
         *,
         batch_size: int | None = None,
     ) -> dict[str, np.ndarray]:
-        """Expected visits of each node by a batch, as `dejax.minibatch.expected_visits`, on jax's device.
+        """Computes how often a batch visits each node on average, like `dejax.minibatch.expected_visits`, on jax's
+        device.
 
-        Sums are in float32. 1.6e9 edges and three hops take seconds on a GPU.
+        Sums are in float32. A graph with 1.6e9 edges and three hops takes seconds on a GPU.
 
         Args:
-            seeds, fan_outs, batch_size: as there.
+            seeds, fan_outs, batch_size: as in `dejax.minibatch.expected_visits`.
 
         Returns:
-            float64[nodes] by type.
+            For each node type float64[nodes].
 
         Raises:
-            ValueError: an unknown type or relation, or a seed that is out of range.
+            ValueError: a node type or relation is unknown, or a seed is out of range.
 
         >>> topology = HeteroTopology.from_edges({("b", "to", "a"): ([0, 1, 1], [0, 0, 1])}, {"a": 2, "b": 3})
         >>> topology.expected_visits({"a": [0, 1]}, [1])["b"]

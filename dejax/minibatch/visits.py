@@ -24,25 +24,26 @@ def expected_visits(
     *,
     batch_size: int | None = None,
 ) -> dict[str, np.ndarray]:
-    """Expected visits of each node by a batch: in-degrees weighted by fan-outs, hop by hop.
+    """Computes how often a batch visits each node on average, to choose the rows that lie on the device (`hot_rows`).
 
-    A batch visits each seed with equal probability. A visited receiver v of degree d(v) in a relation with fan-out k
-    visits each of its senders min(k, d(v)) / d(v) times. If a batch visits a node several times, each visit counts,
-    although a sampler reads its row once.
+    Each seed is equally likely to be in a batch. A visited node v with d(v) edges in a relation of fan-out k visits
+    each of its neighbours min(k, d(v)) / d(v) times. All visits of a node by one batch count, although a sampler reads
+    its row once.
 
     Args:
-        edges: (source type, relation, destination type) -> (senders, receivers), int[edges] each, or int[2, edges].
-        num_nodes: nodes of each type.
-        seeds: the nodes that batches are drawn from, by type: int[seeds].
+        edges: for each (source type, relation, destination type) a pair (senders, receivers), int[edges] each, or
+            int[2, edges].
+        num_nodes: number of nodes of each type.
+        seeds: for each node type int[seeds], the nodes that batches are drawn from.
         fan_outs: for each hop, the number of neighbours that are drawn from each relation: one number, or a dict by
-            relation, which uses only the relations that it names; -1 for all.
-        batch_size: seeds of a batch; by default all of them.
+            relation, which uses only the relations that it names. -1 means all neighbours.
+        batch_size: number of seeds in a batch; by default all.
 
     Returns:
-        float64[nodes] by type.
+        For each node type float64[nodes].
 
     Raises:
-        ValueError: an unknown type or relation, or a node that is out of range.
+        ValueError: a node type or relation is unknown, or a node is out of range.
 
     >>> visits = expected_visits({("b", "to", "a"): ([0, 1, 1], [0, 0, 1])}, {"a": 2, "b": 3}, {"a": [0, 1]}, [1])
     >>> visits["b"]
@@ -152,23 +153,24 @@ def _add_piece(total: Array, weight: Array, starts: Array, senders: Array, begin
 def hot_rows(
     visits: Mapping[str, ArrayLike], row_bytes: Mapping[str, int], device_bytes: int, *, slot_bytes: int = 4
 ) -> dict[str, np.ndarray]:
-    """The most visited rows of all types that fit in device memory together.
+    """Chooses the rows of all node types that should lie on the device: the most visited ones that fit.
 
-    A row on the device saves its bytes over the bus at each visit, and takes its bytes of device memory once. So the
-    gain per byte is the number of visits, whatever the width. Rows are taken in descending order of visits, up to the
-    first one that does not fit. Rows without visits are left out.
+    Rows are taken in descending order of visits, up to the first one that does not fit. The width of a row does not
+    matter for the order: each visit of a row on the device saves its bytes on the bus, and the row takes as many bytes
+    of device memory, so that the gain for each byte is the number of visits. Rows without visits are not taken.
 
     Args:
-        visits: real[rows] by type: from `expected_visits`, a profile (`dejax.host_gather.count_ids`), or degrees.
-        row_bytes: bytes of a row, by type.
-        device_bytes: the bytes that rows and slots may take.
-        slot_bytes: further bytes of device memory for each row, hot or not, of a type that has hot rows.
+        visits: for each node type real[rows], how often each row is read: from `expected_visits`, counted
+            (`dejax.host_gather.count_ids`), or the degrees of the nodes.
+        row_bytes: for each node type, the bytes of a row.
+        device_bytes: device memory for rows and slots.
+        slot_bytes: additional bytes of device memory for each row, hot or not, of a node type that has hot rows.
 
     Returns:
-        int64[hot rows], ascending, by type.
+        For each node type int64[hot rows], ascending ids.
 
     Raises:
-        ValueError: types of `visits` without row bytes, or visits with NaN.
+        ValueError: `row_bytes` lacks a node type, or `visits` have a NaN.
 
     >>> hot_rows({"a": [5, 1, 9], "b": [7, 0]}, {"a": 8, "b": 16}, 44)
     {'a': array([2]), 'b': array([0])}
