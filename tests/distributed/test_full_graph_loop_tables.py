@@ -17,6 +17,7 @@ from dejax.rgnn import Options, RelGraph, library
 from dejax.rgnn.graphs import packed as graph_packed
 from dejax.rgnn.graphs.loop_tables import LOOPS
 from tests.distributed.full_graphs import mesh_of
+from tests.rgnn.strategies import check_tiles_covered
 
 pytestmark = pytest.mark.devices(4)
 
@@ -118,7 +119,9 @@ def test_parts_have_the_tables_of_one_device(name: str) -> None:
             same(np.asarray(got.order)[:valid], np.asarray(want.order)[:valid])
             assert_segments_covered(part.grouping(key))
         for key in TYPED:
-            assert_tiles_covered(part.grouping(key))
+            group = part.grouping(key)
+            assert len(group.tiles) == len(group.near_tiles) == 3 or not group.num_entries
+            check_tiles_covered(group)
 
 
 def same(got: Any, want: Any) -> None:
@@ -145,33 +148,6 @@ def assert_segments_covered(group: Any) -> None:
         assert begin[mine][0] == offsets[place[row]] and end[mine][-1] == offsets[place[row] + 1]
         same(begin[mine][1:], end[mine][:-1])
     assert (of[~used] == group.num_rows).all() and (begin[~used] == end[~used]).all() and not count[~used].any()
-
-
-def assert_tiles_covered(group: Any) -> None:
-    """Tiles and splits cover each position once."""
-    offsets = np.asarray(group.offsets)
-    for tables in (group.tiles, group.near_tiles):
-        assert len(tables) == 3 or not group.num_entries
-        for table in tables:
-            start, kind = np.asarray(table.start), np.asarray(table.row_type)
-            end = np.minimum(start + table.block, offsets[kind + 1])
-            covered(start, end, int(offsets[-1]))
-    for splits in (group.splits, group.near_splits) if group.num_entries else ():
-        start, end, number = np.asarray(splits.start), np.asarray(splits.end), splits.number
-        covered(start, end, int(offsets[-1]))
-        number = np.arange(start.shape[0]) if number is None else np.asarray(number)
-        same(np.sort(number), np.arange(start.shape[0]))
-        of_type = np.searchsorted(np.asarray(splits.first), number, side="right") - 1
-        some = end > start
-        assert (offsets[of_type[some]] <= start[some]).all() and (end[some] <= offsets[of_type[some] + 1]).all()
-
-
-def covered(start: np.ndarray, end: np.ndarray, size: int) -> None:
-    some = end > start
-    order = np.argsort(start[some])
-    begins, ends = start[some][order], end[some][order]
-    same(np.append(begins, size), np.insert(ends, 0, 0)) if some.any() else None
-    assert some.any() or size == 0
 
 
 def layer_of(name: str) -> tuple[Any, dict[str, np.ndarray]]:

@@ -16,6 +16,7 @@ from dejax.rgnn.graphs import static_tables
 from dejax.rgnn.graphs.build_slots import graph_of_slots
 from dejax.rgnn.graphs.slots import Slots, SlotSpec
 from tests.minibatch.graphs import CITES, COUNTS, LIKES, REV, WRITES, edge_lists, sampled_edges, topology_of
+from tests.rgnn.strategies import check_tiles_covered
 
 KEY = jax.random.key(0)
 SEEDS = {"paper": jnp.array([4, 7, 7, -1, 2]), "author": jnp.array([3])}
@@ -165,27 +166,7 @@ def check_group(group):
     else:
         long = np.flatnonzero(lengths > group.long_segments.chunk)
         assert set(long) <= set(np.asarray(group.long_segments.row).tolist())
-    for table in group.tiles:
-        ends = [
-            min(start + table.block, offsets[row + 1])
-            for row, start in zip(*map(np.asarray, (table.row_type, table.start)), strict=True)
-        ]
-        check_cover(table.start, ends, group)
-    if group.splits is not None:
-        start, end, first = map(np.asarray, (group.splits.start, group.splits.end, group.splits.first))
-        assert (end - start <= group.splits.rows_per_split).all()
-        check_cover(start, end, group)
-        for row, (begin, last) in enumerate(itertools.pairwise(first)):
-            assert (end - start)[begin:last].sum() == lengths[row]
-            assert ((start >= offsets[row]) & (end <= offsets[row + 1]))[begin:last].all()
-
-
-def check_cover(starts, ends, group):
-    """The ranges hold every valid entry once, and no other."""
-    covered, valid = np.zeros(group.num_entries, int), int(group.offsets[-1])
-    for start, end in zip(np.asarray(starts), ends, strict=True):
-        covered[start:end] += 1
-    assert (covered[:valid] == 1).all() and (covered[valid:] == 0).all()
+    check_tiles_covered(group)
 
 
 @pytest.mark.parametrize(

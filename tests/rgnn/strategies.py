@@ -291,3 +291,26 @@ def check_tiles(segments: Segments, counts: list[int], offsets: list[int], block
     tiles += [(0, offsets[-1])] * (size - len(tiles))
     assert_equal(table.row_type, [row for row, _ in tiles])
     assert_equal(table.start, [start for _, start in tiles])
+
+
+def check_tiles_covered(group: Any) -> None:
+    """Checks that the tiles and the splits of a grouping by type cover each valid position once, each in one type."""
+    offsets = np.asarray(group.offsets)
+    for table in (*group.tiles, *group.near_tiles):
+        start, kind = np.asarray(table.start), np.asarray(table.row_type)
+        check_covered(start, np.minimum(start + table.block, offsets[kind + 1]), int(offsets[-1]))
+    for splits in (some for some in (group.splits, group.near_splits) if some is not None and group.num_entries):
+        start, end = np.asarray(splits.start), np.asarray(splits.end)
+        check_covered(start, end, int(offsets[-1]))
+        number = np.arange(start.shape[0]) if splits.number is None else np.asarray(splits.number)
+        np.testing.assert_array_equal(np.sort(number), np.arange(start.shape[0]))
+        of_type = np.searchsorted(np.asarray(splits.first), number, side="right") - 1
+        some = end > start
+        assert (end - start <= splits.rows_per_split).all()
+        assert (offsets[of_type[some]] <= start[some]).all() and (end[some] <= offsets[of_type[some] + 1]).all()
+
+
+def check_covered(start: np.ndarray, end: np.ndarray, size: int) -> None:
+    """Checks that ranges, of which some may be empty, hold each of the first `size` positions once, and no other."""
+    begins, ends = np.sort(start[end > start]), np.sort(end[end > start])
+    np.testing.assert_array_equal(np.append(begins, size), np.insert(ends, 0, 0))
