@@ -176,10 +176,12 @@ def label_values(task: str, labels: Any, kind: str | None) -> tuple[TaskKind, np
         )
     if kind == "binary" and not is_text and set(names) <= {0.0, 1.0}:
         names = [0.0, 1.0]
-    place = {value: number for number, value in enumerate(names)}
-    codes = [place[str(v) if is_text else float(v)] if not gone else 0 for v, gone in zip(given, missing, strict=True)]
+    values = np.array([str(value) for value in known.tolist()]) if is_text else known.astype(np.float64)
+    codes = np.zeros(len(given), np.int32)
+    if len(known):
+        codes[~missing] = np.searchsorted(np.array(names), values)
     shown = tuple(str(int(n)) if isinstance(n, float) and n == int(n) else str(n) for n in names)
-    return cast(TaskKind, kind), np.array(codes, np.int32).reshape(-1), missing, shown
+    return cast(TaskKind, kind), codes, missing, shown
 
 
 def labelled_task(

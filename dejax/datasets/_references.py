@@ -182,36 +182,54 @@ def edges_of(
         ValueError: primary keys that are missing or repeated; keys of kinds that cannot be compared; with `dangling` of
             "error", foreign keys that no row has.
     """
-    primary = {table: _primary(f"{table}.{column}", columns[table][column]) for table, column in keys.items()}
+    for table, column in keys.items():
+        _check_primary(f"{table}.{column}", columns[table][column])
     edges, lost = {}, {}
     for table, column, other in references:
-        foreign = _Keys.of(f"{table}.{column}", columns[table][column])
-        found = _rows_of(foreign, primary[other])
+        values = columns[table][column]
+        there, found = rows_with_keys(
+            f"{table}.{column}", values, f"{other}.{keys[other]}", columns[other][keys[other]]
+        )
         dropped = found < 0
         if dropped.any() and dangling == "error":
-            example = columns[table][column][foreign.rows[dropped][:1]].tolist()[0]
+            example = values[there[dropped][:1]].tolist()[0]
             raise ValueError(
                 f"the foreign key {table}.{column} must refer to rows of {other!r}: {int(dropped.sum())} values such "
                 f"as {example!r} do not; pass dangling='drop' to leave these edges out, or 'add' to add rows"
             )
-        edges[table, column, other] = foreign.rows[~dropped].astype(np.int32), found[~dropped]
+        edges[table, column, other] = there[~dropped].astype(np.int32), found[~dropped]
         lost[table, column, other] = int(dropped.sum())
     return edges, lost
 
 
-def rows_of_keys(name: str, given: np.ndarray, primary_name: str, primary: np.ndarray) -> np.ndarray:
-    """int32[n], the row that has each key, -1 for none.
+def rows_with_keys(
+    name: str, given: np.ndarray, primary_name: str, primary: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The places of keys that are not missing; and int32[n], the row that has each of these, -1 for none.
 
     Raises:
         ValueError: keys of kinds that cannot be compared.
     """
-    return _rows_of(_Keys.of(name, given), _Keys.of(primary_name, primary))
+    if given.dtype.kind == primary.dtype.kind and given.dtype.kind in "iu":  # millions of keys, without Python objects
+        order = np.argsort(primary, kind="stable").astype(np.int32)
+        ascending = primary[order]
+        at = np.minimum(np.searchsorted(ascending, given), max(len(primary) - 1, 0))
+        found = np.where(ascending[at] == given, order[at], -1) if len(primary) else np.full(len(given), -1)
+        return np.arange(len(given)), found.astype(np.int32)
+    foreign, known = _Keys.of(name, given), _Keys.of(primary_name, primary)
+    wanted, there = _comparable(foreign, known)
+    row_of = dict(zip(there, known.rows.tolist(), strict=True))
+    return foreign.rows, np.array([row_of.get(value, -1) for value in wanted], np.int32).reshape(-1)
 
 
-def _rows_of(foreign: _Keys, primary: _Keys) -> np.ndarray:
-    wanted, known = _comparable(foreign, primary)
-    row_of = dict(zip(known, primary.rows.tolist(), strict=True))
-    return np.array([row_of.get(value, -1) for value in wanted], np.int32).reshape(-1)
+def rows_of_keys(name: str, given: np.ndarray, primary_name: str, primary: np.ndarray) -> np.ndarray:
+    """int32[n], the row that has each key, -1 for none; keys must not be missing. Otherwise as `rows_with_keys`."""
+    return rows_with_keys(name, given, primary_name, primary)[1]
+
+
+def _check_primary(name: str, column: np.ndarray) -> None:
+    if column.dtype.kind not in "iu" or len(np.unique(column)) < len(column):
+        _primary(name, column)
 
 
 def _primary(name: str, column: np.ndarray) -> _Keys:
