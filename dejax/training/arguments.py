@@ -98,8 +98,9 @@ def _add_data_and_model(p: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--model",
         "--layer",
-        choices=(*MODELS, "mlp", "embeddings"),
-        help="default: rgcn; --links: embeddings, which the decoder reads without layers",
+        choices=(*MODELS, "mlp", "embeddings", "relgt"),
+        help="default: rgcn; --links: embeddings, which the decoder reads without layers; tables: also relgt, "
+        "attention over a row's sampled tree",
     )
     model.add_argument("--hidden", type=int, metavar="N", help="width of the hidden layers, all heads together")
     model.add_argument("--layers", type=int, metavar="N", help="relational layers")

@@ -26,6 +26,7 @@ MODEL_NAMES = {
     "sage": "GraphSAGE",
     "mlp": "MLP",
     "embeddings": "Embeddings",
+    "relgt": "RelGT",
 }
 _PATH_OPTIONS = ("--data", "--out")
 _SPLITS = {"test": "test", "valid": "validation", "train": "training nodes"}

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 MODELS = ("rgcn", "rgat", "hgt", "sage")
-"""The relational models. Two more are accepted: "mlp", the baseline without edges, for the task "nodes", and
-"embeddings", where the decoder reads a vector of each node without layers between, for the task "links"."""
+"""The relational models. Three more are accepted: "mlp", the baseline without edges, for the task "nodes";
+"embeddings", where the decoder reads a vector of each node without layers between, for the task "links"; and "relgt",
+attention of a seed over its sampled tree, for the task "tables"."""
 TASKS = ("nodes", "samples", "links", "tables")
 NUMBERS = ("standard", "piecewise", "periodic")
 CLASS_WEIGHTS = ("none", "balanced")
@@ -31,10 +32,10 @@ class Settings:
         dataset: a name that `dejax.training.data.load` knows, or the name of a saved HeteroDataset.
         task: "nodes": nodes are classified, and a step sees the whole graph. "samples": nodes are classified on
             mini-batches. "links": edges are predicted on mini-batches.
-        model: one of `MODELS`, or "mlp".
+        model: one of `MODELS`, or "mlp", "embeddings" or "relgt".
         hidden: width of the hidden layers, all heads together.
         layers: relational layers (for "mlp": dense layers); on mini-batches as many as fan-outs.
-        heads: attention heads of rgat and hgt; must divide `hidden`.
+        heads: attention heads of rgat, hgt and relgt; must divide `hidden`.
         bases: basis matrices of rgcn; None for one matrix per relation.
         dropout: rgcn: the share of dropped edges, and half of that for self loops (the paper's 0.4 and 0.2). rgat: the
             share of dropped attention coefficients. hgt: the share of a layer's result. sage: the share of a layer's
@@ -157,13 +158,17 @@ class Settings:
             object.__setattr__(self, "layers", len(self.fan_outs))
         self._check_choices()
         self._check_ranges()
-        if self.model in ("rgat", "hgt") and self.hidden % self.heads:
+        if self.model in ("rgat", "hgt", "relgt") and self.hidden % self.heads:
             raise ValueError(f"heads must divide hidden, got heads={self.heads}, hidden={self.hidden}")
         if self.task == "links" and self.decoder in ("complex", "rotate") and self.hidden % 2:
             raise ValueError(f"hidden must be even for {self.decoder}, got {self.hidden}")
 
     def _check_choices(self) -> None:
-        models = {"nodes": ("rgcn", "rgat", "hgt", "mlp"), "links": ("rgcn", "rgat", "sage", "embeddings")}
+        models = {
+            "nodes": ("rgcn", "rgat", "hgt", "mlp"),
+            "links": ("rgcn", "rgat", "sage", "embeddings"),
+            "tables": (*MODELS, "relgt"),
+        }
         choices: dict[str, tuple[Any, ...]] = {
             "task": TASKS,
             "model": models.get(self.task, MODELS),

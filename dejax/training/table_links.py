@@ -6,6 +6,7 @@ wrong candidate of a training link is a row that exists at the link's cutoff and
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -208,20 +209,18 @@ class TableLinkTask(TableTask):
         found = super().view(topology, data, seeds, sample)
         own = found.ids[self._target]
         own = jnp.where((own >= 0) & ~data["new"][jnp.maximum(own, 0)], own, -1)
-        return StepView(
-            found.graphs, {**found.ids, _VECTORS.format(self._target): own}, found.positions, found.lost, found.trees
-        )
+        return dataclasses.replace(found, ids={**found.ids, _VECTORS.format(self._target): own})
 
     def _vectors(self, model: Any, view: StepView, x: Any, seeds: Any, key: Array | None) -> tuple[Array, Array]:
         """The vectors of entities [links, hidden], and of candidates [links x (1 + negatives), hidden]."""
-        assert view.trees is not None and self.world.topology is not None
+        assert self.world.topology is not None
         _, by_table = self._by_table(seeds)
         times = jnp.concatenate([by_table[name] for name in self.world.topology.node_types if name in by_table])
-        cutoffs = {table: times[jnp.maximum(tree, 0)] for table, tree in view.trees.items()}
+        cutoffs, more = self._of_trees(view, times)
         deterministic = key is None or not self.settings.dropout
         rngs = None if key is None else nnx.Rngs(dropout=key)
         added = {self._target: x[_VECTORS.format(self._target)]}
-        entities, targets = model(view.graphs, x, cutoffs, added=added, deterministic=deterministic, rngs=rngs)
+        entities, targets = model(view.graphs, x, cutoffs, added=added, **more, deterministic=deterministic, rngs=rngs)
         count = seeds["entities"].shape[0]
         of_targets = view.positions[self._target]
         if self._target == self.examples.entity:

@@ -32,6 +32,7 @@ from dejax.training.seed_times import Clock, with_a_relation
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
 from dejax.training.task import CAPACITY_BATCHES, Runner, StepView, TrainingTask, World, log_losses, spread_over_steps
+from dejax.training.tree_attention import TreeTransformer, days_between
 
 with optional("flax", of="dejax.training"):
     from flax import nnx
@@ -66,10 +67,16 @@ class TableModel(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.encoder = TablesEncoder(plans, settings.hidden, numbers=settings.numbers, day=day, rngs=rngs)
-        norm = outputs is not None  # scores of links learn slower with it
-        self.layers = SampledClassifier(
-            settings, {}, edge_types, tuple(plans), outputs, normalized=norm, options=options, rngs=rngs
-        )
+        self.has_trees = settings.model == "relgt"
+        self.layers: Any
+        if self.has_trees:
+            counts = settings.layers, len(plans), len(edge_types)
+            self.layers = TreeTransformer(settings.hidden, settings.heads, *counts, outputs, options=options, rngs=rngs)
+        else:
+            norm = outputs is not None  # scores of links learn slower with it
+            self.layers = SampledClassifier(
+                settings, {}, edge_types, tuple(plans), outputs, normalized=norm, options=options, rngs=rngs
+            )
 
     def __call__(
         self,
@@ -78,6 +85,8 @@ class TableModel(nnx.Module):
         cutoffs: Mapping[str, Array],
         *,
         added: Mapping[str, Array] | None = None,
+        trees: Mapping[str, Array] | None = None,
+        days: Mapping[str, Array] | None = None,
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> dict[str, Array]:
@@ -88,11 +97,17 @@ class TableModel(nnx.Module):
             rows: float32[rows, width] by table, packed.
             cutoffs: int[rows] by table, the cutoff of the seed that each row was sampled for.
             added: float32[rows, hidden] by table, what is added to the encodings of its rows.
+            trees, days: for the model "relgt", the seed of each row, and the days from its time to the cutoff.
             deterministic, rngs: as `SampledClassifier`.
         """
         encoded = self.encoder(rows, cutoffs)
         encoded |= {table: encoded[table] + vectors for table, vectors in (added or {}).items()}
-        return self.layers(graphs, encoded, deterministic=deterministic, rngs=rngs)
+        found: dict[str, Array]
+        if self.has_trees:
+            found = self.layers(graphs, encoded, trees, days)
+        else:
+            found = self.layers(graphs, encoded, deterministic=deterministic, rngs=rngs)
+        return found
 
 
 class TableTask(TrainingTask):
@@ -145,7 +160,7 @@ class TableTask(TrainingTask):
         self.clock = Clock.of(examples.times, f"cutoffs of task {examples.name!r}")
         topology = _topology(data, self.clock, latest=settings.recent, on_host=settings.place != "device")
         features = FeatureStore.from_arrays(self.packed, on_device=settings.place == "device")
-        self.world = World(topology, features, self._labels())
+        self.world = World(topology, features, {**self._labels(), "known": self._known_from()})
         self._train = self._trained_on(print_table)
         self.seeds_per_epoch = train = len(self._train)
         self.steps_per_epoch = -(-train // settings.batch_size)
@@ -169,6 +184,12 @@ class TableTask(TrainingTask):
     def _trained_on(self, show: Callable[[str], None] | None) -> np.ndarray:
         """What an epoch goes through: the places of training examples."""
         return self.splits["train"]
+
+    def _known_from(self) -> dict[str, Array]:
+        """From when on rows are known, where the model reads it."""
+        if self.settings.model != "relgt":
+            return {}
+        return {table: jnp.asarray(self.clock.relative(times)) for table, times in self.data.known_from.items()}
 
     def _labels(self) -> dict[str, Array]:
         """The labels as the loss reads them; sets what it scales them by."""
@@ -259,18 +280,34 @@ class TableTask(TrainingTask):
         """The blocks of the sample, and the seed of each node."""
         assert sample is not None
         lost = sample.lost.sum(dtype=jnp.int32) + sample.lost_edges.astype(jnp.int32)
-        return StepView(make_blocks(sample), sample.node_ids, sample.seed_positions, lost, sample.trees)
+        times = None
+        if self.settings.model == "relgt":
+            always = jnp.iinfo(jnp.int32).min
+            times = {
+                table: data["known"][table][jnp.maximum(ids, 0)]
+                if table in data["known"]
+                else jnp.full(ids.shape, always, jnp.int32)
+                for table, ids in sample.node_ids.items()
+            }
+        return StepView(make_blocks(sample), sample.node_ids, sample.seed_positions, lost, sample.trees, times)
 
     def _raw(self, model: TableModel, view: StepView, x: Any, seeds: Any, key: Array | None) -> Array:
         """The model's outputs for the seeds, [seeds, outputs]."""
         entity = self.examples.entity
-        of_seeds, trees = seeds["times"][entity], view.trees
-        assert trees is not None
-        cutoffs = {table: of_seeds[jnp.maximum(tree, 0)] for table, tree in trees.items()}
+        cutoffs, more = self._of_trees(view, seeds["times"][entity])
         deterministic = key is None or not self.settings.dropout
         rngs = None if key is None else nnx.Rngs(dropout=key)
-        found = model(view.graphs, x, cutoffs, deterministic=deterministic, rngs=rngs)
+        found = model(view.graphs, x, cutoffs, **more, deterministic=deterministic, rngs=rngs)
         return found[entity][view.positions[entity]]
+
+    def _of_trees(self, view: StepView, of_seeds: Array) -> tuple[dict[str, Array], dict[str, Any]]:
+        """The cutoff of each sampled row, and what else a model reads of the seeds' trees."""
+        assert view.trees is not None
+        cutoffs = {table: of_seeds[jnp.maximum(tree, 0)] for table, tree in view.trees.items()}
+        if view.times is None:
+            return cutoffs, {}
+        days = {table: days_between(times, cutoffs[table]) for table, times in view.times.items()}
+        return cutoffs, {"trees": view.trees, "days": days}
 
     def loss(
         self, model: Any, view: StepView, x: dict[str, Array], seeds: Any, data: Any, key: Array

@@ -48,6 +48,8 @@ class StepView:
         lost: int32 scalar, sampled nodes and edges that did not fit.
         trees: int32[nodes] by node type, the seed that each node was sampled for, -1 for padding; None where seeds
             share nodes.
+        times: int32[nodes] by node type, from when on each node is known, the least int32 for always; None where the
+            model does not read it.
     """
 
     graphs: Any
@@ -55,6 +57,7 @@ class StepView:
     positions: dict[str, Array]
     lost: Array
     trees: dict[str, Array] | None = None
+    times: dict[str, Array] | None = None
 
 
 class Runner(Protocol):
