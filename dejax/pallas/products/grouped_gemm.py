@@ -27,8 +27,8 @@ from dejax.pallas.formats.row_scaled import (
 )
 from dejax.pallas.products.gemm_kernel import GemmPlan, gemm_kernel
 from dejax.pallas.products.product_schedule import (
-    BLOCKS,
     SCALE_BEFOREHAND,
+    TILE_BLOCKS,
     GemmSchedule,
     gemm_block,
     gemm_candidates,
@@ -104,7 +104,7 @@ def _with_chosen_schedule(r: GroupedGemm, interpret: bool | None) -> Any:
         "gemm",
         f"{k}x{n}x{heads}-{r.precision}-{r.x.dtype}-{form}-{bucket(positions / max(types, 1))}-{bucket(positions)}",
         {"block": block},  # the rest by `gemm_schedule`
-        lambda: gemm_candidates(k, n) if heads == 1 else [{"block": b} for b in BLOCKS],
+        lambda: gemm_candidates(k, n) if heads == 1 else [{"block": b} for b in TILE_BLOCKS],
         call,
     )
     return call(fields)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from dejax.pallas._shapes import cdiv, next_power_of_two
 from dejax.pallas.machine import H200, machine
 
-BLOCKS = (32, 64, 128)
-"""The rows that a tile of a grouped GEMM may have."""
+TILE_BLOCKS = (32, 64, 128)
+"""The rows that a tile of a grouped GEMM may have; a grouping of a graph by type stores a table of tiles for each."""
 
 # The share of shared memory for the tiles of a pipeline's stages. The rest is for sums on their way to memory.
 _FOR_STAGES = 0.88
@@ -190,7 +190,7 @@ def _sides(width: int) -> list[int]:
 def gemm_candidates(k: int, n: int) -> list[dict[str, Any]]:
     """Tiles, warps and stages to try for a grouped GEMM; `block` is the rows of a tile."""
     found = []
-    for block, block_k, block_n, warps in itertools.product(BLOCKS, _sides(k), _sides(n), (2, 4, 8)):
+    for block, block_k, block_n, warps in itertools.product(TILE_BLOCKS, _sides(k), _sides(n), (2, 4, 8)):
         if block * block_n // (32 * warps) > 128:
             continue
         tile = {"block": block, "block_k": block_k, "block_n": block_n, "num_warps": warps}
@@ -287,7 +287,7 @@ def weight_gradient_candidates(k: int, n: int) -> list[dict[str, Any]]:
     """Tiles, warps and stages to try for grouped weight gradients."""
     return [
         {"block_rows": rows, "block_k": block_k, "block_n": block_n, "num_warps": warps, "num_stages": stages}
-        for rows in BLOCKS
+        for rows in TILE_BLOCKS
         for block_k in _sides(k)
         for block_n in _sides(n)
         for warps in (4, 8)

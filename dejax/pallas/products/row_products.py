@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -145,12 +145,9 @@ def _plan(
     if schedule is None:
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
         schedule = row_product_schedule(max(widths), n, widest, exact=any(exact))
-    plan = functools.partial(
-        _RowProductPlan, schedule, rows, math.prod(heads), widths, n, masked=masked, total=total,
-        arithmetics=tuple(zip(exact, dtypes, strict=True)),
-    )  # fmt: skip
-    tiles = math.prod(plan(per_part=rows).tiles)
-    return plan(per_part=rows_per_part(rows, tiles, schedule.block_rows))
+    arithmetics = tuple(zip(exact, dtypes, strict=True))
+    plan = _RowProductPlan(schedule, rows, math.prod(heads), widths, n, rows, masked, total, arithmetics)
+    return replace(plan, per_part=rows_per_part(rows, math.prod(plan.tiles), schedule.block_rows))
 
 
 def _kernel(*refs: Any, c: _RowProductPlan) -> None:

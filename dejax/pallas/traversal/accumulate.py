@@ -34,7 +34,7 @@ class Reduction:
         whose score is the largest of the row, with a score for each of them.
       shape: feature shape of the value and of the result: (), (width,) or (heads, width).
       score: for `weighted` and `ties`, which reduction of the list (a `max`) is the score; its shape begins `shape`.
-      factor: number of a `late` operand of this shape by which the sum is multiplied.
+      factor: number of an operand with access `epilogue` and this shape, by which the sum is multiplied.
     """
 
     kind: str

@@ -67,10 +67,8 @@ def check_operands(
                     f"operands[{i}].index must name one of {len(index_tables)} index tables, got {operand.index}"
                 )
         else:
-            known = "entry, position, indexed, positioned, shared" + (
-                "" if num_rows is None else ", row, row_indexed, late, times_row"
-            )
-            known += ", each_slot"
+            known = "entry, position, indexed, positioned, shared, slots"
+            known += "" if num_rows is None else ", row, row_indexed, epilogue, times_row"
             raise ValueError(f"operands[{i}].access must be one of {known}, got {operand.access!r}")
         if operand.columns is not None:
             start, shape = operand.columns

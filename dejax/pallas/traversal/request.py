@@ -14,9 +14,9 @@ from dejax.pallas._checks import as_index
 
 Output = tuple[tuple[int, ...], Any]
 # Accesses by which an operand is read once for all entries of a row.
-BY_ROW = ("row", "row_indexed", "shared", "each_slot", "late", "times_row")
+BY_ROW = ("row", "row_indexed", "shared", "slots", "epilogue", "times_row")
 # Accesses of arrays without a leading axis.
-SHARED = ("shared", "each_slot", "late", "times_row")
+SHARED = ("shared", "slots", "epilogue", "times_row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class TileOperand:
       access: `entry`, row i of the array for entry i; `indexed`, row `index_tables[index][i]`; `positioned`, row
         `index_tables[index][p]` for position p of the order, which saves a load where the table could be permuted
         beforehand; `position`, row p for position p; `row`, the row of the traversal, of an array that may have further
-        rows; `row_indexed`, row `index_tables[index][r]` for row r of the traversal; `shared`, an array without a
-        leading axis, the same everywhere; `each_slot`, the same as a tile [rows, entries, *features], so that no
-        element moves between threads where it meets the rows of entries; `late`, as `each_slot`, but after the
-        traversal and for the epilogue alone; `times_row`, an array without a leading axis times the tile of operand
-        `index`, which is read by row: multiplied once, before the traversal.
+        rows; `row_indexed`, row `index_tables[index][r]` for row r of the traversal. Of arrays without a leading axis:
+        `shared`, the same everywhere; `slots`, the same, as a tile [rows, entries, *features], so that no element moves
+        between threads where it meets the rows of entries; `epilogue`, as `slots`, but loaded after the loop over
+        entries, for the epilogue alone; `times_row`, the array times the tile of operand `index`, which is read by row:
+        multiplied once, before the loop.
       index: which index table, for `indexed`, `positioned` and `row_indexed`; which operand before this one, for
         `times_row`.
       columns: the operand is a part of each row of an array [length, columns]: (first column, feature shape of at most

@@ -105,7 +105,7 @@ def tiles_of_rows(plan: LoopPlan, r: Refs, row: jax.Array, mask: jax.Array) -> d
             tiles[i] = _tile(plan, r, i, index[:, None], inside[:, None])
         elif plan.operands[i].access == "shared":
             tiles[i] = _tile(plan, r, i, jnp.zeros((1, 1), jnp.int32), None)
-        elif plan.operands[i].access == "each_slot":
+        elif plan.operands[i].access == "slots":
             tiles[i] = _spread(plan, r, i, row.shape[0], plan.entries)
         elif plan.operands[i].access == "times_row":
             of = plan.operands[i].index
@@ -148,7 +148,7 @@ def evaluate(
     for i, operand in enumerate(plan.operands):
         if i in row_tiles:
             tiles.append(row_tiles[i])
-        elif operand.access == "late":
+        elif operand.access == "epilogue":
             tiles.append(None)
         elif operand.access == "entry":
             read = mask if operand.when is None else both(mask, tiles[operand.when] != 0)
@@ -264,8 +264,8 @@ def write_rows(
     values: Sequence[Any] = results(plan.reductions, merged)
     if plan.epilogue is not None:
         factors = {of.factor for of in plan.reductions}
-        late = [i for i in plan.per_row if plan.operands[i].access == "late" and i not in factors]
-        loaded = row_tiles | {i: _spread(plan, r, i, row.shape[0], plan.entries) for i in late}
+        own = [i for i in plan.per_row if plan.operands[i].access == "epilogue" and i not in factors]
+        loaded = row_tiles | {i: _spread(plan, r, i, row.shape[0], plan.entries) for i in own}
         tiles = tuple(None if i in factors else _of_rows(loaded[i]) for i in plan.per_row)
         values = plan.epilogue(values, tiles)
     if len(values) != len(plan.outputs.rows):

@@ -94,19 +94,19 @@ def traverse(
     if segments.num_rows == 0 or not (outputs.entries or outputs.rows):
         no_rows = nothing(outputs.rows, segments.num_rows, outputs.row_scaled)
         return no_rows, nothing(outputs.entries, segments.num_entries)
-    again = functools.partial(
+    call = functools.partial(
         traverse, epilogue=epilogue, arrays=arrays, operands=operands, segments=segments, index_tables=tables,
         reductions=reductions, factored=factored, interpret=interpret,
     )  # fmt: skip
     # An output without elements cannot be given to a kernel.
     if segments.num_entries == 0 and outputs.entries:
-        rows, _ = again(lambda *tiles: (body(*tiles)[0], ()), outputs=replace(outputs, entries=()), schedule=schedule)
+        rows, _ = call(lambda *tiles: (body(*tiles)[0], ()), outputs=replace(outputs, entries=()), schedule=schedule)
         return rows, nothing(outputs.entries, 0)
     if schedule is None:
         shapes = [(math.prod(f), isinstance(a, RowScaled)) for a, f in zip(ready, features, strict=True)]
         schedule = _chosen_schedule(
             width, segments, operands, shapes, reductions, outputs,
-            _triton.use_interpreter(interpret), functools.partial(again, body, outputs=outputs),
+            _triton.use_interpreter(interpret), functools.partial(call, body, outputs=outputs),
         )  # fmt: skip
     plan = LoopPlan(
         body=body,
@@ -131,11 +131,11 @@ def _chosen_schedule(
     reductions: Sequence[Reduction],
     outputs: Outputs,
     interpreted: bool,
-    again: Callable[..., Any],
+    call: Callable[..., Any],
 ) -> TraversalSchedule:
     """The tuned table's schedule, else the heuristic's.
 
-    `shapes` are the elements of a row of each array and whether it comes as `RowScaled`. `again` makes the call with
+    `shapes` are the elements of a row of each array and whether it comes as `RowScaled`. `call` makes the call with
     the schedule that it is given.
     """
     counted = [
@@ -158,7 +158,7 @@ def _chosen_schedule(
         f"{loads}>{sums}-{bucket(segments.degree)}-{bucket(segments.num_entries)}",
         asdict(heuristic),
         functools.partial(traversal_candidates, width),
-        lambda fields: again(schedule=TraversalSchedule(**fields)),
+        lambda fields: call(schedule=TraversalSchedule(**fields)),
     )
     return TraversalSchedule(**fields)
 

@@ -18,10 +18,10 @@ import numpy as np
 
 from dejax._pytrees import pytree
 from dejax.pallas import TableSlice
-from dejax.pallas.products.product_schedule import rows_per_split
+from dejax.pallas.products.product_schedule import TILE_BLOCKS, rows_per_split
 from dejax.rgnn.graphs.pieces_traced import tile_arrays
 from dejax.rgnn.graphs.segments import Segments
-from dejax.rgnn.graphs.tables import TILE_BLOCKS, TileTable, TypeSplits
+from dejax.rgnn.graphs.tables import TileTable, TypeSplits
 
 # Slices begin at multiples of this many elements, 256 bytes, as arrays do: kernels load several elements at once.
 _ALIGNED = 64

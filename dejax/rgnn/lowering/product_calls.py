@@ -156,7 +156,7 @@ class Products(Running):
         results = []
         for product, s in zip(found, sums, strict=False):
             letters = s.left + s.right if s.heads_in_one_product else s.heads + "".join(s.one_head)
-            # Of heads that were multiplied together this takes the diagonal.
+            # Where all heads were multiplied by all, only the products of a head with itself are wanted.
             results.append(jnp.einsum(f"{letters}->{s.out}", product.reshape([s.sizes[c] for c in letters])))
         if instance.total is not None:
             results.append(found[-1].reshape(ops[instance.y].shape))

@@ -51,13 +51,13 @@ class Traversals(Running):
         arrays, operands, tables, columns = self.loaded(t, env)
         side_by_side = self.side_by_side(t)
         reductions, without = self.reductions(t, arrays, operands, columns)
-        # Elements of as many bits as those of the rows that they meet: threads have as many of each.
+        # The powers have as many bits as the rows that they divide, so that a thread holds as many elements of either.
         reads_row_scaled = any(isinstance(a, kernels.RowScaled) for a in arrays)
         divided, columns_of = self.stored_columns(t, jnp.bfloat16 if reads_row_scaled else jnp.float32)
         numbers = self._powers(t, arrays, operands, columns, without)
         stored_at = {v: len(arrays) - len(t.operands) + i for i, v in enumerate(divided)}
         arrays += divided.values()
-        operands += [kernels.TileOperand("late")] * len(divided)
+        operands += [kernels.TileOperand("epilogue")] * len(divided)
         compute = TileProgram(self.program, t, side_by_side, self.row_scaled, numbers, without, stored_at)
         return _Call(arrays, operands, tables, reductions, compute, side_by_side, columns_of)
 
@@ -87,7 +87,7 @@ class Traversals(Running):
             if o.name in columns and o.access in ONCE_A_SEGMENT:
                 at[o.name] = add(o.name, columns[o.name], "times_row", at[o.name])
             elif o.name in without.used:
-                add(o.name, columns[o.name], "each_slot")
+                add(o.name, columns[o.name], "slots")
         for (_, row), name in without.rows.items():
             if (row, name) not in numbers:
                 add((row, name), columns[name].reshape(self.program.ops[row].shape), "times_row", at[row])
@@ -179,7 +179,7 @@ class Traversals(Running):
             if a.out in sums:
                 factor = len(arrays)
                 arrays.append(powers[sums[a.out]].reshape(shape))
-                operands.append(kernels.TileOperand("late"))
+                operands.append(kernels.TileOperand("epilogue"))
             found.append(kernels.Reduction(a.kind, shape, a.score, factor))
         return tuple(found), without
 
@@ -260,8 +260,8 @@ class Traversals(Running):
     def side_by_side(self, t: Traversal) -> list[tuple[int, ...]]:
         """The entry outputs of a traversal; those that go side by side into one array in one tuple.
 
-        They are narrow values that traversals alone read, and by entry: one sector for all of them, so that float32
-        costs nothing where they are narrower.
+        These are narrow values that only traversals read, each at its own entry. Side by side they share a memory
+        sector, so that float32 takes no more time for them than a narrower dtype would.
         """
         ops = self.program.ops
         found: dict[Any, tuple[int, ...]] = {}
