@@ -70,9 +70,9 @@ class RowReader:
         paths: list[str],
         rows: int,
         row_bytes: int,
-        stride: int,
         first: int,
         stripe_rows: int,
+        stripe_bytes: int,
         cache: int,
         slots: int,
         wanted: tuple[int, int],
@@ -97,5 +97,3 @@ class RowReader:
     def slots(self) -> int: ...
     def stats(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
-
-def checksums_of_pages(data: int, pages: int, out: int) -> None: ...

@@ -30,6 +30,7 @@ GUIDES = (
     pytest.param("coming_from", marks=pytest.mark.slow),
     "concepts",
     "host_gather",
+    "drive",
     pytest.param("minibatch", marks=pytest.mark.slow),
     pytest.param("samples", marks=pytest.mark.slow),
     pytest.param("minibatch_speed", marks=pytest.mark.slow),

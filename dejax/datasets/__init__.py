@@ -3,7 +3,7 @@
 `load(name)` returns an `EntityDataset`: numpy edge lists, labels and splits. Its method `graph()` makes a `RelGraph`.
 `HeteroDataset` has arrays or memory maps by node type and relation. `load_igb`, `load_mag_hetero`, `load_triples`,
 `load_stdlib_links`, `synthetic_igb` and `synthetic_triples` return it; `from_pyg`, `from_dgl` and `from_tables` convert
-to it.
+to it. `write_drive_table` writes features for `dejax.host_gather.DriveTable`.
 Importing this package imports neither JAX nor rdflib.
 """
 
@@ -17,6 +17,7 @@ from dejax.datasets._synthetic import COUNTS, synthetic
 from dejax.datasets._table_files import read_csv
 from dejax.datasets._vectors import sentence_vectors
 from dejax.datasets.columns import NEVER, Column
+from dejax.datasets.drive import write_drive_table
 from dejax.datasets.igb import load_igb
 from dejax.datasets.igb_shape import IGBShape, fill_rows, random_csc, random_rows_on_device, synthetic_igb
 from dejax.datasets.importers import from_dgl, from_pyg
@@ -65,4 +66,5 @@ __all__ = [
     "task_from_function",
     "task_of_events",
     "task_of_rows",
+    "write_drive_table",
 ]

@@ -11,10 +11,11 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dejax.datasets._narrow_rows import Encoder, block_rows
 from dejax.distributed._placing import on_mesh
 from dejax.host_gather._ids import distinct_ids
 from dejax.host_gather._spec import TableSpec, platform_of
-from dejax.minibatch._formats import Encoder, block_rows, result_dtype, table_dtype, times_scales
+from dejax.minibatch._formats import result_dtype, table_dtype, times_scales
 from dejax.minibatch._node_features import table_builder
 
 MULTIPLE = 64

@@ -12,48 +12,11 @@ import numpy as np
 from jax import Array
 
 from dejax import _native
+from dejax._drive_layout import DriveLayout
 from dejax.host_gather._memory import address_of, array_of, pin
 from dejax.host_gather._spec import TableSpec, device_or_default, ordinal_of
 
 _NUMBER_BYTES = 4096  # before the cache, whose rows begin at a page
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DriveFiles:
-    """Where the rows of a table lie in files.
-
-    Attributes:
-        paths: of the files. Stripes of rows go to them in turn.
-        stride: bytes from the beginning of a row to that of the next one in its stripe.
-        first: bytes of each file before its first row.
-        stripe_rows: rows of a stripe.
-        checksums: uint64[pages] of each file: the checksum of each 4 KiB; or none.
-    """
-
-    paths: tuple[str, ...]
-    stride: int
-    first: int
-    stripe_rows: int
-    checksums: tuple[np.ndarray, ...] = ()
-
-    def numpy(self, spec: TableSpec) -> np.ndarray:
-        """The rows: a memory map where they lie in one file without gaps, else a copy."""
-        if not spec.nbytes:
-            return np.zeros(spec.shape, spec.dtype)
-        if len(self.paths) == 1 and self.stride == spec.row_bytes:
-            return np.memmap(self.paths[0], spec.dtype, "r", self.first, spec.shape)
-        out = np.empty((spec.rows, spec.row_bytes), np.uint8)
-        for number, path in enumerate(self.paths):
-            at = 0  # rows of this file
-            with open(path, "rb") as file:
-                for first in range(number * self.stripe_rows, spec.rows, len(self.paths) * self.stripe_rows):
-                    count = min(self.stripe_rows, spec.rows - first)
-                    file.seek(self.first + at * self.stride)
-                    block = np.fromfile(file, np.uint8, (count - 1) * self.stride + spec.row_bytes)
-                    block = np.pad(block, (0, self.stride - spec.row_bytes)).reshape(count, self.stride)
-                    out[first : first + count] = block[:, : spec.row_bytes]
-                    at += count
-        return out.reshape(-1).view(spec.dtype).reshape(spec.shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +29,7 @@ class ReadingOptions:
         direct: whether reads go past the page cache.
         io_uring: whether io_uring may be used.
         threads: that read; None: chosen from the machine.
+        verify: whether each block that is read must have its checksum.
     """
 
     cache_bytes: int
@@ -73,13 +37,15 @@ class ReadingOptions:
     direct: bool = True
     io_uring: bool = True
     threads: int | None = None
+    verify: bool = False
 
 
-def open_reader(files: DriveFiles, spec: TableSpec, options: ReadingOptions, device: Any, what: str) -> Array:
+def open_reader(files: DriveLayout, spec: TableSpec, options: ReadingOptions, device: Any, what: str) -> Array:
     """The leaf array of a table: the number of a new reader.
 
     Raises:
-        ValueError: a file is shorter than the layout says, a cache without room for a row, visits that do not fit.
+        ValueError: a file is shorter than the layout says, a cache without room for a row, visits that do not fit,
+            blocks to verify without checksums.
         OSError: a file cannot be opened.
         MemoryError: the memory of the cache cannot be pinned.
     """
@@ -94,21 +60,22 @@ def open_reader(files: DriveFiles, spec: TableSpec, options: ReadingOptions, dev
     wanted = _wanted(options.visits, spec.rows, slots, what)
     ordinal = ordinal_of(spec, device)
     memory = pin(what, lambda module: module.HostMemory.allocate(_NUMBER_BYTES + slots * spec.row_bytes, ordinal))
-    sums = np.concatenate([*files.checksums, np.zeros(0, np.uint64)]).astype(np.uint64)
+    checksums = files.checksums() if options.verify else []
+    sums = np.concatenate([*checksums, np.zeros(0, np.uint64)])
     try:
         native = _native.extension(what).RowReader.open(
             memory=memory,
             paths=list(files.paths),
             rows=spec.rows,
             row_bytes=spec.row_bytes,
-            stride=files.stride,
             first=files.first,
-            stripe_rows=max(1, files.stripe_rows),
+            stripe_rows=files.stripe_rows,
+            stripe_bytes=files.stripe_bytes,
             cache=memory.address + _NUMBER_BYTES,
             slots=slots,
             wanted=(wanted.ctypes.data, len(wanted)),
             checksums=(sums.ctypes.data, len(sums)),
-            pages=[len(some) for some in files.checksums],
+            pages=[len(some) for some in checksums],
             direct=options.direct,
             use_ring=options.io_uring,
             threads=options.threads or 0,
@@ -127,9 +94,9 @@ def reader_of(leaf: Array) -> Any:
     return _native.extension("DriveTable").RowReader.find(number)
 
 
-def files_of(reader: Any) -> DriveFiles:
-    """The files that a native reader reads."""
-    return DriveFiles(tuple(reader.paths), *reader.layout)
+def layout_of(reader: Any, spec: TableSpec) -> DriveLayout:
+    """Where a native reader's rows lie."""
+    return DriveLayout(spec.shape, spec.dtype, tuple(reader.paths), *reader.layout)
 
 
 def keep_reader(leaf: Array, memory: Any) -> None:
@@ -152,12 +119,7 @@ def _wanted(visits: Any, rows: int, slots: int, what: str) -> np.ndarray:
     return np.packbits(most, bitorder="little").view(np.uint64)
 
 
-def layout_of_one_file(path: str | os.PathLike[str], spec: TableSpec, offset: int) -> DriveFiles:
-    """Rows that lie in one file, one after the other."""
-    return DriveFiles((os.path.abspath(os.fspath(path)),), spec.row_bytes, offset, max(1, spec.rows))
-
-
-def check_size(files: DriveFiles, spec: TableSpec, what: str) -> None:
+def check_size(files: DriveLayout, spec: TableSpec, what: str) -> None:
     """Raises ValueError where the one file of a table is shorter than its rows."""
     path = files.paths[0]
     size, needed = os.path.getsize(path), files.first + spec.nbytes

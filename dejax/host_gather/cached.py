@@ -56,7 +56,7 @@ class CachedTable(LocalTable):
         slots[hot] = np.arange(hot.size, dtype=np.int32)
         leaf = table._concrete("CachedTable")
         places = jnp.asarray(slots) if table._spec.shared else jax.device_put(slots, next(iter(leaf.devices())))
-        return cls(table, gather(table._words(), hot), places)
+        return cls(table, _rows(table, hot), places)
 
     @classmethod
     def from_counts(cls, table: HostTable, counts: ArrayLike, cached_rows: int) -> CachedTable:
@@ -98,6 +98,15 @@ class CachedTable(LocalTable):
         ids = checked_ids("CachedTable.hit_rate", ids, len(self))
         hits = self._places(ids) >= 0
         return hits.sum() / jnp.maximum(in_range(ids, len(self)).sum(), 1).astype(jnp.float32)
+
+
+def _rows(table: HostTable, ids: np.ndarray) -> Array:
+    """uint[ids, words]: rows as unsigned integers; of a drive as many at once as its cache holds."""
+    words = table._words()
+    most = table._rows_at_once() if ids.size else 0
+    if not 0 < most < ids.size:
+        return gather(words, ids)
+    return jnp.concatenate([gather(words, ids[start : start + most]) for start in range(0, ids.size, most)])
 
 
 def count_ids(counts: ArrayLike, ids: ArrayLike) -> Array:

@@ -11,15 +11,9 @@ import jax
 import numpy as np
 from jax import Array
 
+from dejax._drive_layout import DriveLayout
 from dejax.host_gather import _storage
-from dejax.host_gather._drive_files import (
-    ReadingOptions,
-    check_size,
-    files_of,
-    layout_of_one_file,
-    open_reader,
-    reader_of,
-)
+from dejax.host_gather._drive_files import ReadingOptions, check_size, layout_of, open_reader, reader_of
 from dejax.host_gather._lifetime import TableClosedError
 from dejax.host_gather._spec import TableSpec, table_spec
 from dejax.host_gather.table import _TABLES, LocalTable
@@ -59,7 +53,7 @@ class DriveTable(LocalTable):
     _names: ClassVar[tuple[str, ...]] = ("reader",)
 
     def __init__(self, leaf: Any, spec: TableSpec) -> None:
-        """For dejax itself: use `from_npy` or `from_file`."""
+        """For dejax itself: use `from_npy`, `from_file` or `open`."""
         super().__init__(leaf, spec)
 
     @classmethod
@@ -121,9 +115,41 @@ class DriveTable(LocalTable):
                 "again with numpy.save(path, array.astype(array.dtype.newbyteorder('=')))"
             )
         spec = dataclasses.replace(table_spec(shape, dtype, device, what), read_only=True, on_drive=True)
-        files = layout_of_one_file(path, spec, offset)
+        files = DriveLayout.of_one_file(path, spec.shape, spec.dtype, offset)
         check_size(files, spec, what)
         reading = ReadingOptions(cache_bytes, visits, direct, io_uring, threads)
+        return cls(open_reader(files, spec, reading, device, what), spec)
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        cache_bytes: int,
+        verify: bool = False,
+        visits: Any = None,
+        direct: bool = True,
+        io_uring: bool = True,
+        threads: int | None = None,
+        device: jax.Device | None = None,
+    ) -> DriveTable:
+        """A table that `dejax.datasets.write_drive_table` wrote. Its scales are those of `NodeFeatures.from_drive`.
+
+        Args:
+            folder: the folder, or the first of several.
+            cache_bytes, visits, direct, io_uring, threads, device: as in `from_file`.
+            verify: whether each block that is read must have the checksum with which it was written: a damaged one
+                raises an error that names the file and the byte.
+
+        Raises:
+            ValueError: no finished table, one without checksums to verify, files that are too short; as `from_file`.
+            OSError, MemoryError: as `from_file`.
+        """
+        what = f"DriveTable.open({os.fspath(folder)!r})"
+        files = DriveLayout.read(folder)
+        found = table_spec(files.shape, files.dtype, device, what)
+        spec = dataclasses.replace(found, read_only=True, on_drive=True)
+        reading = ReadingOptions(cache_bytes, visits, direct, io_uring, threads, verify)
         return cls(open_reader(files, spec, reading, device, what), spec)
 
     def stats(self) -> dict[str, Any]:
@@ -134,7 +160,7 @@ class DriveTable(LocalTable):
             on the drive. hit_rate: share of the rows that did not come from the drive. read_bytes, reads: bytes (in
             whole blocks) and number of reads of the drive. waits, wait_seconds: how often and how long gathers waited
             for rows. rows_in_cache, cache_rows_capacity: number of rows that the cache holds and can hold. engine:
-            "io_uring", or "threads" with the reason.
+            "io_uring", or "threads" with the reason. reader: number of the reader.
 
         Raises:
             TableClosedError: the table was closed.
@@ -144,8 +170,11 @@ class DriveTable(LocalTable):
         total = sum(counted[place] for place in ("device_rows", "cache_rows", "drive_rows"))
         counted["hit_rate"] = (total - counted["drive_rows"]) / total if total else 0.0
         counted["cache_rows_capacity"] = found.slots
-        counted["engine"] = found.engine
+        counted["engine"], counted["reader"] = found.engine, found.number
         return counted
+
+    def _rows_at_once(self) -> int:
+        return max(1, int(self._reader("numpy").slots))
 
     def _reader(self, what: str) -> Any:
         found = reader_of(self._concrete(what))
@@ -154,7 +183,7 @@ class DriveTable(LocalTable):
         return found
 
     def _host_rows(self, leaf: Array) -> np.ndarray:
-        rows = files_of(self._reader("numpy")).numpy(self._spec)
+        rows = layout_of(self._reader("numpy"), self._spec).numpy()
         rows.flags.writeable = False
         return rows
 

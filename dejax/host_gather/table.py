@@ -366,6 +366,10 @@ class LocalTable(Table):
 
     # -------------------------------------------------------------------------------------------- for dejax itself
 
+    def _rows_at_once(self) -> int:
+        """How many rows one gather should read at most; 0: any number."""
+        return 0
+
     def _with_marks(self, marks: tuple[tuple[int, int], ...]) -> Self:
         return self._with(spec=dataclasses.replace(self._spec, marks=marks))
 

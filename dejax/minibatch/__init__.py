@@ -48,6 +48,7 @@ from dejax.minibatch.pipeline import (
     seed_batches,
     step_keys,
 )
+from dejax.minibatch.placement import PlacementPlan, ReadRates, TypePlacement, plan_placement
 from dejax.minibatch.random_graphs import random_topology
 from dejax.minibatch.sampling import SampledBlocks, SampleOptions, edge_ids, sample_blocks
 from dejax.minibatch.topology import HeteroTopology
@@ -71,10 +72,13 @@ __all__ = [
     "NegativePool",
     "NodeFeatures",
     "PendingFeatures",
+    "PlacementPlan",
+    "ReadRates",
     "SampleOptions",
     "SampledBlocks",
     "TrainingSteps",
     "TrueEdges",
+    "TypePlacement",
     "binary_cross_entropy",
     "complex_bilinear",
     "distmult",
@@ -89,6 +93,7 @@ __all__ = [
     "make_blocks",
     "make_typed_blocks",
     "pipelined_steps",
+    "plan_placement",
     "random_topology",
     "rotate",
     "reciprocal",

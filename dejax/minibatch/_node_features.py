@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,13 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax import _compat
+from dejax._drive_layout import DriveLayout
 from dejax._pytrees import pytree
+from dejax.datasets._narrow_rows import Encoder, block_rows
 from dejax.datasets._parallel import for_blocks
 from dejax.host_gather import (
     DeviceTable,
+    DriveTable,
     HostTable,
     Optimizer,
     OptimizerState,
@@ -25,7 +29,7 @@ from dejax.host_gather import (
 from dejax.host_gather._operands import Table
 from dejax.host_gather.gather import GatherOptions
 from dejax.host_gather.table import LocalTable
-from dejax.minibatch._formats import Encoder, block_rows, result_dtype, table_dtype, times_scales
+from dejax.minibatch._formats import result_dtype, table_dtype, times_scales
 
 
 @pytree
@@ -85,6 +89,28 @@ class NodeFeatures:
             MemoryError: the memory cannot be pinned.
         """
         return features_of("NodeFeatures.from_numpy", array, dtype, scale, on_device, device)
+
+    @classmethod
+    def from_drive(cls, folder: str | os.PathLike[str], *, cache_bytes: int, **options: Any) -> NodeFeatures:
+        """Features that `dejax.datasets.write_drive_table` wrote, with their scales. Rows are read as steps need them.
+
+        Args:
+            folder: of the table, or the first of several.
+            cache_bytes, options: of `dejax.host_gather.DriveTable.open`, which documents them and the errors.
+
+        >>> import tempfile
+        >>> from dejax.datasets import write_drive_table
+        >>> from dejax.minibatch import FeatureStore, NodeFeatures
+        >>> folder = write_drive_table(tempfile.mkdtemp(), np.ones((3, 2)), dtype="int8", scale="row")
+        >>> store = FeatureStore({"paper": NodeFeatures.from_drive(folder, cache_bytes=1 << 20)})
+        >>> store.gather({"paper": np.array([1])})["paper"]
+        Array([[1., 1.]], dtype=float32)
+        """
+        table, layout = DriveTable.open(folder, cache_bytes=cache_bytes, **options), DriveLayout.read(folder)
+        scale = layout.scale()
+        placed = None if scale is None else jax.device_put(scale, options.get("device"))
+        by_row = layout.scales == "row"
+        return cls(table, placed if by_row else None, None if by_row else placed)
 
     @property
     def num_nodes(self) -> int:

@@ -1,4 +1,4 @@
-"""`FeatureStore`: features and trainable embeddings by node type, in host memory or on the device, with one gather."""
+"""`FeatureStore`: features and trainable embeddings by node type, wherever they lie, with one gather."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from dejax._pytrees import pytree
 from dejax.host_gather import (
     CachedTable,
+    DriveTable,
     HostTable,
     Optimizer,
     OptimizerState,
@@ -129,8 +130,8 @@ class FeatureStore:
         what = f"FeatureStore.with_table({name!r})"
         if not isinstance(table, Table):
             raise TypeError(
-                f"{what}: `table` must be a HostTable, CachedTable, SplitTable, DeviceTable or ShardedTable, got "
-                f"{type(table).__name__}; use FeatureStore.from_arrays for arrays"
+                f"{what}: `table` must be a HostTable, CachedTable, SplitTable, DeviceTable, DriveTable or "
+                f"ShardedTable, got {type(table).__name__}; use FeatureStore.from_arrays for arrays"
             )
         if table._is_divided and (row_scale is not None or column_scale is not None):
             raise ValueError(
@@ -191,15 +192,16 @@ class FeatureStore:
             rows: for each node type int[rows], distinct ids of the rows to copy; `hot_rows` chooses them.
 
         Raises:
-            ValueError: a node type is unknown or does not lie in host memory, or an id is out of range or occurs twice.
+            ValueError: a node type is unknown or lies neither in host memory nor on a drive, or an id is out of range or
+                occurs twice.
         """
         self._check_types("FeatureStore.cached", rows)
         types = dict(self.types)
         for name, ids in rows.items():
             table = types[name].table
-            if not isinstance(table, HostTable):
+            if not isinstance(table, HostTable | DriveTable):
                 raise ValueError(
-                    f"FeatureStore.cached: the type {name!r} must lie in host memory alone, it lies on: "
+                    f"FeatureStore.cached: the type {name!r} must lie in host memory or on a drive alone, it lies on: "
                     f"{types[name].placement}"
                 )
             types[name] = dataclasses.replace(types[name], table=CachedTable.from_ids(table, ids))

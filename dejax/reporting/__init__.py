@@ -19,7 +19,7 @@ from dejax.offload.activations import current
 from dejax.reporting import _hlo, _liveness, _measure, _traffic
 from dejax.reporting._kernels import Kernel, kernels_of
 from dejax.reporting._liveness import Timeline
-from dejax.reporting._owners import OWNERS, PARAMETERS, Leaf, by_owner, hlo_shape, leaves_of
+from dejax.reporting._owners import OWNERS, PARAMETERS, Leaf, by_owner, drive_tables, hlo_shape, leaves_of
 from dejax.reporting._remedies import Remedy, Seen, remedies
 from dejax.reporting._report import Report
 from dejax.reporting._traffic import Traffic
@@ -120,12 +120,19 @@ def report(
 def _run(
     jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], donated: Sequence[bool], calls: int, store: Any
 ) -> tuple[_measure.Measured, list[Traffic], dict[str, float]]:
-    """Runs the step: times and events, and what the store moved."""
+    """Runs the step: times and events, and what the store and tables on a drive moved."""
     before = store.stats() if store is not None else None
+    stored = drive_tables((args, kwargs))
+    of_tables = [table.stats() for table in stored]
     measured = _measure.measure(
         lambda given: _call(jitted, given), lambda: _measure.copies((args, kwargs), donated), calls
     )
     moved, waits = _traffic.of_store(before, store.stats(), 2 * calls + 1) if store is not None else ([], {})
+    after = [table.stats() for table in stored]
+    if stored:
+        moved = [*moved, *_traffic.of_drives(of_tables, after, 2 * calls + 1)]
+        waited = sum(now["wait_seconds"] - then["wait_seconds"] for then, now in zip(of_tables, after, strict=True))
+        waits = waits | {"rows of tables on a drive": waited / (2 * calls + 1)}
     return measured, moved, waits
 
 

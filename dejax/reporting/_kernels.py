@@ -112,7 +112,7 @@ def _program(op_name: str, name: str, names: Sequence[str]) -> str:
 
 
 def _kind(instruction: Instruction) -> str:
-    if instruction.target.startswith(("dejax_table", "dejax_row")):
+    if instruction.target.startswith(("dejax_table", "dejax_row", "dejax_drive")):
         return "table"
     if instruction.target.startswith("dejax_offload"):
         return "offload"

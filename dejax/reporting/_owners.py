@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dejax.host_gather.drive import DriveTable
 from dejax.host_gather.table import LocalTable
 from dejax.host_gather.update import OptimizerState
 
@@ -176,11 +177,23 @@ def _table(path: str, table: LocalTable) -> Iterator[Leaf]:
     text = hlo_shape(spec.dtype, spec.shape)
     if spec.host_bytes:
         yield Leaf(path, TABLES, text, spec.host_bytes, True, floating=False)
+    for stored in drive_tables(table):
+        rows = stored.stats()["cache_rows_capacity"]
+        shape = hlo_shape(spec.dtype, (rows, *spec.row))
+        yield Leaf(f"{path}, cache of a drive", TABLES, shape, rows * spec.row_bytes, True, floating=False)
     for name in ("cache", "slots", "words", "hot"):
         part = getattr(table, name, None)
         if isinstance(part, jax.Array) and part.size:
             leaf = _leaf(f"{path}.{name}", part, TABLES)
             yield replace(leaf, on_host=False, floating=False)
+
+
+def drive_tables(tree: Any) -> list[DriveTable]:
+    """The tables on a drive among the arguments of a step, each reader once."""
+    found = jax.tree.leaves(tree, is_leaf=lambda value: isinstance(value, LocalTable))
+    stored = [value._host_part for value in found if isinstance(value, LocalTable) and value._spec.on_drive]
+    concrete = [table for table in stored if isinstance(table._leaf, jax.Array) and not table.is_closed()]
+    return list({table.stats()["reader"]: table for table in concrete}.values())
 
 
 def by_owner(leaves: Sequence[Leaf], *, on_host: bool) -> dict[str, int]:

@@ -213,6 +213,15 @@ def _waits(seen: Seen) -> Iterator[Remedy]:
     share = waited / seen.seconds if seen.seconds else 0
     if share > 0.1:
         worst = max(seen.waits, key=lambda what: seen.waits[what])
+        if "drive" in worst:
+            yield Remedy(
+                f"Of {milliseconds((seen.seconds or 0) * 1e3)}, {milliseconds(waited * 1e3)} are waits; most: {worst}.",
+                "Give the table a larger `cache_bytes` and `visits`, keep its most visited rows on the device "
+                "(`CachedTable`), or begin reads earlier (`pipelined_steps`).",
+                f"{DOCS}/drive.md",
+                share,
+            )
+            return
         room = "room" in worst or "store" in worst.rsplit(" ", 1)[-1]
         yield Remedy(
             f"Of {milliseconds((seen.seconds or 0) * 1e3)}, {milliseconds(waited * 1e3)} are waits for offloaded "

@@ -71,6 +71,26 @@ def of_tables(module: Module, leaves: Sequence[Leaf], *, on_gpu: bool) -> list[T
     return found
 
 
+def of_drives(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], calls: int) -> list[Traffic]:
+    """The rows of tables on a drive, by place: bytes that came from it, with the part of the rows that did not."""
+    found = []
+    for then, now in zip(before, after, strict=True):
+        rows = {place: (now[f"{place}_rows"] - then[f"{place}_rows"]) / calls for place in ("device", "cache", "drive")}
+        total = sum(rows.values())
+        if not total:
+            continue
+        places = ", ".join(f"{count:,.0f} from the {place}" for place, count in rows.items())
+        found.append(
+            Traffic(
+                f"{total:,.0f} rows of a table on a drive: {places}",
+                int((now["read_bytes"] - then["read_bytes"]) / calls),
+                "from disk",
+                note=f"counted by the reader; {1 - rows['drive'] / total:.1%} of the rows did not come from the drive",
+            )
+        )
+    return found
+
+
 def of_store(before: Any, after: Any, calls: int) -> tuple[list[Traffic], dict[str, float]]:
     """What a store moved in `calls` calls, and the seconds that one call waited."""
     names = {

@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <new>
@@ -223,8 +224,10 @@ void BlockQueue::BeginFlights(ReadRing* ring, Flight* flight) {
     ring->Prepare(file, job.data, static_cast<unsigned>(job.bytes), ChunkOf(job).offset, place);
   }
   flight->fresh.clear();
-  const bool wait = flight->ended.empty() && flight->free.size() < flight->jobs.size();
-  if (!ring->Submit(wait)) std::this_thread::sleep_for(kPoll);  // the kernel has no room: it makes some
+  // An eighth of the reads at a time: a call of the kernel for each would cost as much as the read.
+  const size_t under_way = flight->jobs.size() - flight->free.size() - flight->ended.size();
+  const size_t wait = flight->ended.empty() ? std::min(under_way, std::max<size_t>(1, under_way / 8)) : 0;
+  if (!ring->Submit(static_cast<unsigned>(wait))) std::this_thread::sleep_for(kPoll);  // the kernel has no room: it makes some
 }
 
 // A read of the ring has ended. Returns what went wrong.

@@ -130,16 +130,16 @@ void ReadRing::Prepare(int file, void* data, unsigned bytes, int64_t offset, uin
   __atomic_store_n(added_, at + 1, __ATOMIC_RELEASE);
 }
 
-bool ReadRing::Submit(bool wait) {
+bool ReadRing::Submit(unsigned wait) {
   while (true) {
     const uint32_t waiting = *added_ - __atomic_load_n(sent_, __ATOMIC_ACQUIRE);
-    if (waiting == 0 && !wait) return true;
-    if (syscall(kEnter, ring_, waiting, wait ? 1 : 0, wait ? kGetEvents : 0, nullptr, 0) >= 0) {
+    if (waiting == 0 && wait == 0) return true;
+    if (syscall(kEnter, ring_, waiting, wait, wait > 0 ? kGetEvents : 0, nullptr, 0) >= 0) {
       if (*added_ == __atomic_load_n(sent_, __ATOMIC_ACQUIRE)) return true;
     } else if (errno != EINTR) {
       return false;
     }
-    wait = wait && *taken_ == __atomic_load_n(ended_, __ATOMIC_ACQUIRE);
+    if (*taken_ != __atomic_load_n(ended_, __ATOMIC_ACQUIRE)) wait = 0;
   }
 }
 

@@ -20,8 +20,8 @@ class ReadRing {
   unsigned depth() const { return depth_; }
   // At most `depth` reads may be in flight.
   void Prepare(int file, void* data, unsigned bytes, int64_t offset, uint64_t user);
-  // Hands what was prepared to the kernel. With `wait`, returns when a read has ended. False: the kernel takes nothing now.
-  bool Submit(bool wait);
+  // Hands what was prepared to the kernel, and returns when `wait` reads have ended. False: the kernel takes nothing now.
+  bool Submit(unsigned wait);
   // A read that has ended; false where there is none. result: its bytes, or below 0 an error.
   bool Take(uint64_t* user, int* result);
 

@@ -291,10 +291,12 @@ print(table.stats()["engine"])
 """
 
 
-def _printed(code: str) -> str:
+def _printed(code: str, *arguments: str) -> str:
     """What a process of its own prints."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -306,6 +308,75 @@ def test_without_io_uring_threads_read() -> None:
     np.testing.assert_array_equal(table[np.arange(50)], ROWS)
     code = _SECCOMP.replace("{path!r}", repr(str(path)))
     assert "threads (no io_uring: io_uring_setup: Operation not permitted)" in _printed(code)
+
+
+_LIMITED = """
+import resource, sys
+import jax, jax.numpy as jnp, numpy as np
+from dejax.host_gather import DriveTable, HostTable, prefetched_scan
+path, rows = sys.argv[1], 1 << 20
+def step(w, x, _):
+    loss, gradient = jax.value_and_grad(lambda w: jnp.square(x @ w - 1).mean())(w)
+    return w - 0.01 * gradient, loss
+small = DriveTable.from_file(path, (4, 1024), np.float32, cache_bytes=1 << 14)
+train = jax.jit(lambda w, table, ids: prefetched_scan(step, w, table, ids))
+train(jnp.zeros(1024), small, np.zeros((8, 256), np.int32))
+def held():
+    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held() + (1 << 30), -1))
+try:
+    HostTable.from_file(path, (rows, 1024), np.float32)
+    raise SystemExit("the limit does not hold")
+except (MemoryError, OSError, RuntimeError):
+    pass
+table = DriveTable.from_file(path, (rows, 1024), np.float32, cache_bytes=64 << 20)
+w = jnp.zeros(1024)
+for k in range(3):
+    ids = np.random.default_rng(k).integers(0, rows, (8, 256)).astype(np.int32)
+    w, losses = train(w, table, ids)
+assert np.isfinite(losses).all() and table.stats()["drive_rows"] > 6000
+print("trained")
+"""
+
+
+def test_a_table_larger_than_the_memory_of_a_process_trains(tmp_path: Path) -> None:
+    """4 GiB in a process that may take 1 GiB more; the file has a hole in place of most rows."""
+    path = tmp_path / "rows.bin"
+    with open(path, "wb") as file:
+        file.write(np.ones(1 << 20, np.float32).tobytes())
+        file.truncate(4 << 30)
+    assert "trained" in _printed(_LIMITED, str(path))
+
+
+@pytest.mark.slow
+def test_soak() -> None:
+    """Random gathers with random faults: each gives the right rows, or an error."""
+    rows = RNG.standard_normal((20_000, 40)).astype(np.float32)
+    tables = [on_drive(rows, 700, **engine) for engine in ENGINES.values()]
+    interceptors, failed = [faults(table) for table in tables], 0
+    sizes = [RNG.integers(0, 20_000, size).astype(np.int32) for size in (1, 30, 200, 900)]
+    started = jax.jit(lambda table, ids, x: gather_done(gather_start(table, ids), after=x + 1))
+    for turn in range(100_000):
+        which = turn % len(tables)
+        table, interceptor = tables[which], interceptors[which]
+        ids = RNG.integers(-5, 20_005, len(sizes[RNG.integers(0, 4)])).astype(np.int32)
+        chance = RNG.random()
+        if chance < 0.01:
+            interceptor.inject("read", int(RNG.integers(1, 4)))
+        interceptor.slow(0.0005 if 0.5 < chance < 0.505 else 0)
+        try:
+            got = np.asarray(read(table, ids) if chance < 0.5 else started(table, ids, 0.0)[0])
+        except Exception as error:
+            assert "injected fault" in str(error), error
+            failed += 1
+            interceptor.inject("read", 0)
+            continue
+        there = (ids >= 0) & (ids < 20_000)
+        np.testing.assert_array_equal(got, np.where(there[:, None], rows[np.clip(ids, 0, 19_999)], 0))
+    assert failed > 100
+    for table in tables:
+        assert table.stats()["requests_open"] <= 256
+        table.close()
 
 
 @pytest.mark.devices(4)

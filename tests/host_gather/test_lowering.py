@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 from dejax.host_gather import (
     CachedTable,
     DeviceTable,
+    DriveTable,
     HostTable,
     adam,
     gather,
@@ -178,3 +179,22 @@ def test_rows_on_the_device_take_more_multiprocessors(dtype: str, out: Any, alon
     cache = jax.core.ShapedArray((16, *leaf.shape[1:]), leaf.dtype)
     assert grid(host) == alone
     assert grid(CachedTable(host, cache, jax.core.ShapedArray((4096,), jnp.int32))) == mixed
+
+
+def test_of_a_table_on_a_drive_only_native_calls_take_the_number() -> None:
+    spec = TableSpec(1 << 28, (1024,), np.dtype(np.uint8), "cuda", read_only=True, on_drive=True)
+    leaf = jax.core.ShapedArray(spec.leaf.shape, spec.leaf.dtype, memory_space=jax.memory.Space.Host)
+    stored = DriveTable(leaf, spec)
+
+    def step(t: DriveTable, ids: jax.Array, x: jax.Array) -> Any:
+        pending, x = gather_start(t, ids, before=x)
+        return gather_done(pending, after=x * 2), t[ids[:8]]
+
+    text = lowered(step, stored, IDS, jax.ShapeDtypeStruct((4,), jnp.float32))
+    assert text.count("custom_call @dejax_drive_start") == 1 and text.count("custom_call @dejax_drive_gather") == 2
+    assert re.search(r"custom_call @dejax_drive_start.*output_operand_alias", text)
+    assert of_the_table(text, "2") == []
+    loop = lowered(
+        lambda t, i: prefetched_scan(lambda c, rows, _: (c, rows.sum()), 0, t, i.reshape(4, -1))[1], stored, IDS
+    )
+    assert loop.index("dejax_drive_start") < loop.index("dejax_drive_gather")

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "driver/host_memory.h"
-#include "driver/thread_pool.h"
 #include "tables/drive/row_reader.h"
 
 namespace nb = nanobind;
@@ -26,12 +25,12 @@ std::vector<uint64_t> Words(uintptr_t address, int64_t count) {
 
 // memory: of the number, and of the cache, which begins at `cache`. The reader lives as long.
 std::shared_ptr<RowReader> OpenReader(nb::object memory, std::vector<std::string> paths, int64_t rows, int64_t row_bytes,
-                                      int64_t stride, int64_t first, int64_t stripe_rows, uintptr_t cache, int64_t slots,
+                                      int64_t first, int64_t stripe_rows, int64_t stripe_bytes, uintptr_t cache, int64_t slots,
                                       std::pair<uintptr_t, int64_t> wanted, std::pair<uintptr_t, int64_t> checksums,
                                       std::vector<int64_t> pages, bool direct, bool use_ring, int threads, int depth) {
   RowReader::Options options;
   options.paths = std::move(paths);
-  options.layout = {rows, row_bytes, stride, first, stripe_rows};
+  options.layout = {rows, row_bytes, first, stripe_rows, stripe_bytes};
   options.cache = reinterpret_cast<char*>(cache);
   options.slots = slots;
   options.wanted = Words(wanted.first, wanted.second);
@@ -62,22 +61,13 @@ nb::dict StatsOfReader(RowReader& reader) {
   return d;
 }
 
-// The checksum of each page of memory that has whole pages.
-void ChecksumsOfPages(uintptr_t data, int64_t pages, uintptr_t out) {
-  const char* from = reinterpret_cast<const char*>(data);
-  auto* to = reinterpret_cast<uint64_t*>(out);
-  ThreadPool::Get().ParallelFor(pages, 64, [&](int64_t begin, int64_t end) {
-    for (int64_t k = begin; k < end; ++k) to[k] = offload::Checksum(from + k * offload::kPage, offload::kPage);
-  });
-}
-
 }  // namespace
 
 void DefineRowReader(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<RowReader>(m, "RowReader")
       .def_static("open", &OpenReader, nb::kw_only(), nb::arg("memory"), nb::arg("paths"), nb::arg("rows"), nb::arg("row_bytes"),
-                  nb::arg("stride"), nb::arg("first"), nb::arg("stripe_rows"), nb::arg("cache"), nb::arg("slots"),
+                  nb::arg("first"), nb::arg("stripe_rows"), nb::arg("stripe_bytes"), nb::arg("cache"), nb::arg("slots"),
                   nb::arg("wanted"), nb::arg("checksums"), nb::arg("pages"), nb::arg("direct"), nb::arg("use_ring"),
                   nb::arg("threads"), nb::arg("depth"))
       .def_static("find", &RowReader::Find)
@@ -87,13 +77,11 @@ void DefineRowReader(nb::module_& m) {
       .def_prop_ro("layout",
                    [](const RowReader& reader) {
                      const TableLayout& layout = reader.options().layout;
-                     return nb::make_tuple(layout.stride, layout.first, layout.stripe_rows);
+                     return nb::make_tuple(layout.first, layout.stripe_rows, layout.stripe_bytes);
                    })
       .def_prop_ro("slots", [](const RowReader& reader) { return reader.options().slots; })
       .def("stats", &StatsOfReader)
       .def("close", &RowReader::Close, Release());
-  m.def("checksums_of_pages", &ChecksumsOfPages, nb::arg("data"), nb::arg("pages"), nb::arg("out"), Release(),
-        "The checksum of each page of 4 KiB, as uint64, to the memory at `out`.");
 }
 
 }  // namespace dejax

@@ -272,7 +272,7 @@ void RowReader::Wait(const RequestPtr& request) {
     for (const auto& load : request->loads) {
       while (!load->done) {
         waited = true;
-        monitor_.changed.wait(lock);
+        loaded_.wait(lock);
       }
       if (error.empty()) error = load->error;
     }
@@ -394,7 +394,7 @@ void RowReader::Ended(Load* load) {
   }
   load->done = true;
   load->slots = {};
-  monitor_.changed.notify_all();
+  loaded_.notify_all();
 }
 
 }  // namespace dejax

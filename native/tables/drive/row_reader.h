@@ -121,7 +121,8 @@ class RowReader {
   const int64_t number_;
   const pid_t process_;
   TableFiles files_;
-  offload::Monitor monitor_;  // of the queue; taken before `mutex_`
+  offload::Monitor monitor_;       // of the queue; taken before `mutex_`
+  std::condition_variable loaded_;  // a load has ended; the monitor's `changed` tells of each of its chunks
   std::unique_ptr<offload::BlockQueue> queue_;
   std::string engine_;
 

@@ -16,9 +16,9 @@ namespace dejax {
 struct TableLayout {
   int64_t rows = 0;
   int64_t row_bytes = 0;
-  int64_t stride = 0;       // from the beginning of a row to that of the next one of its stripe
-  int64_t first = 0;        // bytes of each file before its first row
-  int64_t stripe_rows = 0;  // rows of a stripe
+  int64_t first = 0;         // bytes of each file before its first stripe
+  int64_t stripe_rows = 0;   // rows of a stripe, one after the other
+  int64_t stripe_bytes = 0;  // from the beginning of a stripe to that of the next one in its file
 };
 
 class TableFiles : public offload::BlockSource {
@@ -39,8 +39,8 @@ class TableFiles : public offload::BlockSource {
   };
   Place PlaceOf(int64_t row) const {
     const int64_t stripe = row / layout_.stripe_rows, count = static_cast<int64_t>(files_.size());
-    const int64_t own = stripe / count * layout_.stripe_rows + row % layout_.stripe_rows;  // among the rows of its file
-    return {static_cast<int>(stripe % count), layout_.first + own * layout_.stride};
+    const int64_t begin = layout_.first + stripe / count * layout_.stripe_bytes;
+    return {static_cast<int>(stripe % count), begin + row % layout_.stripe_rows * layout_.row_bytes};
   }
 
   std::string Name(const offload::Chunk& chunk) const override { return files_[chunk.file].path; }

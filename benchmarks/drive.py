@@ -1,0 +1,214 @@
+"""Tables on a drive, next to a plain loop of reads of the same blocks, in turns: rates as shares of the drive's own.
+
+    python -m benchmarks drive --folder /fast/drive --gib 16
+
+The file is written first, where it is not there. Reads go past the page cache; a virtual machine's host may still keep
+blocks, so the file should be larger than what such a host keeps, and the loop reads the same blocks as the table. The
+loop, benchmarks/peers/drive_loop.cc, needs a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.provenance import Save
+from dejax.host_gather import DriveTable, HostTable, gather
+
+ROW = 4096  # bytes
+DEPTH = 128  # reads in flight
+RUN = 128 << 10  # bytes of a read in a sequential pass
+
+
+def plain_loop() -> Any:
+    """`read_blocks` of drive_loop.cc."""
+    source = Path(__file__).parent / "peers" / "drive_loop.cc"
+    built = Path(tempfile.mkdtemp()) / "drive_loop.so"
+    command = [os.environ.get("CXX", "c++"), "-O2", "-shared", "-fPIC", str(source), "-o", str(built)]
+    subprocess.run(command, check=True)
+    read = ctypes.CDLL(str(built)).read_blocks
+    read.restype = ctypes.c_double
+    read.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    return read
+
+
+def write_file(path: Path, blocks: int) -> None:
+    """A file of blocks, each of which begins with its number."""
+    if path.exists() and path.stat().st_size == blocks * ROW:
+        return
+    rng = np.random.default_rng(0)
+    with open(path, "wb") as file:
+        for start in range(0, blocks, 4096):
+            rows = rng.integers(0, 1 << 62, (min(4096, blocks - start), ROW // 8))
+            rows[:, 0] = np.arange(start, start + len(rows))
+            file.write(rows.tobytes())
+        os.fsync(file.fileno())
+
+
+class Drive:
+    """One file, read by the loop and by tables."""
+
+    def __init__(self, path: Path, blocks: int) -> None:
+        self.path, self.blocks, self._loop = path, blocks, plain_loop()
+
+    def loop_rate(self, blocks: np.ndarray, block_bytes: int = ROW) -> float:
+        """Bytes per second of the plain loop."""
+        given = np.ascontiguousarray(blocks, np.int64)
+        seconds = self._loop(os.fsencode(self.path), block_bytes, given.ctypes.data, len(given), DEPTH)
+        if seconds <= 0:
+            raise OSError(f"the plain loop could not read {self.path} past the page cache")
+        return float(len(given) * block_bytes / seconds)
+
+    def table(self, cache_rows: int) -> DriveTable:
+        return DriveTable.from_file(self.path, (self.blocks, ROW), np.uint8, cache_bytes=cache_rows * ROW)
+
+
+@jax.jit
+def first_bytes(table: DriveTable, ids: jax.Array) -> jax.Array:
+    """The first eight bytes of each row: all of a row is read, and little is left to do."""
+    return gather(table, ids)[:, :8]
+
+
+def table_rate(table: DriveTable | HostTable, batches: list[np.ndarray]) -> tuple[float, float]:
+    """Bytes of rows per second, and processor seconds per GB."""
+    first_bytes(table, jnp.asarray(batches[0][::-1].copy(), jnp.int32)).block_until_ready()  # compiles
+    given = [jnp.asarray(ids, jnp.int32) for ids in batches[1:]]
+    begin, cpu = time.perf_counter(), time.process_time()
+    found = [first_bytes(table, ids).block_until_ready() for ids in given]
+    seconds, used = time.perf_counter() - begin, time.process_time() - cpu
+    for ids, rows in zip(batches[1:], found, strict=True):
+        assert np.array_equal(np.asarray(rows).view(np.int64)[:, 0], ids), "wrong rows"
+    total = sum(map(len, batches[1:])) * ROW
+    return total / seconds, used / (total / 1e9)
+
+
+def cold(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
+    """Random rows, none of which is in the cache."""
+    rng, found = np.random.default_rng(1), []
+    for _ in range(args.turns):
+        order = rng.permutation(drive.blocks)[: args.batch * (args.batches + 1)].reshape(-1, args.batch)
+        own = drive.loop_rate(order[1:].reshape(-1))
+        with drive.table(2 * args.batch) as table:
+            rate, cpu = table_rate(table, list(order))
+            found.append({"loop": own, "table": rate, "share": rate / own, "cpu_s_per_gb": cpu})
+            engine = table.stats()["engine"]
+    return {"engine": engine, **median(found)}
+
+
+def sequential(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
+    """All rows in order, as inference over all nodes reads them."""
+    found, blocks = [], min(drive.blocks, args.batch * args.batches * 4) // 32 * 32
+    for turn in range(args.turns):
+        first = turn * blocks % max(1, drive.blocks - blocks + 1) // 32 * 32
+        own = drive.loop_rate(np.arange(first // 32, (first + blocks) // 32), RUN)
+        ids = np.arange(first, first + blocks)
+        with drive.table(2 * args.batch) as table:
+            rate, cpu = table_rate(table, [ids[-args.batch :], *np.split(ids, range(args.batch, blocks, args.batch))])
+        found.append({"loop": own, "table": rate, "share": rate / own, "cpu_s_per_gb": cpu})
+    return median(found)
+
+
+def mostly_cached(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
+    """Batches of which nine rows in ten are in the cache, next to batches of rows that all are."""
+    rng, found = np.random.default_rng(2), []
+    hot, misses = args.batch * 4, args.batch // 10
+    for _ in range(args.turns):
+        order = rng.permutation(drive.blocks)
+        warm, fresh = order[:hot], order[hot : hot + misses * (args.batches + 1)].reshape(-1, misses)
+        visits = np.zeros(drive.blocks)
+        visits[warm] = 1
+        some = [rng.choice(warm, args.batch, replace=False) for _ in range(args.batches + 1)]
+        mixed = [np.concatenate([ids[misses:], new]) for ids, new in zip(some, fresh, strict=True)]
+        own = drive.loop_rate(fresh[1:].reshape(-1))
+        cache = hot + 4 * args.batch
+        stored = DriveTable.from_file(drive.path, (drive.blocks, ROW), np.uint8, cache_bytes=cache * ROW, visits=visits)
+        with stored as table:
+            for start in range(0, hot, args.batch):
+                first_bytes(table, jnp.asarray(warm[start : start + args.batch], jnp.int32)).block_until_ready()
+            cached = args.batch * ROW / table_rate(table, some)[0]
+            before = table.stats()
+            took = args.batch * ROW / table_rate(table, mixed)[0]
+            after = table.stats()
+        bound = max(cached, misses * ROW / own)
+        rows = after["drive_rows"] - before["drive_rows"]
+        found.append(
+            {"cached_ms": 1e3 * cached, "drive_ms": 1e3 * misses * ROW / own, "mixed_ms": 1e3 * took,
+             "times_bound": took / bound, "missed": rows / (len(mixed) * args.batch)}
+        )  # fmt: skip
+    return median(found)
+
+
+_MEMORY = """
+import resource, sys
+import jax, jax.numpy as jnp, numpy as np
+from dejax.host_gather import DriveTable, prefetched_scan
+path, blocks, cache = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+table = DriveTable.from_file(path, (blocks, 1024), np.float32, cache_bytes=cache)
+def step(w, rows, _):
+    x = jnp.where(jnp.isfinite(rows), jnp.clip(rows, -1, 1), 0)
+    loss, gradient = jax.value_and_grad(lambda w: jnp.square(x @ w - 1).mean())(w)
+    return w - 0.01 * gradient, loss
+train = jax.jit(lambda w, table, ids: prefetched_scan(step, w, table, ids))
+w = jnp.zeros(1024)
+for k in range(int(sys.argv[4])):
+    ids = np.random.default_rng(k).integers(0, blocks, (8, 1024)).astype(np.int32)
+    w, losses = train(w, table, ids)
+losses.block_until_ready()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, float(losses[-1]))
+"""
+
+
+def memory(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
+    """The most memory of a process that trains with a cache of a tenth of the table."""
+    cache = drive.blocks * ROW // 10
+    command = [sys.executable, "-c", _MEMORY, str(drive.path), str(drive.blocks), str(cache), str(args.memory_calls)]
+    out = subprocess.run(command, check=True, capture_output=True, text=True)
+    peak, loss = out.stdout.split()[-2:]
+    return {
+        "table_bytes": drive.blocks * ROW,
+        "cache_bytes": cache,
+        "peak_resident_bytes": int(peak),
+        "loss": float(loss),
+    }
+
+
+def median(found: list[dict[str, float]]) -> dict[str, Any]:
+    """The median of each figure over the turns, with all turns."""
+    return {name: float(np.median([each[name] for each in found])) for name in found[0]} | {"turns": found}
+
+
+CASES = {"cold": cold, "sequential": sequential, "mostly_cached": mostly_cached, "memory": memory}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", type=Path, default=Path("."), help="on the drive: the file lies there")
+    parser.add_argument("--gib", type=float, default=4, help="size of the file")
+    parser.add_argument("--batch", type=int, default=16384, help="rows of a gather")
+    parser.add_argument("--batches", type=int, default=8, help="gathers of a turn")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--memory-calls", type=int, default=40, help="calls of 8 steps, of the case `memory`")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+
+
+def run(args: argparse.Namespace, save: Save) -> None:
+    blocks = int(args.gib * (1 << 30)) // ROW
+    path = args.folder / "dejax_drive_benchmark.bin"
+    write_file(path, blocks)
+    drive = Drive(path, blocks)
+    found: dict[str, Any] = {"gib": args.gib, "batch": args.batch, "depth": DEPTH, "cores": os.cpu_count()}
+    for name in args.cases:
+        found[name] = CASES[name](drive, args)
+        print(name, {key: value for key, value in found[name].items() if key != "turns"}, flush=True)
+        save(found)
+    path.unlink()

@@ -1,0 +1,150 @@
+"""`write_drive_table`: rows of features in the files that `dejax.host_gather.DriveTable` reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from dejax._drive_layout import BLOCK, DriveLayout, checksums_of
+from dejax._npy import mapped_npy
+from dejax.datasets._narrow_rows import Encoder, block_rows
+from dejax.datasets._parallel import for_blocks
+from dejax.datasets._parquet_rows import ParquetRows
+
+Folder = str | os.PathLike[str]
+
+
+def write_drive_table(
+    folder: Folder | Sequence[Folder],
+    rows: Any,
+    *,
+    dtype: Any = None,
+    scale: str | None = None,
+    align: bool | None = None,
+    columns: Sequence[str] | None = None,
+) -> Path:
+    """Writes rows for `dejax.host_gather.DriveTable.open`, block by block: neither side must fit in memory.
+
+    Args:
+        folder: of the table. Of several, on drives of their own, each gets a part of the rows; the first one names the
+            table.
+        rows: [rows, *row]: an array, a memory map, the path of an `.npy` file, or the path of a Parquet file, whose
+            columns are numbers, or one column of lists of equal length.
+        dtype: of the table: float32, bfloat16, float16, float8_e4m3fn, int8 and others; by default that of the rows.
+        scale: None, "row" or "column": what int8 and FP8 rows are scaled by, as in `FeatureStore.from_arrays`.
+        align: whether rows begin such that they lie in the fewest blocks of 4 KiB. By default where it takes at most a
+            quarter more bytes.
+        columns: of a Parquet file; by default all of them.
+
+    Returns:
+        The (first) folder.
+
+    Raises:
+        ValueError: an unknown scale, values that the format cannot hold, a folder that has a table already, rows of a
+            Parquet file with missing values or of several lengths.
+        TypeError: rows that are not numeric.
+        OSError: a drive is full.
+        ModuleNotFoundError: a Parquet file, without pyarrow (the extra `tables`).
+
+    >>> import tempfile
+    >>> folder = write_drive_table(tempfile.mkdtemp(), np.arange(6.0).reshape(3, 2), dtype="float16")
+    >>> sorted(path.name for path in folder.iterdir())
+    ['checksums0.npy', 'rows0.bin', 'table.json']
+    """
+    what = "write_drive_table"
+    several = isinstance(folder, Sequence) and not isinstance(folder, str)
+    folders = [Path(each).absolute() for each in (folder if several else [folder])]  # type: ignore[union-attr]
+    if not folders:
+        raise ValueError(f"{what}: `folder` must be one folder or several, got none")
+    given = _rows_of(what, rows, columns)
+    if given.ndim == 0 or given.dtype.hasobject or given.dtype.kind in "SUmMc":
+        raise TypeError(f"{what}: `rows` must be numbers [rows, *row], got {given.dtype}{list(given.shape)}")
+    wanted = (
+        given.dtype
+        if dtype is None
+        else np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
+    )
+    encoder = Encoder.of(what, given, wanted.newbyteorder("="), scale)
+    layout = DriveLayout.new(folders, given.shape, encoder.dtype, scale, align)
+    for each in folders:
+        each.mkdir(parents=True, exist_ok=True)
+        if (each / "table.json").exists() or any(Path(path).exists() for path in layout.paths):
+            raise ValueError(f"{what}: {each} must have no table yet; remove it, or take another folder")
+    row_scale = _write_rows(layout, given, encoder)
+    scales = row_scale if scale == "row" else encoder.column_scale
+    if scales is not None:
+        np.save(folders[0] / "scale.npy", scales)
+    layout.write()
+    return folders[0]
+
+
+def _rows_of(what: str, rows: Any, columns: Sequence[str] | None) -> Any:
+    if not isinstance(rows, str | os.PathLike):
+        if columns is not None:
+            raise ValueError(f"{what}: `columns` must be None, unless `rows` is the path of a Parquet file")
+        return rows if isinstance(rows, np.ndarray) else np.asarray(rows)
+    path = Path(rows)
+    if path.suffix == ".npy":
+        return mapped_npy(path)
+    if path.suffix in (".parquet", ".pq"):
+        return ParquetRows(path, columns)
+    raise ValueError(f"{what}: `rows` must be an array, or the path of an .npy or .parquet file, got {path}")
+
+
+def _write_rows(layout: DriveLayout, rows: Any, encoder: Encoder) -> np.ndarray:
+    """Writes files and checksums. Returns float32[rows], the scale of each row, of which those without one are 1."""
+    row_scale = np.ones(len(rows), np.float32)
+    files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644) for path in layout.paths]
+    sums = [_new_sums(layout, number) for number in range(len(files))]
+    per_round = layout.stripe_rows * len(files)  # rows of one stripe in each file
+    rounds = max(1, block_rows(rows) // per_round)
+
+    def write(number: int, start: int, stop: int) -> None:
+        encoded, scales = encoder(np.ascontiguousarray(rows[start:stop]))
+        if scales is not None:
+            row_scale[start:stop] = scales
+        stripes = -(-len(encoded) // layout.stripe_rows)
+        held = np.zeros((stripes * layout.stripe_rows, layout.row_bytes), np.uint8)
+        held[: len(encoded)] = np.ascontiguousarray(encoded).reshape(len(encoded), -1).view(np.uint8)
+        padded = np.zeros((stripes, layout.stripe_bytes), np.uint8)
+        padded[:, : layout.stripe_rows * layout.row_bytes] = held.reshape(stripes, -1)
+        for each, file in enumerate(files):
+            own = np.ascontiguousarray(padded[each :: len(files)])
+            at = number * rounds * layout.stripe_bytes
+            if own.size:
+                _write_all(file, own, at)
+                sums[each][at // BLOCK : (at + own.size) // BLOCK] = checksums_of(own.reshape(-1, BLOCK))
+
+    try:
+        if layout.row_bytes:
+            for_blocks(write, len(rows), rounds * per_round, label="write rows")
+        for file in files:
+            os.fsync(file)
+    finally:
+        for file in files:
+            os.close(file)
+    for each in sums:
+        if isinstance(each, np.memmap):
+            each.flush()
+    return row_scale
+
+
+def _new_sums(layout: DriveLayout, number: int) -> np.ndarray:
+    """The file of a file's checksums, to be filled."""
+    path, count = os.path.join(layout.folder or "", f"checksums{number}.npy"), layout.blocks(number)
+    if not count:
+        np.save(path, np.zeros(0, np.uint64))
+        return np.zeros(0, np.uint64)
+    return np.lib.format.open_memmap(path, "w+", np.uint64, (count,))
+
+
+def _write_all(file: int, data: np.ndarray, offset: int) -> None:
+    left = memoryview(data.reshape(-1))
+    while left:
+        written = os.pwrite(file, left, offset)
+        left, offset = left[written:], offset + written
