@@ -125,6 +125,7 @@ LAYERS = (
         "dejax._pytrees",
         "dejax._jaxprs",
         "dejax._native",
+        "dejax._drive_layout",
         "dejax._npy",
         "dejax._optional",
         "dejax._origin",

@@ -57,8 +57,8 @@ def write_drive_table(
     ['checksums0.npy', 'rows0.bin', 'table.json']
     """
     what = "write_drive_table"
-    several = isinstance(folder, Sequence) and not isinstance(folder, str)
-    folders = [Path(each).absolute() for each in (folder if several else [folder])]  # type: ignore[union-attr]
+    given_folders = [folder] if isinstance(folder, str | os.PathLike) else folder
+    folders = [Path(each).absolute() for each in given_folders]
     if not folders:
         raise ValueError(f"{what}: `folder` must be one folder or several, got none")
     given = _rows_of(what, rows, columns)
@@ -144,7 +144,7 @@ def _new_sums(layout: DriveLayout, number: int) -> np.ndarray:
 
 
 def _write_all(file: int, data: np.ndarray, offset: int) -> None:
-    left = memoryview(data.reshape(-1))
+    left = memoryview(data.reshape(-1))  # type: ignore[arg-type]
     while left:
         written = os.pwrite(file, left, offset)
         left, offset = left[written:], offset + written

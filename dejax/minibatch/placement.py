@@ -71,6 +71,11 @@ class TypePlacement:
         on_device: int64[device rows], for `on_device` of `FeatureStore.from_arrays`, or `FeatureStore.cached`.
         cache_bytes: of a table on a drive.
         read_bytes: what a step reads of it from "device", "host" and "drive".
+
+    >>> rates = ReadRates(device=2e12, host=5e10, drive=2e9)
+    >>> plan = plan_placement({"a": [3, 1]}, {"a": 512}, device_bytes=0, host_bytes=2000, rates=rates)
+    >>> plan.types["a"].place
+    'host'
     """
 
     rows: int
@@ -88,6 +93,11 @@ class PlacementPlan:
     Attributes:
         types: by name.
         milliseconds: that the reads of a step take from "device", "host" and "drive".
+
+    >>> rates = ReadRates(device=2e12, host=5e10, drive=2e9)
+    >>> plan = plan_placement({"a": [3, 1]}, {"a": 512}, device_bytes=0, host_bytes=2000, rates=rates)
+    >>> plan.step_milliseconds == plan.milliseconds["host"]
+    True
     """
 
     types: dict[str, TypePlacement]

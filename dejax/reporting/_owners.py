@@ -191,7 +191,8 @@ def _table(path: str, table: LocalTable) -> Iterator[Leaf]:
 def drive_tables(tree: Any) -> list[DriveTable]:
     """The tables on a drive among the arguments of a step, each reader once."""
     found = jax.tree.leaves(tree, is_leaf=lambda value: isinstance(value, LocalTable))
-    stored = [value._host_part for value in found if isinstance(value, LocalTable) and value._spec.on_drive]
+    parts = [value._host_part for value in found if isinstance(value, LocalTable) and value._spec.on_drive]
+    stored = [part for part in parts if isinstance(part, DriveTable)]
     concrete = [table for table in stored if isinstance(table._leaf, jax.Array) and not table.is_closed()]
     return list({table.stats()["reader"]: table for table in concrete}.values())
 

@@ -252,7 +252,9 @@ def test_misuse_is_told() -> None:
     assert raised.value.__notes__ == ["for the node type 'paper'"]
     with pytest.raises(ValueError, match="`row_scale` and `column_scale` must be None"):
         FeatureStore().with_table("paper", store["paper"].table, row_scale=2.0)
-    with pytest.raises(ValueError, match="must lie in host memory alone, it lies on: divided over devices"):
+    with pytest.raises(
+        ValueError, match="must lie in host memory or on a drive alone, it lies on: divided over devices"
+    ):
         store.cached({"paper": [1]})
     with pytest.raises(ValueError, match="`mode` must be 'fill' for a table that is divided over devices, got 'raise'"):
         store.gather(IDS, mode="raise")

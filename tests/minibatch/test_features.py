@@ -98,15 +98,15 @@ def test_default_dtypes_and_integers() -> None:
 
 
 def test_memory_maps_and_blocks(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dejax.minibatch._formats._BLOCK_BYTES", 500)
+    monkeypatch.setattr("dejax.datasets._narrow_rows._BLOCK_BYTES", 500)
     np.save(tmp_path / "rows.npy", PAPERS)
     mapped = np.load(tmp_path / "rows.npy", mmap_mode="r")
     for place in PLACES.values():
         for dtype, scale in FORMATS.values():
             node = NodeFeatures.from_numpy(mapped, dtype=dtype, scale=scale, on_device=place)
-            monkeypatch.setattr("dejax.minibatch._formats._BLOCK_BYTES", 1 << 20)
+            monkeypatch.setattr("dejax.datasets._narrow_rows._BLOCK_BYTES", 1 << 20)
             whole = NodeFeatures.from_numpy(PAPERS, dtype=dtype, scale=scale)
-            monkeypatch.setattr("dejax.minibatch._formats._BLOCK_BYTES", 500)
+            monkeypatch.setattr("dejax.datasets._narrow_rows._BLOCK_BYTES", 500)
             np.testing.assert_array_equal(decoded(node), decoded(whole))
 
 
@@ -250,9 +250,9 @@ ERRORS = {
     "`num_nodes` must be at least 0": lambda s: s.embedding("a", 3, 0),
     "must have a row for each of 41 nodes": lambda s: s.check_counts({"paper": 41}),
     "must be one of the graph's, 'author'": lambda s: s.check_counts({"author": 41}),
-    "must lie in host memory alone": lambda s: FeatureStore.from_arrays({"a": PAPERS}, on_device=True).cached(
-        {"a": [1]}
-    ),
+    "must lie in host memory or on a drive alone": lambda s: FeatureStore.from_arrays(
+        {"a": PAPERS}, on_device=True
+    ).cached({"a": [1]}),
     "distinct": lambda s: s.cached({"paper": [1, 1]}),
     "`ids` must have the type 'a'": lambda s: s.embedding("a", 3, 2).update(sgd(1.0), {}, {"a": 1}, {}),
     "`state` must have the embedding 'a'": lambda s: s.embedding("a", 3, 2).update(sgd(1.0), {"a": [0]}, {"a": 1}, {}),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dejax.minibatch import ReadRates, plan_placement
+from dejax.minibatch import PlacementPlan, ReadRates, TypePlacement, plan_placement
 from tests.host_gather.rows import file_of
 
 RATES = ReadRates(device=2e12, host=5e10, drive=2e9)
@@ -13,6 +13,7 @@ ROW_BYTES = {"paper": 512, "author": 1024}
 
 def test_types_go_to_the_device_then_to_host_memory_then_to_the_drive() -> None:
     everything = plan_placement(VISITS, ROW_BYTES, device_bytes=1 << 20, host_bytes=1 << 20, rates=RATES)
+    assert isinstance(everything, PlacementPlan) and isinstance(everything.types["author"], TypePlacement)
     assert everything.types["author"].place == "device" and len(everything.types["author"].on_device) == 2
     none = plan_placement(VISITS, ROW_BYTES, device_bytes=0, host_bytes=1 << 20, rates=RATES)
     assert {each.place for each in none.types.values()} == {"host"}
