@@ -192,8 +192,8 @@ class FeatureStore:
             rows: for each node type int[rows], distinct ids of the rows to copy; `hot_rows` chooses them.
 
         Raises:
-            ValueError: a node type is unknown or lies neither in host memory nor on a drive, or an id is out of range or
-                occurs twice.
+            ValueError: a node type is unknown or lies neither in host memory nor on a drive, or an id is out of range
+                or occurs twice.
         """
         self._check_types("FeatureStore.cached", rows)
         types = dict(self.types)
