@@ -24,17 +24,17 @@ Missing = Callable[[str, str, str], None]
 
 
 def collect() -> dict[str, Any]:
-    """Everything that the report says, as plain values that `json.dumps` takes.
+    """Collects what this machine and this installation have, as plain values for `json.dumps`.
 
     Returns:
-        "versions": {name: version or None};
-        "machine": system, architecture, cores that this process may use;
-        "default_backend" and "devices": what jax uses, each device with its memory kinds;
+        "versions": versions by name, None for a missing package;
+        "machine": system, architecture, and number of cores that this process may use;
+        "default_backend" and "devices": what jax uses, and the memory kinds of each device;
         "driver": the CUDA driver and its devices, or None;
-        "native": the extension;
+        "native": the state of dejax's native extension;
         "kernels": how Pallas kernels run here;
-        "tuned_tables": [{file, entries}];
-        "unavailable": [{what, why, remedy}].
+        "tuned_tables": a list of {file, entries}, the stored tuning results;
+        "unavailable": a list of {what, why, remedy}, the features that do not work here.
 
     >>> from dejax import info
     >>> info.collect()["machine"].keys()
@@ -181,7 +181,7 @@ def _by_name(handlers: Sequence[str]) -> list[str]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report of `collect` as text for people.
+    """Formats the result of `collect` as text.
 
     >>> from dejax import info
     >>> print(info.render(info.collect()).splitlines()[2])
@@ -243,7 +243,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command `python -m dejax.info`."""
+    """Runs the command `python -m dejax.info`, which prints the result of `collect`. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m dejax.info", description="What this machine and installation have."
     )

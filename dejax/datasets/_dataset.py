@@ -23,32 +23,31 @@ _ARRAYS = (*_ID_FIELDS, "features")
 
 @dataclass(frozen=True, eq=False)
 class EntityDataset:
-    """A directed graph with edge types and node types, and labels on some of its nodes.
+    """A graph for node classification, as numpy arrays: typed edges, typed nodes, labels and splits.
 
-    The arrays are numpy arrays: nothing is on a device before `graph()` is called. Nodes are numbered 0 ..
-    num_nodes - 1 over all node types, classes 0 .. num_classes - 1. The edges are those of the source, in their own
-    direction. `graph()` has options to add reverse relations and self loops.
+    Nodes are numbered 0 .. num_nodes - 1 over all node types, classes 0 .. num_classes - 1. The edges are those of the
+    source, in their own direction; `graph()` has options to add reverse relations and self loops. Nothing is on a
+    device before `graph()` is called.
 
     Attributes:
-        name: its name for `load`, e.g. "aifb".
-        senders: int32 [edges]: the node that each edge leaves (the subject of an RDF triple).
-        receivers: int32 [edges]: the node that each edge enters (the object of an RDF triple).
-        edge_type: int32 [edges]: the relation of each edge, 0 .. num_edge_types - 1.
-        node_type: int32 [num_nodes]: the type of each node, 0 .. num_node_types - 1; all 0 if the source has no
-            types.
+        name: name of the data set for `load`, such as "aifb".
+        senders: int32 [edges], the source node of each edge (the subject of an RDF triple).
+        receivers: int32 [edges], the destination node of each edge (the object of an RDF triple).
+        edge_type: int32 [edges], the relation of each edge, 0 .. num_edge_types - 1.
+        node_type: int32 [num_nodes], the type of each node, 0 .. num_node_types - 1; all 0 if the source has no types.
         num_nodes: number of nodes, including nodes without edges.
         num_edge_types: number of relations, without reverse relations and self loops.
         num_node_types: number of node types.
         edge_type_names: a name for each relation.
         node_type_names: a name for each node type.
-        features: float32 [num_nodes, d]: input features; None if nodes have no features (learn an embedding).
-        labels: int32 [num_nodes]: the class of each node, -1 for none. Every node of a split has a class.
-        train_nodes: int32 [train]: ids of the nodes to train on.
-        valid_nodes: int32 [valid]: ids of the nodes to choose settings on; empty if the standard split has none.
-        test_nodes: int32 [test]: ids of the nodes to report on.
+        features: float32 [num_nodes, d], input features; None if nodes have no features (learn an embedding).
+        labels: int32 [num_nodes], the class of each node, -1 for none. Every node of a split has a class.
+        train_nodes: int32 [train], the nodes to train on.
+        valid_nodes: int32 [valid], the nodes to choose settings on; empty if the standard split has none.
+        test_nodes: int32 [test], the nodes to report results on.
         num_classes: number of classes; 0 for a graph without a task.
         class_names: a name for each class.
-        description: a few sentences: its content, its source, and the relations that were left out.
+        description: a few sentences about the content, the source, and relations that were left out.
 
     >>> from dejax import datasets
     >>> data = datasets.load("stdlib")  # doctest: +SKIP
@@ -153,23 +152,23 @@ class EntityDataset:
 
     @property
     def majority_accuracy(self) -> float:
-        """Test accuracy of the most frequent class of the training nodes; nan without a task."""
+        """The test accuracy of always predicting the most frequent class of the training nodes; NaN without a task."""
         if not len(self.train_nodes) or not len(self.test_nodes):
             return float("nan")
         majority = np.bincount(self.train_labels, minlength=self.num_classes).argmax()
         return float(np.mean(self.test_labels == majority))
 
     def graph(self, *, add_reverse: bool = True, add_self_loops: bool = False, **options: Any) -> RelGraph:
-        """The graph as a `dejax.rgnn.RelGraph`; imports JAX.
+        """Makes a `dejax.rgnn.RelGraph` of the nodes and edges. It imports JAX.
 
         Args:
-            add_reverse: add a reverse relation for each relation (type + num_edge_types), so that messages flow both
-                ways.
-            add_self_loops: add one relation with an edge from each node to itself.
-            options: further keywords of `RelGraph.from_edges`.
+            add_reverse: whether to add a reverse relation for each relation (type + num_edge_types), so that messages
+                flow both ways.
+            add_self_loops: whether to add one relation with an edge from each node to itself.
+            options: further keyword arguments of `RelGraph.from_edges`.
 
         Returns:
-            A RelGraph over the same node ids; `labels` and the splits index its nodes.
+            A RelGraph with the same node numbers, so that `labels` and the splits fit it.
         """
         from dejax.rgnn.graphs.rel_graph import RelGraph
 
@@ -222,7 +221,7 @@ class EntityDataset:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes one .npz file. A temporary file is renamed, so that a reader never sees half a file."""
+        """Writes the data set to one .npz file. The file appears when it is complete."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         arrays = {name: getattr(self, name) for name in _ARRAYS if getattr(self, name) is not None}
@@ -239,7 +238,7 @@ class EntityDataset:
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str]) -> EntityDataset:
-        """Reads a file of `save`. Raises ValueError if it is damaged or has another format version."""
+        """Reads a file that `save` wrote. Raises ValueError if the file is damaged or has another format version."""
         try:
             with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
                 header: dict[str, Any] = json.loads(file["header"].tobytes())

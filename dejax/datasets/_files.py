@@ -29,7 +29,7 @@ _TIMEOUT_SECONDS = 30.0
 
 
 class DataUnavailableError(OSError):
-    """A data set is not in the given folders and could not be downloaded.
+    """A data set is in none of the folders and could not be downloaded. The message says where to put its files.
 
     >>> import tempfile
     >>> from dejax.datasets import DataUnavailableError, load

@@ -36,39 +36,42 @@ LINK_TASK = ("valid_edges", "test_edges", "target_relations")
 
 @dataclass(frozen=True, eq=False)
 class HeteroDataset:
-    """A directed graph with typed nodes and typed relations, and its tasks. Nothing is on a device.
+    """A heterogeneous graph with its tasks, as numpy arrays or memory maps by node type and relation.
 
-    Nodes are numbered within their type. An array may be a memory map, so that a graph may be larger than free memory.
-    Edges go from senders to receivers, as messages do; `with_reverse` adds the other direction.
+    Nodes are numbered within their type. Memory maps allow graphs that are larger than memory; nothing is on a device.
+    Edges go from senders to receivers, as messages do; `with_reverse` adds the other direction. Only the first four
+    attributes are needed for node classification without features.
 
     Attributes:
-        name: its name.
-        num_nodes: nodes by type; every type of the graph.
-        edges: (source type, name, destination type) -> (senders, receivers), int[edges] each: the edges that messages
-            may use. Of a link prediction task they are the training edges.
-        features: [nodes, d] by type; types without features are missing (learn an embedding).
-        labels: int[nodes] by type, the class of each node, -1 for none.
-        num_classes: number of classes by type of `labels`.
-        splits: "train", "valid", "test" -> type -> int[nodes of the split], for node classification.
-        valid_edges: relation -> ends: edges to choose settings on, for link prediction.
-        test_edges: relation -> ends: edges to report on.
-        target_relations: the relations that a link prediction task predicts.
-        node_times: int or float [nodes] by type: when a node came to be. The time of a node as a seed.
-        edge_times: int or float [edges] by relation: from when on an edge is known. Edges of relations without times
+        name: name of the data set.
+        num_nodes: number of nodes of each type.
+        edges: for each (source type, name, destination type) the pair (senders, receivers), int[edges] each: the edges
+            that messages may use. In a link prediction task these are the training edges.
+        features: for some node types [nodes, d]; types without features are missing (learn an embedding).
+        labels: for some node types int[nodes], the class of each node, -1 for none.
+        num_classes: number of classes for each type in `labels`.
+        splits: for node classification: for each of "train", "valid" and "test" a dict from node type to int[nodes of
+            the split].
+        valid_edges: for link prediction: edges to choose settings on, in the form of `edges`.
+        test_edges: for link prediction: edges to report results on, in the form of `edges`.
+        target_relations: for link prediction: the relations to predict.
+        node_times: for some node types int or float [nodes]: when each node came to be, its time as a seed.
+        edge_times: for some relations int or float [edges]: from when on each edge is known. Edges of other relations
             are always known.
-        edge_features: [edges, ...] by relation.
-        edge_weights: float[edges] by relation, not negative.
-        node_names: a name for each node, by type, where the source has names.
-        description: a few sentences: content, source, what was left out.
-        left_out: what a reader left out, such as edges to rows that do not exist -> how many.
-        columns: of tables: table -> name -> `Column`, for encoders inside of a model.
-        keys: of tables: the primary keys, [nodes] by type, of those that have one.
-        known_from: int or float [nodes] by type: from when on a row is known: its own time, or that of the latest row
-            that it refers to. Rows of types without an entry are always known.
-        tasks: what to predict of rows of tables, by name.
-        time_unit: of all times; "s" for seconds since 1970, "" if they are numbers of a unit of the user's.
-        check: whether all ids are compared with the counts. Without it only shapes and dtypes are checked: to
-            compare ids, all edges are read once.
+        edge_features: for some relations [edges, ...].
+        edge_weights: for some relations float[edges], not negative.
+        node_names: for some node types a name for each node.
+        description: a few sentences about the content, the source, and what was left out.
+        left_out: what a reader left out, such as edges to rows that do not exist, with counts.
+        columns: for data from tables: for each table a dict from column name to `Column`, for encoders inside of a
+            model.
+        keys: for data from tables: the primary keys of each table that has one, [nodes].
+        known_from: for some node types int or float [nodes]: from when on each row is known, which is its own time, or
+            the time of the latest row that it refers to. Rows of other types are always known.
+        tasks: for data from tables: what to predict, a `Task` by name.
+        time_unit: the unit of all times: "s" for seconds since 1970; "" for numbers in a unit of your own.
+        check: whether all ids are compared with the counts, for which all edges are read once. Without it only shapes
+            and dtypes are checked.
 
     >>> data = HeteroDataset("tiny", {"a": 2, "b": 3}, {("b", "to", "a"): (np.array([0, 2]), np.array([1, 1]))})
     >>> data
@@ -172,25 +175,26 @@ class HeteroDataset:
 
     @property
     def relations(self) -> tuple[Relation, ...]:
-        """The relations of `edges`."""
+        """The relations, as (source type, name, destination type)."""
         return tuple(self.edges)
 
     @property
     def num_edges(self) -> dict[Relation, int]:
-        """Edges by relation."""
+        """Number of edges of each relation."""
         return {relation: len(ends[0]) for relation, ends in self.edges.items()}
 
     def triples(self, split: str = "train") -> np.ndarray:
         """The edges of a split of the link prediction task as triples, for `dejax.minibatch.link_ranks`.
 
         Args:
-            split: train, valid or test.
+            split: "train", "valid" or "test".
 
         Returns:
-            int64[n, 3]: head (sender), number of the relation in `target_relations`, tail (receiver).
+            int64[n, 3], rows of (head, relation, tail): the sender, the number of the relation in `target_relations`,
+            and the receiver.
 
         Raises:
-            ValueError: an unknown split.
+            ValueError: the split is unknown.
         """
         if split not in SPLITS:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
@@ -203,14 +207,15 @@ class HeteroDataset:
         return np.concatenate([np.zeros((0, 3), np.int64), *parts]).astype(np.int64)
 
     def check_used(self, what: str, used: Collection[str]) -> None:
-        """Raises if the data set has fields that its user does not read: times that nobody respects leak the future.
+        """Raises an error if the data set has fields that its reader ignores, because ignored times would leak the
+        future.
 
         Args:
-            what: who reads the data set, for the error.
-            used: the fields that it reads, or leaves out on purpose.
+            what: name of the reader, for the message.
+            used: the fields that the reader uses, or ignores on purpose.
 
         Raises:
-            ValueError: another field has something.
+            ValueError: another field is not empty.
         """
         for found in dataclasses.fields(self):
             values = getattr(self, found.name)
@@ -228,7 +233,7 @@ class HeteroDataset:
         )
 
     def summary(self) -> str:
-        """A text table of the counts by type and by relation, and of the tasks."""
+        """A text table of the numbers of nodes and edges, and of the tasks."""
         lines = [f"{self.name}: {sum(self.num_nodes.values()):,} nodes, {sum(self.num_edges.values()):,} edges"]
         for kind, count in self.num_nodes.items():
             rows = self.features.get(kind)
@@ -251,21 +256,22 @@ class HeteroDataset:
     # -------------------------------------------------------------------------------------------- other graphs
 
     def with_task(self, task: Task) -> HeteroDataset:
-        """The dataset with one more task, or another one of that name."""
+        """The data set with an additional task. A task of the same name is replaced."""
         return dataclasses.replace(self, tasks={**self.tasks, task.name: task}, check=False)
 
     def with_reverse(self, *, symmetric: Sequence[str] = (), prefix: str = "rev_") -> HeteroDataset:
-        """The dataset with a reverse relation for each relation, of the same arrays: nothing is copied.
+        """The data set with a reverse relation for each relation. The arrays are shared, not copied.
 
         Args:
-            symmetric: names of relations within one type that get their reverse edges themselves, without self loops
-                and with one self loop at each node, as MLPerf prepares `cites` of IGB. These lists are made anew. A
-                reverse edge has the time and weight of its edge; self loops are always known, with weight 1.
-            prefix: of the names of reverse relations.
+            symmetric: names of relations within one node type that get their reverse edges in the same relation, and
+                one self loop at each node in place of their own self loops, as MLPerf prepares `cites` of IGB. These
+                edge lists are made anew. A reverse edge has the time and weight of its edge; self loops are always
+                known and have weight 1.
+            prefix: prefix of the names of reverse relations.
 
         Raises:
-            ValueError: a symmetric relation that does not exist, joins two types or has edge features, which its self
-                loops lack; a reverse name that is taken.
+            ValueError: a symmetric relation does not exist, connects two node types, or has edge features (which self
+                loops would lack); or the name of a reverse relation is taken.
         """
         edges = dict(self.edges)
         by_edge: dict[str, Any] = {name: dict(getattr(self, name)) for name in _BY_EDGE}
@@ -298,9 +304,10 @@ class HeteroDataset:
 
     @classmethod
     def from_entity(cls, data: EntityDataset) -> HeteroDataset:
-        """The same graph with nodes numbered by type. A relation that joins several types becomes one for each pair.
+        """Converts an `EntityDataset`. Nodes are renumbered within their type, and keep their order.
 
-        Types whose features are all zero get none. Nodes keep their order within a type.
+        A relation that connects several node types becomes a relation for each pair of types. Node types whose features
+        are all zero get no features.
         """
         kinds = data.node_type_names
         number = np.empty(data.num_nodes, np.int32)
@@ -342,24 +349,24 @@ class HeteroDataset:
     # -------------------------------------------------------------------------------------------- on disk
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes a folder of `.npy` files, which `open` maps. It replaces a folder that `save` wrote, and no other.
+        """Writes a folder of `.npy` files, for `open`. It replaces a folder that `save` wrote, and no other folder.
 
         Raises:
-            FileExistsError: the folder exists and is no saved dataset.
+            FileExistsError: the folder exists and is no saved data set.
         """
         save_fields({f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, Path(folder))
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, check: bool = False) -> HeteroDataset:
-        """A dataset that `save` wrote. Its arrays are memory maps.
+        """Opens a folder that `save` wrote. The arrays are memory maps.
 
         Args:
             folder: the folder.
-            check: whether all ids are compared with the counts, which reads all edges.
+            check: whether all ids are compared with the counts, for which all edges are read.
 
         Raises:
             FileNotFoundError: the folder or one of its files is missing.
-            ValueError: it is of another format, or a file is short.
+            ValueError: the folder has another format, or a file is too short.
         """
         return cls(**open_fields(Path(folder)), check=check)
 

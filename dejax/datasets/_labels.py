@@ -17,14 +17,14 @@ from dejax.datasets._known_from import TimeColumn, boundary
 
 @dataclass(frozen=True)
 class Label:
-    """What to predict, and how rows are split.
+    """The column of a table to predict, and how rows are split, for models that classify nodes. See `from_tables`.
 
     Attributes:
-        table: the table.
-        column: its column of classes, which is kept out of the features. Missing values have no label.
-        valid_from: rows before this are training rows; a time or a number, as the table's column of `time_columns` has
-            it.
-        test_from: rows at this time and later are test rows; those between are validation rows.
+        table: name of the table.
+        column: its column of classes, which is kept out of the features. Rows with a missing value have no label.
+        valid_from: rows before this time are training rows: a time or a number, in the form of the table's column in
+            `time_columns`.
+        test_from: rows from this time on are test rows; rows between the two times are validation rows.
     """
 
     table: str

@@ -10,13 +10,13 @@ from dejax.datasets._dataset import EntityDataset
 from dejax.datasets._synthetic import COUNTS, PREFIX, synthetic
 
 NAMES = (stdlib.NAME, *rdf.NAMES, mag.NAME, *(PREFIX + name for name in COUNTS))
-"""Every name that `load` knows."""
+"""All names that `load` knows."""
 
 
 def load(name: str, folder: str | os.PathLike[str] | None = None, **options: Any) -> EntityDataset:
-    """Loads a data set by name.
+    """Loads a data set for node classification by its name.
 
-    | name | what | source of the data |
+    | name | content | source of the data |
     | --- | --- | --- |
     | stdlib | code graph of the running Python's standard library | made here, cached |
     | aifb, mutag, bgs, am | RDF graphs of the R-GCN paper | `folder`, $DEJAX_DATA, or one download, cached |
@@ -24,9 +24,9 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, **options: Any
     | synthetic-aifb, ... | random graphs with the published counts of eight graphs | made here |
 
     Args:
-        name: one of `NAMES`, in any case.
-        folder: the folder of its files; see `rdf.load_rdf`, `mag.load_mag` and `stdlib.load_stdlib`.
-        options: further keywords of its loader: one of these three, or `synthetic`.
+        name: one of `NAMES`, in upper or lower case.
+        folder: the folder with the files of the data set; see `load_rdf`, `load_mag` and `load_stdlib`.
+        options: further keyword arguments of `load_rdf`, `load_mag`, `load_stdlib` or `synthetic`.
 
     Raises:
         ValueError: the name is unknown.

@@ -19,23 +19,24 @@ def synthetic_triples(
     noise: float = 0.1,
     seed: int = 0,
 ) -> HeteroDataset:
-    """Random triples that a model of entities and relations can learn. By default with the counts of FB15k-237.
+    """Makes a random knowledge graph with a structure that models can learn, by default of the size of FB15k-237.
 
-    Entities lie in clusters. A relation maps each cluster to one cluster: the tail of a triple is drawn from the
-    cluster that the relation gives for the head's. A share of the tails is drawn from all entities. Entities within a
-    cluster, and relations, are drawn by a power law.
+    Entities lie in clusters. Each relation maps each cluster to one cluster, from which the tail of a triple is drawn.
+    A share `noise` of the tails is drawn from all entities instead. Relations, and the entities of a cluster, are drawn
+    by a power law.
 
     Args:
-        scale: of the counts of triples, entities and clusters; relations are scaled by its square root.
+        scale: factor of the numbers of triples, entities and clusters; the number of relations is multiplied by its
+            square root.
         num_entities, num_relations, num_clusters: counts at scale 1.
-        noise: the share of tails that do not follow the structure.
-        seed: of all draws.
+        noise: share of tails that do not follow the structure.
+        seed: random seed.
 
     Returns:
-        HeteroDataset as of `load_triples`: distinct triples, cut at random.
+        A HeteroDataset in the form of `load_triples`, with distinct triples that are split at random.
 
     Raises:
-        ValueError: counts under 1, or a noise that is no share.
+        ValueError: a count is below 1, or `noise` is not between 0 and 1.
 
     >>> synthetic_triples(0.01)
     HeteroDataset('synthetic-triples', nodes={'entity': 145}, edges=..., relations=24)

@@ -44,23 +44,23 @@ COUNTS = {
     "wikikg2": GraphCounts(2_500_604, 1, 16_109_182, 535),
     "fb15k": GraphCounts(14_541, 1, 620_232, 474),
 }
-"""Name -> published counts. They include reverse relations if the source counts these."""
+"""The published counts of eight graphs, by name. They include reverse relations if the source counts these."""
 
 
 def synthetic(
     name: str, seed: int = 0, *, feature_width: int | None = None, num_classes: int = 0, labelled_share: float = 0.1
 ) -> EntityDataset:
-    """A graph with the counts of `COUNTS[name]`; the same seed gives the same graph with one version of numpy.
+    """Makes a random graph with the published counts of a real one, for speed measurements.
 
-    Nodes are numbered by type, edges are sorted by relation.
+    The counts are `COUNTS[name]`. Nodes are numbered by type, and edges are sorted by relation. The same seed gives the
+    same graph with one version of numpy.
 
     Args:
         name: one of `COUNTS`.
-        seed: the seed of everything random.
-        feature_width: width of standard normal features, float32 [nodes, feature_width]; None for no features.
-        num_classes: classes of `labelled_share` of the nodes, split 60 / 20 / 20; 0 for no task. The labels are
-            random: a training step can be measured, but nothing can be learned.
-        labelled_share: share of all nodes.
+        seed: random seed.
+        feature_width: width of standard normal features, float32 [num_nodes, feature_width]; None for no features.
+        num_classes: number of classes; 0 for no task. Labels are random, so that nothing can be learned from them.
+        labelled_share: share of the nodes that have a label, split 60 / 20 / 20 into training, validation and test.
 
     Raises:
         ValueError: the name is unknown, or a number is out of range.

@@ -113,15 +113,15 @@ def read_file(path: Path) -> Any:
 
 
 def read_csv(path: str | os.PathLike[str]) -> Any:
-    r"""A CSV file as a `pyarrow.Table`. Empty fields and "NA", "N/A", "NULL", "NaN" and the like are missing.
+    r"""Reads a CSV file as a `pyarrow.Table`. Empty fields, "NA", "N/A", "NULL", "NaN" and similar are missing values.
 
     Args:
-        path: of a `.csv`, `.csv.gz` or `.csv.zip` file, the last with one file inside.
+        path: path of a `.csv`, `.csv.gz` or `.csv.zip` file; a `.zip` must hold one file.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is no CSV file.
-        ModuleNotFoundError: pyarrow is missing.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no CSV file.
+        ModuleNotFoundError: pyarrow is not installed.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

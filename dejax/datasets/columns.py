@@ -11,7 +11,7 @@ import numpy as np
 Kind = Literal["number", "category", "categories", "time", "text", "vector"]
 KINDS: tuple[str, ...] = get_args(Kind)
 NEVER = 2**63 - 1
-"""The time from which a value is known that is never shown."""
+"""The value in `Column.known_at` for values that must never be shown to a model."""
 
 
 def hashes_of(text: str) -> np.ndarray:
@@ -21,30 +21,31 @@ def hashes_of(text: str) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """One column of a table, as an encoder inside a model reads it. Nothing is standardised.
+    """One column of a table, in the form that encoders inside of a model read. Values are not standardised.
 
     | kind | `values` |
     | --- | --- |
     | "number" | float64[rows] |
-    | "category" | int32[rows], places in `categories`; -1 where missing |
-    | "categories" | int32[sum of lengths], places in `categories`; those of row i from `offsets[i]` on |
-    | "time" | int64[rows], seconds since 1970, or numbers in the unit of the dataset's times |
-    | "text" | uint32[sum of lengths], hashes of words; those of row i from `offsets[i]` on |
+    | "category" | int32[rows], the number of the category in `categories`; -1 where missing |
+    | "categories" | int32[total], numbers of categories; row i has those from `offsets[i]` to `offsets[i + 1]` |
+    | "time" | int64[rows], seconds since 1970, or numbers in the unit of the data set's times |
+    | "text" | uint32[total], hashes of words; row i has those from `offsets[i]` to `offsets[i + 1]` |
     | "vector" | float[rows, width] of any precision |
 
-    Categories are in the order in which they came to be known, those of one time by name. So the code of a category
-    does not depend on anything later, and the categories that training rows have are the first ones.
+    Categories are numbered in the order in which they came to be known (by name within one time). So the number of a
+    category does not depend on later data, and the categories of training rows come first.
 
     Attributes:
-        kind: how the values are read.
-        values: as above; what stands where a value is missing has no meaning, except for codes.
-        missing: bool[rows].
-        offsets: int64[rows + 1] of "categories" and "text", else None.
-        categories: the names of categories.
-        known_at: int64[rows], from when on each value is known, in the unit of the dataset's times and no earlier than
-            its row; `NEVER` for values that are never shown. None: all are known with their rows.
-        unit: of numbers, for reports; of times "s" for seconds since 1970.
-        oddities: what was odd about the values as they were given, for summaries; "" for nothing.
+        kind: one of the kinds above.
+        values: the values, as above. Where a value is missing, the entry has no meaning (except -1 for categories).
+        missing: bool[rows], whether each value is missing.
+        offsets: for "categories" and "text": int64[rows + 1]. Otherwise None.
+        categories: the names of the categories.
+        known_at: int64[rows], the time from which on each value is known, in the unit of the data set's times and no
+            earlier than its row; `NEVER` for values that must never be shown. None: all values are known with their
+            rows.
+        unit: the unit of numbers, for reports; for times "s" if they are seconds since 1970.
+        oddities: what was odd about the given values, for summaries; "" for nothing.
 
     >>> codes = np.array([0, 1, -1], np.int32)
     >>> Column("category", codes, codes < 0, categories=("a", "b")).summary()
@@ -77,7 +78,7 @@ class Column:
         return len(self.missing)
 
     def take(self, rows: np.ndarray) -> Column:
-        """The column of some rows, int[n] or bool[rows]."""
+        """The column for some of the rows, given as int[n] or bool[rows]."""
         rows = np.flatnonzero(rows) if rows.dtype == bool else rows
         known_at = None if self.known_at is None else self.known_at[rows]
         if self.offsets is None:
@@ -91,7 +92,7 @@ class Column:
         )
 
     def summary(self) -> str:
-        """Its kind, and what is missing, late or odd about it."""
+        """One line of text: the kind, the number of missing values and of values that are known late, and oddities."""
         parts: list[str] = [self.kind]
         if self.kind in ("category", "categories"):
             parts.append(f"{len(self.categories):,} different")

@@ -42,25 +42,29 @@ def load_igb(
     use_features: bool = True,
     check: bool = True,
 ) -> HeteroDataset:
-    """Reads IGB's heterogeneous graph as it was downloaded. See `HeteroDataset.with_reverse` for more directions.
+    """Reads the heterogeneous graph of IGB (Illinois Graph Benchmark) from its downloaded folder.
+
+    Edges have the direction of the files; `HeteroDataset.with_reverse` adds the other one.
 
     Args:
-        folder: has `processed/`, itself or in a sub-folder `size`; $DEJAX_DATA by default, or its sub-folder `igb`.
-        size: tiny, small, medium, large or full: the sub-folder. None: `folder` itself.
-        num_classes: 19 or 2983, which labels.
-        feature_width: of raw files, which do not say it.
-        num_nodes: counts of types without a feature file; of other types they must agree with it.
-        num_labelled: papers from this number on have no label. By default that of the public loader for the full size,
-            and all papers otherwise. Labels that are NaN or negative are none either way.
-        use_features: False: only counts are taken from the feature files.
-        check: compare all ids with the counts, which reads all edges once. The full graph has 6 * 10^9.
+        folder: the folder that has `processed/`, itself or in a sub-folder `size`. By default $DEJAX_DATA or its
+            sub-folder `igb`.
+        size: name of the sub-folder: "tiny", "small", "medium", "large" or "full". None: `folder` itself.
+        num_classes: number of classes of the labels to read, 19 or 2983.
+        feature_width: width of the features, needed for raw files without a header.
+        num_nodes: number of nodes of each type that has no feature file. For other types it must agree with the file.
+        num_labelled: number of papers with a label; papers from this number on have none. By default the number of the
+            public loader for the full size, and all papers otherwise. Labels that are NaN or negative count as missing.
+        use_features: whether to return features; False only counts the rows of the feature files.
+        check: whether to compare all ids with the counts, for which all edges are read once. The full graph has 6 *
+            10^9.
 
     Returns:
-        HeteroDataset whose papers are split 60 / 20 / 20 in the order of their numbers, as in the public loader.
+        A HeteroDataset. Its papers are split 60 / 20 / 20 in the order of their numbers, as in the public loader.
 
     Raises:
         FileNotFoundError: no folder is given, or it lacks a file.
-        ValueError: a file is short or of another shape, or counts disagree.
+        ValueError: a file is too short or has another shape, or counts disagree.
 
     >>> from dejax.datasets import load_igb
     >>> data = load_igb("/data/igb", size="tiny")  # doctest: +SKIP

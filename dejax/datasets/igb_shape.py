@@ -53,11 +53,11 @@ _EDGES: dict[Relation, int] = {
 
 @dataclass(frozen=True, slots=True)
 class IGBShape:
-    """Counts of IGB's full heterogeneous graph times a scale.
+    """The numbers of nodes and edges of IGB's full heterogeneous graph, multiplied by a scale.
 
     Attributes:
-        num_nodes: nodes by type; at least 2 of each.
-        num_edges: edges by relation; at least 1 of each.
+        num_nodes: number of nodes of each type, at least 2.
+        num_edges: number of edges of each relation, at least 1.
 
     >>> IGBShape.of(0.001).num_nodes["paper"]
     269346
@@ -68,10 +68,10 @@ class IGBShape:
 
     @classmethod
     def of(cls, scale: float) -> IGBShape:
-        """The counts at a scale, 1 for the full graph.
+        """The counts at a scale; 1 is the full graph.
 
         Raises:
-            ValueError: a scale that is not above 0.
+            ValueError: `scale` is not above 0.
         """
         if not 0 < scale < math.inf:
             raise ValueError(f"scale must be above 0, got {scale}")
@@ -91,22 +91,24 @@ def random_csc(
     threads: int | None = None,
     progress: bool | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A random relation with skewed degrees as a CSC: the senders of each receiver side by side. No sorting.
+    """Makes a random relation with skewed degrees in CSC form, without sorting, for graphs of billions of edges.
 
     Args:
-        num_senders: nodes of the source type.
-        num_receivers: nodes of the destination type.
-        num_edges: edges. An edge may occur twice.
-        seed: of everything random.
-        out: int32 or int64 [num_edges] to be filled with the senders, as a memory map; by default a new int32 array.
-        threads: by default all cores.
-        progress: draw a bar; None draws on a terminal only.
+        num_senders: number of nodes of the source type.
+        num_receivers: number of nodes of the destination type.
+        num_edges: number of edges. An edge may occur more than once.
+        seed: random seed.
+        out: int32 or int64 [num_edges], an array or memory map that is filled with the senders; by default a new int32
+            array.
+        threads: number of threads; by default one for each core.
+        progress: whether to draw a progress bar; None draws if stderr is a terminal.
 
     Returns:
-        int64[num_receivers + 1] offsets; [num_edges] senders, `senders[offsets[v]:offsets[v + 1]]` of receiver v.
+        A pair: offsets, int64[num_receivers + 1]; and senders, [num_edges]. The senders of receiver v are
+        `senders[offsets[v]:offsets[v + 1]]`.
 
     Raises:
-        ValueError: negative counts, edges without nodes, or `out` of another shape or dtype.
+        ValueError: a count is negative, there are edges but no nodes, or `out` has another shape or dtype.
     """
     if min(num_senders, num_receivers, num_edges) < 0 or (num_edges and not num_senders * num_receivers):
         raise ValueError(
@@ -174,19 +176,20 @@ def fill_rows(
     label: str = "features",
     progress: bool | None = None,
 ) -> None:
-    """Fills a table with random rows in place, on all cores.
+    """Fills a table with random rows in place, on all CPU cores, for speed measurements.
 
     Args:
         table: [rows, *row] of float32, bfloat16, float16, float8_e4m3fn or an integer dtype: a writeable numpy array or
-            memory map, or a `dejax.host_gather.HostTable`. Floats get magnitudes from 1/8 to 2, integers all values.
-        seed: of the numbers.
-        threads: by default all cores.
-        label: of the progress bar.
-        progress: draw a bar; None draws on a terminal only.
+            memory map, or a `dejax.host_gather.HostTable`. Floats get magnitudes from 1/8 to 2 with random signs;
+            integers get any value.
+        seed: random seed.
+        threads: number of threads; by default one for each core.
+        label: label of the progress bar.
+        progress: whether to draw a progress bar; None draws if stderr is a terminal.
 
     Raises:
-        TypeError: another dtype.
-        ValueError: a table that cannot be written.
+        TypeError: the table has another dtype.
+        ValueError: the table cannot be written.
 
     >>> import numpy as np
     >>> from dejax.datasets import fill_rows
@@ -240,18 +243,20 @@ def _bit_limits(dtype: np.dtype) -> tuple[int, int] | None:
 
 
 def random_rows_on_device(rows: int, width: int, dtype: Any, seed: int = 0, *, device: Any = None) -> Array:
-    """Random rows in device memory, made there block by block: for `dejax.host_gather.DeviceTable.from_array`.
+    """Makes random rows in device memory, block by block, for `dejax.host_gather.DeviceTable.from_array`.
+
+    The values have the same distribution as those of `fill_rows`, but are different for the same seed.
 
     Args:
         rows: number of rows.
-        width: elements of a row.
-        dtype: as in `fill_rows`; the numbers are of the same kind, but others.
-        seed: of the numbers, which may differ between devices and versions of jax.
-        device: by default jax's default device.
+        width: number of elements of a row.
+        dtype: dtype of the rows: float32, bfloat16, float16, float8_e4m3fn or an integer dtype, as in `fill_rows`.
+        seed: random seed. The values may differ between devices and between versions of jax.
+        device: the device; by default jax's default device.
 
     Returns:
-        uint[rows, width]: the bits of the rows, of the width of `dtype`, so that no second array is made of them. Give
-        `dtype` to `DeviceTable.from_array`.
+        uint[rows, width], the bits of the rows as unsigned integers of the width of `dtype`. Pass both to
+        `DeviceTable.from_array(array, dtype)`, which then needs no second array.
 
     Raises:
         TypeError: another dtype.
@@ -306,22 +311,23 @@ def synthetic_igb(
     threads: int | None = None,
     progress: bool | None = None,
 ) -> HeteroDataset:
-    """A random graph with IGB's counts times `scale`, as edge lists. For graphs of 10^9 edges use `random_csc`.
+    """Makes a random graph with the counts of IGB times `scale`, as edge lists. For 10^9 edges or more, use
+    `random_csc`.
 
     Args:
-        scale: 1 for the full graph: 5.5 * 10^8 nodes, 5.9 * 10^9 edges.
-        seed: of everything random.
-        feature_width: elements of a row.
-        feature_dtype: of random features of all types (see `fill_rows`); None for none.
-        threads: by default all cores.
-        progress: draw bars; None draws on a terminal only.
+        scale: factor of the counts. The full graph, scale 1, has 5.5 * 10^8 nodes and 5.9 * 10^9 edges.
+        seed: random seed.
+        feature_width: number of elements of a feature row.
+        feature_dtype: dtype of random features for all node types, as in `fill_rows`; None for no features.
+        threads: number of threads; by default one for each core.
+        progress: whether to draw progress bars; None draws if stderr is a terminal.
 
     Returns:
-        HeteroDataset with 2,983 classes of random labels, and splits of as large a share as IGB's.
+        A HeteroDataset with random labels of 2,983 classes, and splits with the shares of IGB's.
 
     Raises:
-        ValueError: a scale that is not above 0.
-        TypeError: features of another dtype.
+        ValueError: `scale` is not above 0.
+        TypeError: features of `feature_dtype` cannot be made.
     """
     shape = IGBShape.of(scale)
     edges: dict[Relation, Ends] = {}

@@ -16,27 +16,27 @@ _ONE_TYPE = "node"
 
 
 def from_pyg(data: Any, *, name: str = "pyg") -> HeteroDataset:
-    """A `HeteroDataset` from a `torch_geometric.data.HeteroData` or `Data`.
+    """Converts a `torch_geometric.data.HeteroData` or `Data` to a `HeteroDataset`.
 
-    | of a node type | becomes | | of an edge type | becomes |
+    | attribute of a node type | becomes | | attribute of an edge type | becomes |
     | --- | --- | --- | --- | --- |
     | `x` | `features` | | `edge_index` | `edges` |
     | `y`, integers | `labels`, `num_classes` | | `edge_attr` | `edge_features` |
     | `train_mask`, `val_mask`, `test_mask` | `splits` | | `edge_weight` | `edge_weights` |
     | `time` | `node_times` | | `time` | `edge_times` |
 
-    A `Data` has one node type, `"node"`. If it has an `edge_type`, each value becomes a relation, such as
-    `("node", "0", "node")`. Otherwise its only relation is `("node", "to", "node")`. A warning names the attributes
-    that are left out.
+    A `Data` has one node type, `"node"`. If it has an `edge_type`, each value becomes a relation, such as `("node",
+    "0", "node")`; otherwise its only relation is `("node", "to", "node")`. A warning names the attributes that are left
+    out.
 
     Args:
-        data: the graph. Tensors may lie on any device. Those in host memory are shared where that is possible.
-        name: the name of the dataset.
+        data: the graph. Tensors may lie on any device; those in host memory are shared if possible.
+        name: name of the data set.
 
     Raises:
         TypeError: `data` is neither a HeteroData nor a Data.
-        ValueError: `y` is not one integer for each node; a mask is not bool[nodes], as where it holds several splits; a
-            node type has no number of nodes; a relation has no `edge_index`.
+        ValueError: `y` is not one integer for each node; a mask is not bool[nodes] (for example because it holds
+            several splits); the number of nodes of a type is not known; or a relation has no `edge_index`.
     """
     if hasattr(data, "node_types") and hasattr(data, "edge_types"):
         nodes = {kind: _attributes(data[kind]) for kind in data.node_types}
@@ -62,21 +62,22 @@ def from_pyg(data: Any, *, name: str = "pyg") -> HeteroDataset:
 def from_dgl(
     graph: Any, *, features: str = "feat", labels: str = "label", edge_features: str = "feat", name: str = "dgl"
 ) -> HeteroDataset:
-    """A `HeteroDataset` from a `dgl.DGLGraph` with one or more node types and relations.
+    """Converts a `dgl.DGLGraph` with any number of node types and relations to a `HeteroDataset`.
 
-    It reads the data that the arguments name; of nodes also `train_mask`, `val_mask`, `test_mask` and `time`, of edges
-    also `weight` and `time`. A warning names the data that are left out. Edges keep their order.
+    It reads the data of nodes and edges under the keys that the arguments name; for nodes also `train_mask`,
+    `val_mask`, `test_mask` and `time`, and for edges also `weight` and `time`. A warning names the data that are left
+    out. Edges keep their order.
 
     Args:
         graph: the graph.
-        features: the key of node features.
-        labels: the key of labels: integers [nodes].
-        edge_features: the key of edge features.
-        name: the name of the dataset.
+        features: key of the node features.
+        labels: key of the labels, integers [nodes].
+        edge_features: key of the edge features.
+        name: name of the data set.
 
     Raises:
         TypeError: `graph` is no DGLGraph.
-        ValueError: labels are not one integer for each node; a mask is not bool[nodes].
+        ValueError: labels are not one integer for each node, or a mask is not bool[nodes].
     """
     if not (hasattr(graph, "canonical_etypes") and hasattr(graph, "ntypes")):
         raise TypeError(f"graph must be a DGLGraph, got {type(graph).__name__}")

@@ -39,16 +39,17 @@ def load_mag(
     cache: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> EntityDataset:
-    """Reads ogbn-mag, or any graph in the same layout whose papers are labelled.
+    """Reads ogbn-mag, or another graph in the same files whose papers have labels, as an `EntityDataset`.
 
     Nodes are numbered by type; types and relations are in alphabetical order, as in OGB's own reader.
 
     Args:
-        folder: has `raw/` and `split/`, itself or in a sub-folder ogbn-mag, ogbn_mag or mag; $DEJAX_DATA by default.
-        use_features: read the papers' features; nodes of other types get rows of zeros (1.0 GB for ogbn-mag, and the
-            same in the cache). If False, `features` is None and reading is ten times as fast.
-        cache: the folder that keeps the result for the next call; `$XDG_CACHE_HOME/dejax` by default.
-        progress: draw bars; None draws on a terminal only.
+        folder: the folder that has `raw/` and `split/`, itself or in a sub-folder ogbn-mag, ogbn_mag or mag; by default
+            $DEJAX_DATA.
+        use_features: whether to read the features of papers; nodes of other types get rows of zeros (1.0 GB for
+            ogbn-mag, and as much in the cache). If False, `features` is None and reading is ten times as fast.
+        cache: folder that keeps the result for the next call; by default `$XDG_CACHE_HOME/dejax`.
+        progress: whether to draw progress bars; None draws if stderr is a terminal.
 
     Raises:
         FileNotFoundError: no folder is given, or it lacks a file.
@@ -95,10 +96,10 @@ def load_mag_hetero(
     cache: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> HeteroDataset:
-    """Reads ogbn-mag with its types: nodes numbered within their type, features of papers alone, years of papers.
+    """Reads ogbn-mag as a `HeteroDataset`: nodes numbered within their type, features and years of papers.
 
     Args:
-        folder, use_features, cache, progress: as in `load_mag`. The cache is a folder of arrays that are mapped.
+        folder, use_features, cache, progress: as in `load_mag`. The cache is a folder of memory-mapped arrays.
 
     Raises:
         FileNotFoundError: no folder is given, or it lacks a file.

@@ -86,16 +86,16 @@ def load_rdf(
     force_download: bool = False,
     progress: bool | None = None,
 ) -> EntityDataset:
-    """Loads AIFB, MUTAG, BGS or AM from a folder, from $DEJAX_DATA, or from the cache after one download.
+    """Loads AIFB, MUTAG, BGS or AM, from a folder, from $DEJAX_DATA, or from the cache, which one download fills.
 
     Args:
-        name: one of `NAMES`.
-        folder: has `<name>_stripped.nt.gz` (or `.nt`, or `<name>.nt[.gz]`), `trainingSet.tsv` and `testSet.tsv`,
-            itself or in a sub-folder `name`. No digest of its files is checked.
-        url: another address of the .tgz archive, e.g. a mirror.
-        cache: the folder of downloads and parsed graphs; `$XDG_CACHE_HOME/dejax` by default.
-        force_download: download again; the archive must be the same as the first time.
-        progress: draw progress bars; None draws on a terminal only.
+        name: "aifb", "mutag", "bgs" or "am".
+        folder: the folder that has `<name>_stripped.nt.gz` (or `.nt`, or `<name>.nt[.gz]`), `trainingSet.tsv` and
+            `testSet.tsv`, itself or in a sub-folder `name`. Digests of its files are not checked.
+        url: address of the .tgz archive, for example a mirror.
+        cache: folder of downloads and parsed graphs; by default `$XDG_CACHE_HOME/dejax`.
+        force_download: whether to download again. The archive must be the same as the first time.
+        progress: whether to draw progress bars; None draws if stderr is a terminal.
 
     Raises:
         FileNotFoundError: `folder` lacks a file.
@@ -144,20 +144,22 @@ def read_rdf(
     description: str = "",
     progress: bool | None = None,
 ) -> EntityDataset:
-    r"""Reads an entity classification task from N-Triples and two tables of labelled entities.
+    r"""Reads a node classification task from an N-Triples file and two tables of labelled nodes.
 
-    Nodes are numbered in order of first appearance, relations by falling frequency. A node's type is the most frequent
-    of its rdf:type classes (the rdf:type edges stay in the graph). Literals have the type "Literal". Nodes without a
-    class, and nodes of classes with fewer than 20 nodes, have the type "Resource".
+    Nodes are numbered in order of first appearance, relations by falling frequency. The type of a node is the most
+    frequent of its rdf:type classes (the rdf:type edges stay in the graph). Literals have the type "Literal". Nodes
+    without a class, and nodes of classes with fewer than 20 nodes, have the type "Resource".
 
     Args:
-        name: for the result.
-        graph: N-Triples, UTF-8, gzipped where the file name ends in .gz. A triple that occurs twice is one edge.
-        train: a tab-separated table with a header and three columns: `label_...`, `id` (ignored), and the IRI.
-        test: as `train`.
-        leaking: IRIs of relations to leave out.
-        description: for the result; the number of left-out triples is added.
-        progress: draw a bar; None draws on a terminal only.
+        name: name of the data set.
+        graph: path of an N-Triples file in UTF-8, gzipped if the name ends in .gz. A triple that occurs twice is one
+            edge.
+        train: path of the table of training nodes, tab-separated with a header and three columns: `label_...`, `id`
+            (ignored), and the IRI of the node.
+        test: path of the table of test nodes, in the same form.
+        leaking: IRIs of relations to leave out, because they state the label.
+        description: description of the data set; the number of left-out triples is added.
+        progress: whether to draw a progress bar; None draws if stderr is a terminal.
 
     >>> import pathlib, tempfile
     >>> from dejax.datasets import read_rdf

@@ -23,22 +23,22 @@ _SPLITS = {"train": "train", "val": "valid", "test": "test"}
 
 
 def from_relbench(dataset: Any, task: Any, **options: Any) -> HeteroDataset:
-    """A database of RelBench with one of its tasks: the same examples, cutoffs, labels and splits.
+    """Loads a database of RelBench with one of its tasks: the same examples, cutoffs, labels and splits as in RelBench.
 
-    The database is the one that the task may see: without the columns from which its labels come, and without rows
-    later than RelBench's test time. Rows without a time in tables with times are left out, as RelBench leaves them out.
+    The data set has only what the task may see: it lacks the columns from which the labels are made, and rows after
+    RelBench's test time. Rows without a time in tables with times are left out, as in RelBench.
 
     Args:
-        dataset: a name or folder that `relbench.load_dataset` takes, or its dataset object.
-        task: the name of one of its tasks, or a task object.
-        options: as in `from_tables`, such as `kinds`.
+        dataset: name or folder for `relbench.load_dataset`, or a dataset object of RelBench.
+        task: name of one of its tasks, or a task object.
+        options: keyword arguments of `from_tables`, such as `kinds`.
 
     Returns:
-        A dataset whose `tasks` has the task, by its name.
+        A HeteroDataset whose `tasks` has the task by its name.
 
     Raises:
-        ModuleNotFoundError: names, and relbench is not installed.
-        ValueError: a task of several labels for each example, or as `from_tables`.
+        ModuleNotFoundError: a name is given, and relbench is not installed.
+        ValueError: the task has several labels for each example; or as `from_tables`.
 
     >>> from dejax.datasets import from_relbench
     >>> data = from_relbench("rel-f1", "driver-dnf")  # doctest: +SKIP

@@ -114,18 +114,18 @@ def load_stdlib(
     cache: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> EntityDataset:
-    """The code graph of the running Python's standard library; classes are chapters of the library reference.
+    """Makes the code graph of the running Python's standard library. The classes are chapters of the library reference.
 
-    The same Python gives the same data set bit for bit; another version gives a slightly different one. Building takes
-    about 8 s. The result is cached.
+    The same Python version gives the same data set bit for bit; another version gives a slightly different one. The
+    graph is built in about 8 s and then cached.
 
     Args:
-        folder: another folder with the sources of a standard library; that of the running Python by default.
-        split: "definition" keeps each top-level class or function, with all its inner definitions, in one split;
-            "module" keeps whole modules together, which is harder. Each class has 60 % train, 20 % validation and 20 %
-            test nodes.
-        cache: the folder that keeps the built graph; `$XDG_CACHE_HOME/dejax` by default.
-        progress: draw a bar; None draws on a terminal only.
+        folder: folder with the sources of another standard library; by default that of the running Python.
+        split: "definition" keeps each top-level class or function, with its inner definitions, in one split; "module"
+            keeps whole modules together, which is harder. 60 % of the nodes of each class are for training, 20 % for
+            validation, 20 % for test.
+        cache: folder that keeps the built graph; by default `$XDG_CACHE_HOME/dejax`.
+        progress: whether to draw a progress bar; None draws if stderr is a terminal.
 
     Raises:
         FileNotFoundError: the folder has no sources.
@@ -275,15 +275,15 @@ def load_stdlib_links(
     cache: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> HeteroDataset:
-    """The code graph with nodes numbered by type, and one relation to predict: which function or class does code call?
+    """Makes the code graph of the standard library for link prediction: which function or class does code call?
 
-    The distinct edges of the relation are cut 80 / 10 / 10 at random. Only the training edges are in `edges`. Labels
-    and splits of `load_stdlib` are there as well. Modules have no features.
+    The distinct edges of the relation are split 80 / 10 / 10 at random, and only the training edges are in `edges`.
+    Nodes are numbered within their type. Labels and splits of `load_stdlib` are included; modules have no features.
 
     Args:
         folder, cache, progress: as in `load_stdlib`.
-        relation: the name of the relation to predict; every pair of node types that it joins is a target.
-        seed: of the split of edges.
+        relation: name of the relation to predict, for all pairs of node types that it connects.
+        seed: random seed of the split.
 
     Raises:
         ValueError: the graph has no such relation.

@@ -33,33 +33,35 @@ def task_from_columns(
     hidden: Sequence[tuple[str, str]] = (),
     missing_keys: str = "error",
 ) -> Task:
-    """A task of a table with an entity's key, a cutoff and a label in each row, as RelBench has them.
+    """Makes a task from columns of keys, cutoff times and labels, one entry for each example, as RelBench has them.
 
-    Left out, and counted in `Task.left_out`: examples without a label, with a cutoff before all data, or whose entity
-    is not known by its cutoff.
+    Examples without a label, with a cutoff before all data, or whose entity is not known by the cutoff, are left out
+    and counted in `Task.left_out`.
 
     Args:
-        data: of `from_tables`.
-        name: of the task.
-        entity: the table whose rows are asked about.
-        keys: [n], values of its primary key; of a table without one, row numbers.
-        times: [n], cutoffs, as the time columns of the data: dates, or numbers. None for data without times.
-        labels: [n] numbers, booleans or text; of links a list of keys of `target` for each example, or one key each:
-            then those of one entity and cutoff are one example.
-        kind: "binary", "classes", "regression" or "link". By default booleans, zeros and ones, and two different texts
-            are binary, more texts are classes, other numbers are a regression, and with `target` it is "link".
-        target: the table that links lead to.
-        valid_from: examples with a cutoff before this are for training.
-        test_from: those with this cutoff or a later one are for tests; those between are for validation. Data without
-            times is split at random, 80 : 10 : 10, if neither is given.
-        splits: instead of the two, "train", "valid" or "test" for each example, one split after the other in time.
-        unit: of a regression's labels.
+        data: a data set of `from_tables`.
+        name: name of the task.
+        entity: the table whose rows the labels belong to.
+        keys: [n], the primary key of each example's entity; row numbers if the table has no primary key.
+        times: [n], the cutoff of each example, in the form of the data's time columns: dates or numbers. None for data
+            without times.
+        labels: [n] numbers, booleans or text. For a link task: a list of keys of `target` for each example; or one key
+            for each, and then entries with the same entity and cutoff become one example.
+        kind: "binary", "classes", "regression" or "link". By default: "link" with `target`; "binary" for booleans,
+            zeros and ones, and two different texts; "classes" for more texts; "regression" for other numbers.
+        target: for a link task: the table that links lead to.
+        valid_from: examples with a cutoff before this time are for training.
+        test_from: examples with a cutoff from this time on are for tests, and those between the two times for
+            validation. Data without times is split 80 / 10 / 10 at random if neither is given.
+        splits: in place of `valid_from` and `test_from`: "train", "valid" or "test" for each example. The splits must
+            follow one another in time.
+        unit: unit of the labels of a regression, such as "minutes".
         hidden: (table, column) pairs that are never an input.
-        missing_keys: what happens to keys that no row has: "error" raises, "drop" leaves out the examples, or links.
+        missing_keys: what happens to keys that no row has: "error" raises, "drop" leaves out the examples or links.
 
     Raises:
-        ValueError: a table or key that does not exist; columns of different lengths; cutoffs of another kind than the
-            data's times; no example is left; labels that are constant in training, or do not fit the kind.
+        ValueError: a table or key does not exist, columns have different lengths, cutoffs are not of the kind of the
+            data's times, no example is left, or labels do not fit the kind or are all equal in training.
 
     >>> from dejax.datasets import from_tables
     >>> users, orders = {"id": [7, 8]}, {"user": [7, 8, 8], "day": [1, 2, 6]}
@@ -139,16 +141,16 @@ def task_from_function(
     cutoffs: Sequence[Any],
     **options: Any,
 ) -> Task:
-    """A task whose labels a function makes for each of several cutoffs.
+    """Makes a task whose examples a function of yours computes for each of several cutoff times.
 
     Args:
         data, name, entity: as in `task_from_columns`.
-        function: cutoff -> (keys, labels) of the examples at that time. Labels say what follows it.
-        cutoffs: the grid of times.
-        options: as in `task_from_columns`.
+        function: function `cutoff -> (keys, labels)` of the examples at this time. Labels say what happens after it.
+        cutoffs: the cutoff times.
+        options: further keyword arguments of `task_from_columns`.
 
     Raises:
-        ValueError: as `task_from_columns`; a function that gives keys and labels of different lengths.
+        ValueError: as `task_from_columns`; or the function returns keys and labels of different lengths.
 
     >>> from dejax.datasets import from_tables
     >>> data = from_tables({"users": {"id": [7, 8], "joined": [1, 1]}}, {"users": "id"}, [], {"users": "joined"})
@@ -186,23 +188,23 @@ def task_of_rows(
     splits: Any = None,
     unit: str = "",
 ) -> Task:
-    """A task of the rows of a table, whose labels are one of its columns: "will this flight be late".
+    """Makes a task that predicts a column of a table for each of its rows, such as "will this flight be late".
 
-    The label must be known later than the cutoff. A column with `known_at` is an input where it is known by then, so
-    that other rows' labels are seen as far as they have come true. Any other column is known with its row, so it is
-    hidden from all rows.
+    The label of a row must become known after its cutoff. If the column has an entry in `known_at` of `from_tables`,
+    the labels of other rows are an input from the time at which they are known. Without one, values are known with
+    their row, so the column is hidden in all rows.
 
     Args:
-        data: of `from_tables`.
-        name: of the task.
+        data: a data set of `from_tables`.
+        name: name of the task.
         table: the table.
-        label: its column. Rows without a value have no label.
-        cutoff: the column of the table with the cutoffs; by default the time of the row itself.
-        above: makes a binary task of a column of numbers: whether the label is above this.
+        label: the column to predict. Rows without a value have no label.
+        cutoff: the column of the table that has the cutoffs; by default the time of the row itself.
+        above: turns a column of numbers into a binary task: whether the number is above this.
         kind, valid_from, test_from, splits, unit: as in `task_from_columns`.
 
     Raises:
-        ValueError: as `task_from_columns`; a table or column that does not exist; a label that is known by its cutoff.
+        ValueError: as `task_from_columns`; or a table or column does not exist, or a label is known by its cutoff.
 
     >>> from dejax.datasets import from_tables
     >>> flights = {"at": [1, 2, 3, 4], "landed": [5, 4, 9, 8], "delay": [40, 0, 3, 50]}
@@ -294,29 +296,30 @@ def task_of_events(
     test_from: Any = None,
     unit: str = "",
 ) -> Task:
-    """A task about what follows a cutoff: "the orders of each customer in the 30 days after".
+    """Makes a task about events after a cutoff, such as "the number of orders of each customer in the next 30 days".
 
-    There is an example for each cutoff and each row of the entity table that is known by then. Left out, and counted,
-    are those whose window ends after the data does, and those of training whose window ends after `valid_from`: their
-    labels would tell of the time on which settings are chosen.
+    There is an example for each cutoff and each row of the entity table that is known by then. Examples whose window
+    ends after the data does are left out, and so are training examples whose window ends after `valid_from`, because
+    their labels would reveal the validation period. `Task.left_out` counts them.
 
     Args:
-        data: of `from_tables`.
-        name: of the task.
-        events: (table, its foreign key to the entity table): the rows to count, at their own times.
-        cutoffs: the grid of times.
-        window: how long after a cutoff rows count: a `timedelta`, text as "30 days", or a number in the unit of the
-            times.
-        how: "any" and "none" (binary), "count", or "sum" and "mean" of a column of numbers; an entity without a row has
-            no mean, and so no label.
-        value: that column.
-        target: instead of `how`, another foreign key of the table: links to the rows that it refers to.
-        active: only entities with a row within this time up to the cutoff.
-        valid_from, test_from: of cutoffs, as in `task_from_columns`.
-        unit: of a regression's labels.
+        data: a data set of `from_tables`.
+        name: name of the task.
+        events: (table, foreign key): the rows that count as events, and their key that refers to the entity table.
+        cutoffs: the cutoff times.
+        window: length of time after a cutoff in which events count: a `timedelta`, text such as "30 days", or a number
+            in the unit of the times.
+        how: the label: "any" or "none" (binary), "count", or "sum" or "mean" of `value` over the events. Without events
+            an entity has no mean, and so no label.
+        value: the column of numbers for "sum" and "mean".
+        target: in place of `how`, for a link task: another foreign key of the table. The label is the set of rows that
+            the events refer to.
+        active: a length of time: only entities with an event within this time before the cutoff are examples.
+        valid_from, test_from: times that split the cutoffs, as in `task_from_columns`.
+        unit: unit of the labels of a regression.
 
     Raises:
-        ValueError: as `task_from_columns`; a table without times, a foreign key or column that does not exist.
+        ValueError: as `task_from_columns`; or the table has no times, or a foreign key or column does not exist.
 
     >>> from dejax.datasets import from_tables
     >>> users, orders = {"id": [7, 8]}, {"user": [7, 8, 8, 7], "day": [1, 2, 6, 9]}

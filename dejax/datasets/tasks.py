@@ -15,24 +15,27 @@ TASK_KINDS: tuple[str, ...] = get_args(TaskKind)
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Rows of an entity table with cutoff times and labels: a label is predicted from what was known by its cutoff.
+    """A prediction task on tables: examples that are rows of a table at a cutoff time, with labels and splits.
+
+    The label of an example must be predicted from what was known by its cutoff.
 
     Attributes:
-        name: its name.
+        name: name of the task.
         kind: "binary" (labels 0 and 1), "classes" (labels from 0 on), "regression", or "link" (which rows of `target`
-            an entity will meet).
-        entity: the table whose rows are asked about.
-        rows: int32[m], rows of the entity table; a row may occur at several times.
-        times: int64[m], the cutoffs, in the unit of the dataset's times.
-        labels: int32[m] of binary and classes, float32[m] of regression; of links int32[sum of lengths], rows of
-            `target`, those of example i from `offsets[i]` on.
-        splits: "train", "valid", "test" -> int[], places in `rows`. Between splits, times ascend.
-        offsets: int64[m + 1] of links, else None.
-        target: the table of links' other ends, else None.
-        classes: the names of classes, or of 0 and 1.
-        unit: of a regression's labels, such as "minutes".
-        hidden: (table, column) of columns that are never an input, such as the one with the labels.
-        left_out: what the maker left out, such as entities that are not known by their cutoff -> how many.
+            the entity will be linked to).
+        entity: the table whose rows the labels belong to.
+        rows: int32[m], for each example its row of the entity table; a row may occur at several times.
+        times: int64[m], the cutoff of each example, in the unit of the data set's times.
+        labels: int32[m] for "binary" and "classes", float32[m] for "regression". For "link" int32[total], rows of
+            `target`; example i has those from `offsets[i]` to `offsets[i + 1]`.
+        splits: for each of "train", "valid" and "test" the numbers of its examples, int[]. The splits follow one
+            another in time.
+        offsets: for "link": int64[m + 1]. Otherwise None.
+        target: for "link": the table that links lead to. Otherwise None.
+        classes: names of the classes, or of the labels 0 and 1.
+        unit: unit of the labels of a regression, such as "minutes".
+        hidden: (table, column) pairs that are never an input, such as the column of the labels.
+        left_out: reasons why examples were left out, such as entities that are not known by their cutoff, with counts.
 
     >>> rows, times, splits = np.array([0, 2]), np.array([10, 20]), {"train": np.array([0]), "test": np.array([1])}
     >>> print(Task("late", "binary", "flights", rows, times, np.array([0, 1]), splits).summary())
@@ -77,7 +80,7 @@ class Task:
         return len(self.rows)
 
     def summary(self) -> str:
-        """A text table: kind, splits with their labels, and what was left out."""
+        """A text table of the kind, the splits with their labels, and what was left out."""
         what = f"{self.kind} of {self.entity}" + (f" to {self.target}" if self.target else "")
         lines = [f"task {self.name}: {what}, {len(self):,} examples" + (f", in {self.unit}" if self.unit else "")]
         for split, places in self.splits.items():
@@ -100,7 +103,9 @@ class Task:
         return f", {len(np.flatnonzero(shares))} classes"
 
     def with_kept(self, kept: np.ndarray, why: str) -> Task:
-        """The task without some examples, bool[m], which `left_out` counts under a reason."""
+        """The task with the examples where `kept`, bool[m], is True. `left_out` counts the others under the reason
+        `why`.
+        """
         if kept.all():
             return self
         place = np.cumsum(kept) - 1

@@ -23,7 +23,7 @@ from dejax.datasets._hetero import Ends, HeteroDataset, Relation
 from dejax.datasets._progress import Progress
 
 NAMES = ("wn18rr", "fb15k-237", "wn18", "fb15k", "yago3-10")
-"""Folders' names that `load_triples` looks for in $DEJAX_DATA; any folder in the layout can be given."""
+"""Names of folders that `load_triples` looks for in $DEJAX_DATA. Any other folder with the same files can be given."""
 ENTITY = "entity"
 _ONE_FILE = {"all": ("triples.txt", "triples.tsv")}
 _FILES = {split: (f"{split}.txt", f"{split}.tsv") for split in ("train", "valid", "test")}
@@ -38,26 +38,30 @@ def load_triples(
     seed: int = 0,
     progress: bool | None = None,
 ) -> HeteroDataset:
-    r"""Reads a knowledge graph for link prediction: one node type "entity", a relation for each predicate.
+    r"""Reads a knowledge graph for link prediction from text files of triples, such as WN18RR or FB15k-237.
+
+    The data set has one node type, "entity", and a relation for each predicate. `dejax.datasets.triples` describes the
+    files.
 
     Args:
-        name: the name of the dataset, and of the folder in $DEJAX_DATA.
-        folder: has the three files or `triples.txt`, itself or in a sub-folder `name`; $DEJAX_DATA by default.
-        numbers: whether entities and relations are numbers from 0 on, as they stand in the files. None: they are if all
-            of them are numbers without leading zeros, at least half of the numbers up to the greatest one occur, and
-            there is no `entities.dict`. Other numbers are names.
-        shares: the shares of triples for validation and test, where there is one file. Fewer are taken if the others
-            would lack an entity or a relation.
-        seed: of that division.
-        progress: draw bars; None draws on a terminal only.
+        name: name of the data set, and of its folder in $DEJAX_DATA.
+        folder: the folder that has `train.txt`, `valid.txt` and `test.txt`, or `triples.txt`, itself or in a sub-folder
+            `name`; by default $DEJAX_DATA.
+        numbers: whether entities and relations are written as numbers from 0 on. None decides: they are numbers if all
+            are numbers without leading zeros, at least half of the numbers up to the largest occur, and there is no
+            `entities.dict`. Otherwise they are names.
+        shares: shares of triples for validation and test, if there is only `triples.txt`. Fewer are taken if an entity
+            or a relation would otherwise be missing from the training triples.
+        seed: random seed of this split.
+        progress: whether to draw progress bars; None draws if stderr is a terminal.
 
     Returns:
-        HeteroDataset with training edges in `edges`, and `valid_edges` and `test_edges`.
+        A HeteroDataset with the training edges in `edges`, and with `valid_edges` and `test_edges`.
 
     Raises:
         FileNotFoundError: no folder is given, or it lacks a file.
-        ValueError: a line without three parts, a name that a `.dict` file lacks, no training triple, or shares
-            below 0 or of 1 and more together.
+        ValueError: a line does not have three parts, a `.dict` file lacks a name, there is no training triple, or
+            shares are below 0 or sum to 1 or more.
 
     >>> import pathlib, tempfile
     >>> from dejax.datasets import load_triples

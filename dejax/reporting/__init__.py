@@ -36,25 +36,27 @@ def report(
     store: ActivationStore | None = None,
     **kwargs: Any,
 ) -> Report:
-    """A report of one call of a step: memory by owner and time, kernels, traffic, waits, and three remedies.
+    """Reports what one call of a jitted step costs: memory by owner, kernels by time, bytes moved, waits, and advice.
 
-    The step is compiled for these arguments, and run on copies of what it may change: donated arrays, and modules of
-    nnx. A step that takes a `HostTable` and donates arguments is not run, since a call would change the table itself.
+    The step is compiled for these arguments and run on copies of what it may change (donated arrays, nnx modules). A
+    step that takes a `HostTable` and donates arguments is compiled but not run, since a call would change the table
+    itself.
 
     Args:
         step: a function made by `jax.jit` or `nnx.jit`; another function is jitted.
-        *args: its arguments. With `jax.ShapeDtypeStruct` in place of arrays the step is compiled and not run.
-        calls: how often it is run for the times, and again for the profile; 0: only compiled.
-        owners: owners of arguments by name, where the report guesses wrong: "parameters", "optimizer state", "tables",
-            "graphs" or "inputs".
-        store: the store whose counters are shown; by default the one that steps use.
+        *args: the arguments of the step. With `jax.ShapeDtypeStruct` in place of arrays the step is compiled and not
+            run.
+        calls: number of calls for the times, and again for the profile; 0 compiles only.
+        owners: corrections of the owner that the report guesses for an argument, by the argument's name: "parameters",
+            "optimizer state", "tables", "graphs" or "inputs".
+        store: the `ActivationStore` whose counters are shown; by default the one that steps use.
         **kwargs: keyword arguments of the step.
 
     Returns:
-        The report. Print it, or `save("page.html")` it.
+        The report. Print it, or write it with `save("page.html")`.
 
     Raises:
-        ValueError: `calls` is negative, or `owners` names an unknown owner or argument.
+        ValueError: `calls` is negative, or `owners` has an unknown owner or argument.
         TypeError: `step` cannot be called.
 
     >>> import dejax, jax, jax.numpy as jnp

@@ -16,17 +16,17 @@ _WRAPPERS = re.compile(r"\b(?:jit|jvp|transpose|vmap|checkpoint|remat|rematted_c
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A row of the table of kernels.
+    """One kernel of a step: a row in the report's table of kernels.
 
     Attributes:
-        name: a readable name: the program and instance, or XLA's operator.
-        line: the user's line.
+        name: a readable name: the program and the kernel's number in it, or XLA's operator.
+        line: the line of the user's code that the kernel computes.
         kind: "rgnn", "table", "offload", "copy" or "XLA".
-        milliseconds: in one call; None where nothing was measured.
-        launches: in one call.
-        nbytes: that it reads and writes, from the shapes; None where unknown.
-        predicted_ms: of the cost model, for an NVIDIA H200; None where the model does not apply.
-        why: why XLA computes a part of a program, if it does.
+        milliseconds: time in one call of the step; None if nothing was measured.
+        launches: number of launches in one call of the step.
+        nbytes: bytes that the kernel reads and writes, computed from shapes; None if unknown.
+        predicted_ms: time that the cost model predicts for an NVIDIA H200; None if the model does not apply.
+        why: if XLA computes a part of a relational program, the reason.
 
     >>> import dejax, jax, jax.numpy as jnp
     >>> page = dejax.report(jax.jit(lambda w, x: (x @ w).sum()), jnp.ones((8, 8)), jnp.ones((4, 8)), calls=0)

@@ -54,10 +54,10 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Bytes on the device by owner after each instruction.
+    """The memory of the device over a step: bytes by owner after each instruction of the compiled program.
 
     Attributes:
-        owners: bytes by owner, one for each position.
+        owners: for each owner its bytes after each instruction.
         buffers: all buffers, largest first.
 
     >>> import dejax, jax, jax.numpy as jnp
@@ -72,17 +72,17 @@ class Timeline:
 
     @property
     def totals(self) -> list[int]:
-        """Bytes of all owners at each position."""
+        """Bytes of all owners together after each instruction."""
         return [sum(parts) for parts in zip(*self.owners.values(), strict=True)]
 
     @property
     def peak(self) -> int:
-        """The position at which memory is largest."""
+        """The number of the instruction after which memory is largest."""
         totals = self.totals
         return max(range(len(totals)), key=totals.__getitem__) if totals else 0
 
     def at_peak(self) -> dict[str, int]:
-        """Bytes by owner at the peak."""
+        """Bytes of each owner where memory is largest."""
         return {owner: series[self.peak] for owner, series in self.owners.items() if series}
 
 

@@ -29,14 +29,14 @@ _HLO_NAMES = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u", "bool": "pr
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array of the arguments.
+    """One array among the arguments of a step, in a report.
 
     Attributes:
-        path: where it lies, as in `params['w']`.
-        owner: one of `OWNERS`.
-        shape: dtype and sizes, in XLA's words.
-        nbytes: its size.
-        on_host: whether it lies in host memory while the step runs.
+        path: the path of the array in the arguments, such as `params['w']`.
+        owner: one of `OWNERS`, such as "parameters".
+        shape: dtype and shape in XLA's notation.
+        nbytes: size in bytes.
+        on_host: whether the array lies in host memory while the step runs.
         floating: whether its elements are floating-point numbers.
 
     >>> import dejax, jax, jax.numpy as jnp

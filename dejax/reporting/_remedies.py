@@ -18,13 +18,13 @@ _LEAST_BYTES = 1 << 20  # below it memory is not worth a remedy
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Something to try.
+    """A piece of advice in a report: a change that may save memory or time.
 
     Attributes:
-        what: what the report saw.
-        do: what to do.
-        page: the page that says how.
-        gain: an estimate of the share of the memory or of the time, to order remedies by.
+        what: what the report observed.
+        do: what to do about it.
+        page: the page of the documentation that explains it.
+        gain: estimated share of the memory or time that it saves, by which advice is sorted.
 
     >>> import dejax, jax, jax.numpy as jnp
     >>> page = dejax.report(jax.jit(lambda w, x: (x @ w).sum()), jnp.ones((8, 8)), jnp.ones((4, 8)), calls=0)

@@ -15,27 +15,27 @@ from dejax.reporting._picture import picture
 
 @dataclass(frozen=True, slots=True)
 class Report(Figures):
-    """What a step costs; made by `dejax.report`.
+    """The costs of one call of a step, as `dejax.report` measures them.
 
-    `print(report)` is the page as text. `save` writes it as HTML, SVG, JSON or text. `as_dict` gives its figures.
+    `print(report)` shows them as text, `save` writes a page as HTML, SVG or text, and `as_dict` returns plain values.
 
     Attributes:
-        name: of the step.
+        name: name of the step.
         device: name of the device, and versions.
         backend: "gpu" or "cpu".
         how: how the figures of kernels were found.
         leaves: the arrays of the arguments.
         timeline: bytes on the device by owner, in the order of execution.
-        memory: XLA's own figures, bytes by name.
+        memory: XLA's own figures for memory, bytes by name.
         on_host: bytes of the arguments in host memory, by owner.
-        kernels: by time.
-        flops: of one call, counted by XLA; 0 where it does not tell.
+        kernels: the kernels, sorted by time.
+        flops: floating-point operations of one call, counted by XLA; 0 if XLA does not tell.
         traffic: bytes over the bus and to the disk.
-        waits: seconds of one call, by reason.
-        idle: share of the time in which the device did nothing; None where it was not measured.
-        seconds: wall time of one call; None where the step was not run.
-        peak_bytes: the allocator's peak since the process began; None where the device does not tell.
-        remedies: what to try, at most three.
+        waits: seconds that one call waits, by reason.
+        idle: share of the time in which the device did nothing; None if it was not measured.
+        seconds: wall time of one call; None if the step was not run.
+        peak_bytes: largest size of the allocator's memory since the process began; None if the device does not tell.
+        remedies: at most three pieces of advice.
 
     >>> import dejax, jax, jax.numpy as jnp
     >>> step = jax.jit(lambda params, x: (x @ params).sum())
@@ -51,7 +51,7 @@ class Report(Figures):
         return _html.render(self, whole=False)
 
     def save(self, path: str | Path) -> None:
-        """Writes the page: HTML in one file if the name ends in `.html`, the picture for `.svg`, otherwise text.
+        """Writes the report to a file: one HTML file if the name ends in `.html`, a picture for `.svg`, otherwise text.
 
         Raises:
             OSError: the file cannot be written.
@@ -61,14 +61,14 @@ class Report(Figures):
         Path(path).write_text(forms.get(suffix, lambda: f"{self}\n")(), encoding="utf-8")
 
     def picture(self) -> str:
-        """Memory over the step and the longest kernels, as SVG."""
+        """An SVG picture of the memory over the step and of the longest kernels."""
         return picture(self)
 
     def _json(self) -> str:
         return json.dumps(self.as_dict(), indent=1)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures as plain values that `json.dumps` takes."""
+        """The figures as plain values, for `json.dumps`."""
         return {
             "name": self.name,
             "device": self.device,

@@ -13,13 +13,13 @@ from dejax.reporting._owners import TABLES, Leaf
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a step moves between memories.
+    """Bytes that one call of a step moves between memories: a row in a report's table.
 
     Attributes:
-        what: which rows or tensors.
-        nbytes: in one call.
+        what: which rows or tensors are moved.
+        nbytes: bytes in one call.
         direction: "to the device", "to the host", "to disk" or "from disk".
-        predicted_ms: of the cost model for one H200 on PCIe 5; None where it does not apply.
+        predicted_ms: time that the cost model predicts for one H200 on PCIe 5; None if the model does not apply.
         note: how the bytes were found.
 
     >>> import dejax, jax, jax.numpy as jnp, numpy as np

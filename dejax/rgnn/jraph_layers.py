@@ -36,28 +36,31 @@ def apply_to_graphs_tuple(
     updates: Updates = "nodes",
     **graph_options: Any,
 ) -> GraphsTuple:
-    """The tuple with its features replaced by a layer's result.
+    """Applies a layer to a `jraph.GraphsTuple`, and returns the tuple with new features.
 
     Args:
-      layer: an nnx module, `functools.partial(linen_module.apply, variables)`, a program with its weights bound, or any
-        function `layer(graph, x)`. Without nodes in the tuple it is called as `layer(graph)`; with `with_edges`, edge
-        features follow x.
+      layer: a function `layer(graph, x)`: an nnx module, `functools.partial(linen_module.apply, variables)`, a program
+        with its weights bound, or any other. If the tuple has no nodes it is called as `layer(graph)`; with
+        `with_edges`, edge features are its last argument.
       graphs_tuple: one graph or a batch, padded (`jraph.pad_with_graphs`) or not, concrete or traced.
       graph: the tuple's `RelGraph`; None makes it from the tuple.
-      node_key: the entry of `nodes` that is x and is replaced, where `nodes` is a mapping.
-      edge_key: the same for `edges`, where they are read or replaced.
+      node_key: if `nodes` is a mapping: the key of the entry that is x and is replaced.
+      edge_key: if `edges` is a mapping: the key of the entry that is read or replaced.
       with_edges: whether the layer takes the edge features, too.
-      updates: the layer's result: new `"nodes"`, new `"edges"`, or `"both"`, a pair. Where `edges` is the array of edge
-        types, replacing it loses the types for the next layer: pass `graph` to that layer, or keep types under a key.
-      **graph_options: of `interop.from_graphs_tuple` (`edge_type`, `num_edge_types`, ...), where `graph` is not given.
+      updates: what the layer returns: new `"nodes"`, new `"edges"`, or `"both"`, a pair. If `edges` is the array of
+        edge types, replacing it loses the types for the next layer: pass `graph` to that layer, or keep the types under
+        a key.
+      **graph_options: options of `interop.from_graphs_tuple` (`edge_type`, `num_edge_types`, ...), if `graph` is not
+        given.
 
     Returns:
-      A `GraphsTuple` that differs from `graphs_tuple` only in the updated features. Edge features are in the tuple's
-      order, without those of reverse edges and self loops that were added to the `RelGraph`.
+      A `GraphsTuple` that differs from `graphs_tuple` only in the new features. Edge features are in the tuple's order,
+      without reverse edges and self loops that were added to the `RelGraph`.
 
     Raises:
-      ValueError: `graph` together with options to make one, a graph of other counts, or an unknown `updates`.
-      TypeError: a mapping of features without a key, or a key without a mapping.
+      ValueError: `graph` comes together with options to make one, or has other counts than the tuple, or `updates` is
+        unknown.
+      TypeError: a mapping of features comes without a key, or a key without a mapping.
 
     >>> import jax.numpy as jnp, jraph
     >>> from dejax import rgnn
@@ -94,11 +97,11 @@ def apply_to_graphs_tuple(
 
 
 def graphs_tuple_layer(layer: Callable[..., Any], **keywords: Any) -> Callable[[GraphsTuple], GraphsTuple]:
-    """A function from `GraphsTuple` to `GraphsTuple`, like jraph's models.
+    """Wraps a layer as a function from `GraphsTuple` to `GraphsTuple`, like the models of jraph.
 
     Args:
       layer: as in `apply_to_graphs_tuple`.
-      **keywords: those of `apply_to_graphs_tuple`.
+      **keywords: keyword arguments of `apply_to_graphs_tuple`.
 
     >>> import jax.numpy as jnp, jraph
     >>> from dejax import rgnn

@@ -14,20 +14,20 @@ PRECISIONS = ("f32", "tf32", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a program is compiled.
+    """Options of the compiler for relational programs and layers.
 
     Attributes:
       backend: `"pallas"` for GPU kernels (interpreted without a GPU, for tests), `"xla"` for plain XLA, `"auto"` for
         kernels on a GPU and XLA elsewhere.
-      precision: of products of float32 matrices: `"f32"`, `"tf32"` (10-bit mantissa on the tensor cores) or `"bf16"`.
-        None means f32 where `jax.default_matmul_precision` is "highest" or "float32"; elsewhere tf32 in kernels, and in
-        XLA what JAX asks for. Sums are accumulated in float32. Relative to float64, the
-        error of each column is at most 1e-6, 2e-3 and 2e-2 where nothing cancels (docs/precision.md).
-      disable: passes to leave out, from `dejax.rgnn.passes.PASSES`.
-      interpret: whether kernels are interpreted; None: where the default backend is not a GPU.
+      precision: precision of products of float32 matrices: `"f32"`, `"tf32"` (10-bit mantissa on the tensor cores) or
+        `"bf16"`. None means f32 if `jax.default_matmul_precision` is "highest" or "float32", otherwise tf32 in kernels
+        and JAX's default in XLA. Sums are accumulated in float32. Relative to float64, the error of each column is at
+        most 1e-6 (f32), 2e-3 (tf32) or 2e-2 (bf16) where nothing cancels (docs/precision.md).
+      disable: names of compiler passes to leave out, from `dejax.rgnn.passes.PASSES`.
+      interpret: whether kernels are interpreted; None: if the default backend is not a GPU.
 
     Raises:
-      ValueError: an unknown backend, precision or pass.
+      ValueError: the backend, the precision or a pass is unknown.
     """
 
     backend: str = "auto"
@@ -43,7 +43,9 @@ class Options:
         object.__setattr__(self, "disable", known_passes(self.disable))
 
     def with_default_precision(self) -> Options:
-        """These options; where they have no precision, with that of `jax.default_matmul_precision` in this thread."""
+        """The options, with the precision of `jax.default_matmul_precision` in this thread if they have none of their
+        own.
+        """
         if self.precision is None and jax.config.values["jax_default_matmul_precision"] in ("highest", "float32"):
             return replace(self, precision="f32")
         return self

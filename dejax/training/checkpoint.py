@@ -25,11 +25,11 @@ _FOLDER = "checkpoints"
 
 
 class Checkpoints:
-    """The checkpoints in the folder of a run.
+    """The checkpoints of a training run, in the folder of the run: the last and the best state of each seed.
 
     Args:
         folder: the folder of the run.
-        free: names of settings that a resumed run may change, such as its length.
+        free: names of settings that a resumed run may change, such as its number of epochs.
 
     >>> import tempfile
     >>> import jax.numpy as jnp
@@ -46,16 +46,17 @@ class Checkpoints:
         self.folder, self.free = Path(folder).absolute(), free
 
     def begin(self, settings: Mapping[str, Any], *, resume: bool) -> None:
-        """Prepares the folder: removes the checkpoints of an earlier run, or with `resume` checks its settings.
+        """Prepares the folder for a run: removes the checkpoints of an earlier run, or with `resume` checks its
+        settings.
 
         Args:
             settings: plain values by name.
-            resume: whether the run in the folder goes on.
+            resume: whether to continue the run in the folder.
 
         Raises:
-            ValueError: `resume`, and the earlier run had other settings, which the message names; without `resume`, the
-                folder has checkpoints of something else, which would be lost.
-            FileNotFoundError: `resume`, and there is no earlier run.
+            ValueError: with `resume`: the earlier run had other settings, which the message names. Without `resume`:
+                the folder has checkpoints of something else, which would be lost.
+            FileNotFoundError: with `resume`: there is no earlier run.
         """
         settings = json.loads(json.dumps(dict(settings)))
         known = (self.folder / SETTINGS_FILE).exists()
@@ -90,7 +91,9 @@ class Checkpoints:
         return sorted(int(name) for name in found if name.isdigit() and self.latest(int(name)) is not None)
 
     def latest(self, seed: int, *, best: bool = False) -> int | None:
-        """The number of finished steps at a seed's checkpoint, or at its best state's; None if it has none."""
+        """The number of finished steps of a seed's last checkpoint (with `best`, of its best state), or None without
+        one.
+        """
         # Orbax writes under a temporary name and renames: a folder with a number as its name is complete.
         places = self._place(seed, best).glob("[0-9]*")
         return max((int(place.name) for place in places if place.name.isdigit()), default=None)
@@ -99,13 +102,13 @@ class Checkpoints:
         return self.folder / _FOLDER / f"{'best' if best else 'seed'}{seed}"
 
     def save(self, seed: int, number: int, state: Any, history: Any, *, best: bool = False) -> None:
-        """Writes a seed's state and history, and replaces its earlier checkpoint.
+        """Writes the state and history of a seed, in place of its earlier checkpoint.
 
         Args:
             seed: the seed.
-            number: of finished steps.
-            state: a pytree of arrays, of jax or numpy.
-            history: plain values, for JSON.
+            number: number of finished steps.
+            state: pytree of jax or numpy arrays.
+            history: plain values that JSON can hold.
             best: whether this is the best state so far, which is kept beside the last one.
         """
         args = _orbax().args
@@ -115,16 +118,19 @@ class Checkpoints:
             manager.wait_until_finished()
 
     def restore(self, seed: int, like: Any, *, best: bool = False) -> tuple[Any, Any]:
-        """A seed's state and history.
+        """Reads the state and history of a seed.
 
         Args:
             seed: the seed.
-            like: a state of the same shapes and dtypes, of arrays or `jax.ShapeDtypeStruct`. A leaf of numpy gives an
-                array of numpy. All others are arrays of jax, on the devices and in the memory of the leaf.
-            best: whether the best state is meant, not the last one.
+            like: pytree of arrays or `jax.ShapeDtypeStruct` with the shapes and dtypes of the state. Where it has a
+                numpy array, the result has one; all other results are jax arrays with the placement of the leaf.
+            best: whether to read the best state instead of the last one.
+
+        Returns:
+            A pair (state, history).
 
         Raises:
-            FileNotFoundError: this seed has no checkpoint.
+            FileNotFoundError: the seed has no checkpoint.
         """
         number = self.latest(seed, best=best)
         if number is None:

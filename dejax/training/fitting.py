@@ -20,12 +20,12 @@ SAVE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A trained seed.
+    """The result of training one seed with `fit`.
 
     Attributes:
-        state: the last one; with `Settings.patience`, that of the best validation measure.
-        history: the curves.
-        best_epoch: finished epochs of `state`.
+        state: the last state; with `Settings.patience`, the state with the best validation measure.
+        history: the curves of losses and measures.
+        best_epoch: number of finished epochs of `state`.
     """
 
     state: TrainState
@@ -41,14 +41,17 @@ def fit(
     resume: bool = False,
     every: int | None = None,
 ) -> Fitted:
-    """Trains one seed. Draws a bar on a terminal.
+    """Trains a model with one seed, with early stopping and checkpoints. Draws a progress bar if stderr is a terminal.
 
     Args:
-        trainer: of the run.
-        seed: the seed.
-        checkpoints: where states are saved; None: nowhere.
-        resume: whether a saved state goes on.
-        every: steps between two checkpoints; None: `SAVE_SECONDS`.
+        trainer: the trainer of the run.
+        seed: the random seed.
+        checkpoints: where states are saved; None saves none.
+        resume: whether to continue from a saved state.
+        every: number of steps between two checkpoints; None saves after a fixed time (`SAVE_SECONDS`).
+
+    Returns:
+        The trained state and its curves.
     """
     settings, per_epoch = trainer.settings, trainer.task.steps_per_epoch
     total, history, state = settings.epochs * per_epoch, History(), trainer.init(seed)

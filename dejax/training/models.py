@@ -71,23 +71,22 @@ def relational_layer(
 
 
 class EntityClassifier(nnx.Module):
-    """Relational layers over a whole graph; the result is the class logits of every node.
+    """A stack of relational layers over a whole graph that computes class logits for every node, as an nnx module.
 
-    Node features enter unchanged. Without features, the input depends on the model:
+    Node features enter unchanged. For nodes without features, the first layer depends on the model:
 
-    - R-GCN's first layer has one row of weights for each (source, edge type) pair that occurs. This equals a one-hot
-      input to its typed weights.
-    - HGT begins with that layer, too. With an embedding of each node, it fitted the training nodes only
+    - R-GCN has a row of weights for each (source, edge type) pair that occurs, which equals one-hot features.
+    - HGT begins with this R-GCN layer, because with an embedding of each node it fitted only the training nodes
       (examples/README.md).
     - RGAT learns an embedding of each node.
 
     Args:
         settings: model, widths, heads, bases, dropout.
-        graph: a graph with the counts to build for.
-        in_features: width of the node features; None for no features.
-        num_classes: width of the result.
+        graph: a graph with the numbers of nodes and types of the data.
+        in_features: width of the node features; None without features.
+        num_classes: number of classes, the width of the result.
         options: options of the compiler.
-        rngs: streams `params` and, with dropout, `dropout`.
+        rngs: random streams: `params` and, with dropout, `dropout`.
 
     >>> import numpy as np
     >>> from flax import nnx
@@ -181,14 +180,14 @@ def _entity_layers(
 
 
 class NodeMLP(nnx.Module):
-    """The baseline without edges: dense layers on a node's features (if it has any) and its one-hot type.
+    """A baseline that ignores edges: dense layers on the features of each node (if there are any) and its one-hot type.
 
     Args:
         settings: widths.
-        graph: a graph with the node types to build for.
-        in_features: width of the node features; None for no features.
-        num_classes: width of the result.
-        rngs: stream `params`.
+        graph: a graph with the node types of the data.
+        in_features: width of the node features; None without features.
+        num_classes: number of classes, the width of the result.
+        rngs: random stream `params`.
 
     >>> import numpy as np
     >>> from flax import nnx

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 MODELS = ("rgcn", "rgat", "hgt", "sage")
-"""The relational models. Three more are accepted: "mlp", the baseline without edges, for the task "nodes";
-"embeddings", where the decoder reads a vector of each node without layers between, for the task "links"; and "relgt",
-attention of a seed over its sampled tree, for the task "tables"."""
+"""The names of the relational models.
+
+Three further names are accepted: "mlp", the baseline without edges, for the task "nodes"; "embeddings", a decoder on
+node embeddings without layers, for the task "links"; and "relgt", attention of a seed over its sampled tree, for the
+task "tables".
+"""
 TASKS = ("nodes", "samples", "links", "tables")
 NUMBERS = ("standard", "piecewise", "periodic")
 CLASS_WEIGHTS = ("none", "balanced")
@@ -26,74 +29,79 @@ ENTITY = ("stdlib", "aifb", "mutag", "bgs", "am")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that decides the results of a run, except the data's files and the machine.
+    """The settings of a training run: everything that decides its results, except the files of the data and the
+    machine.
+
+    Attributes that only some tasks read begin with the names of these tasks.
 
     Attributes:
         dataset: a name that `dejax.training.data.load` knows, or the name of a saved HeteroDataset.
         task: "nodes": nodes are classified, and a step sees the whole graph. "samples": nodes are classified on
-            mini-batches. "links": edges are predicted on mini-batches.
+            mini-batches. "links": edges are predicted on mini-batches. "tables": labels of rows of a database are
+            predicted.
         model: one of `MODELS`, or "mlp", "embeddings" or "relgt".
         hidden: width of the hidden layers, all heads together.
-        layers: relational layers (for "mlp": dense layers); on mini-batches as many as fan-outs.
-        heads: attention heads of rgat, hgt and relgt; must divide `hidden`.
-        bases: basis matrices of rgcn; None for one matrix per relation.
-        dropout: rgcn: the share of dropped edges, and half of that for self loops (the paper's 0.4 and 0.2). rgat: the
-            share of dropped attention coefficients. hgt: the share of a layer's result. sage: the share of a layer's
-            input. Task "links": the share of the encoder's result.
-        epochs: passes over the training data. For the task "nodes" an epoch is one step.
-        seeds: number of runs, with seeds 0 .. seeds - 1.
-        lr: Adam's learning rate, also for embeddings.
-        schedule: how the parameters' rate goes over the run's steps, one of `SCHEDULES`: "cosine" and "linear" end at
-            0. Embeddings keep `lr`.
-        warmup: steps in which the parameters' rate rises from 0 to `lr`.
-        clip: gradients of parameters with a larger global norm are scaled down to this one; 0: never.
-        patience: a seed stops after so many evaluations without a better validation measure, and its results are those
-            of its best evaluation. 0: all epochs, and the results of the last one.
-        precision: precision of products of float32 matrices: one of `PRECISIONS`; None as in `dejax.rgnn.Options`.
-        eval_every: epochs between two points of the curves.
-        pipeline: steps of one program, whose reads and samples overlap with layers: task "samples" and "links". None:
-            16 on a GPU, 1 elsewhere. The results do not depend on it.
-        l2: nodes: weight of the sum of squares of the first layer's matrices in the loss.
-        featureless: nodes: ignore the data set's features.
-        holdout: nodes: share of the training nodes held out for validation, so that settings can be chosen without the
-            test nodes.
+        layers: number of relational layers (for "mlp": dense layers); on mini-batches the number of fan-outs.
+        heads: number of attention heads of rgat, hgt and relgt; must divide `hidden`.
+        bases: number of basis matrices of rgcn; None for one matrix for each relation.
+        dropout: rgcn: share of dropped edges, and half of it for self loops (the paper's 0.4 and 0.2). rgat: share of
+            dropped attention coefficients. hgt: share of the dropped result of a layer. sage: share of the dropped
+            input of a layer. Task "links": share of the dropped result of the encoder.
+        epochs: number of passes over the training data. For the task "nodes" an epoch is one step.
+        seeds: number of runs, with the seeds 0 to seeds - 1.
+        lr: learning rate of Adam, also for embeddings.
+        schedule: how the learning rate of the parameters changes over the steps of the run, one of `SCHEDULES`:
+            "cosine" and "linear" end at 0. Embeddings keep `lr`.
+        warmup: number of steps in which the learning rate of the parameters rises from 0 to `lr`.
+        clip: largest global norm of the gradients of parameters; larger gradients are scaled down to it. 0: no limit.
+        patience: early stopping: number of evaluations without a better validation measure after which a seed stops;
+            its results are then those of its best evaluation. 0: all epochs, and the results of the last one.
+        precision: precision of products of float32 matrices, one of `PRECISIONS`; None as in `dejax.rgnn.Options`.
+        eval_every: number of epochs between two points of the curves.
+        pipeline: samples, links: number of steps in one program, whose reads and samples overlap with layers. None: 16
+            on a GPU, 1 elsewhere. The results do not depend on it.
+        l2: nodes: weight in the loss of the sum of squares of the first layer's matrices.
+        featureless: nodes: whether to ignore the features of the data set.
+        holdout: nodes: share of the training nodes that is held out for validation, so that settings can be chosen
+            without the test nodes.
         fold: nodes: number of the share that is held out, for cross-validation.
-        fan_outs: samples, links: for each layer the neighbours of a node that are drawn, the seeds' first; -1 for all.
-            From each relation (samples), or over all relations together (links, or `joint`).
-        batch_size: samples, links: seeds, or training edges, of a step.
-        full_batch: samples, links: a step sees the whole graph: nothing is sampled.
-        joint: samples: fan-outs are over all relations together; for graphs with one node type and many relations.
-        typed_nodes: samples: whether nodes of stdlib and RDF graphs keep their types.
+        fan_outs: samples, links: for each layer the number of neighbours of a node that are drawn, beginning with the
+            seeds; -1 for all. From each relation (samples), or from all relations together (links, or `joint`).
+        batch_size: samples, links: number of seeds, or of training edges, in a step.
+        full_batch: samples, links: whether a step sees the whole graph instead of samples.
+        joint: samples: whether fan-outs count over all relations together; for graphs with one node type and many
+            relations.
+        typed_nodes: samples: whether nodes of stdlib and of RDF graphs keep their types.
         reverse: samples: whether the reverse of each relation is added.
-        parts: samples: a step samples its seeds in this many parts, each with a key of its own: a multiple of the
-            devices. The results depend on it, and not on the devices.
-        weight_decay: samples: Adam's decoupled weight decay, for parameters.
-        place: samples: where features lie: "host", "device" or "split" (the rows that are used most on the device).
-        device_bytes: samples: with "split", the bytes of features on the device.
-        feature_dtype: samples: format of the feature tables; None for that of the data.
-        offload: samples: whether the layers' residuals lie in host memory between forward and backward.
-        sigmas: samples: standard deviations above the mean sample for which arrays have room.
+        parts: samples: number of parts in which a step samples its seeds, each with a key of its own; a multiple of the
+            number of devices. The results depend on it, but not on the number of devices.
+        weight_decay: samples: decoupled weight decay of Adam, for parameters.
+        place: samples: where features lie: "host", "device" or "split" (the most used rows on the device).
+        device_bytes: samples: with "split", number of bytes of features on the device.
+        feature_dtype: samples: dtype of the feature tables; None for the dtype of the data.
+        offload: samples: whether activations lie in host memory between forward and backward pass.
+        sigmas: samples: array sizes for samples, as a number of standard deviations above the mean sample.
         decoder: links: one of `DECODERS`.
-        negatives: links: wrong ends of each edge; every other edge gets wrong senders in place of wrong receivers.
-            tables, tasks of links: wrong candidates that are drawn for each link.
-        negative_kind: links: how they are drawn, from the nodes of the right type. "uniform"; "degree", in proportion
-            to the training edges of a node; "in_batch", the ends of the batch's other edges; "all", every other node of
-            the right type, where a step sees the whole graph (`full_batch`, or the model "embeddings").
-        loss: links: "softmax", each edge against its negatives, or "binary".
-        reciprocal: links: whether heads are asked for by a second vector of each relation (arXiv 1806.07297).
-        n3: links: weight of the sum of cubes of the vectors of an edge, the nuclear 3-norm of arXiv 1806.07297.
-        margin: links: what rotate's distance is subtracted from.
-        eval_edges: links: validation edges of an evaluation; 0: all.
-        target: tables: the name of the task; None for the only one.
-        recent: tables: whether fan-outs take the latest edges before the cutoff; otherwise uniform draws of them.
+        negatives: links: number of wrong ends for each edge; every second edge gets wrong senders in place of wrong
+            receivers. tables, link tasks: number of wrong candidates that are drawn for each link.
+        negative_kind: links: how wrong ends are drawn among nodes of the right type: "uniform"; "degree", in proportion
+            to the number of training edges; "in_batch", the ends of the other edges of the batch; "all", every other
+            node of the type, which needs a step that sees the whole graph (`full_batch`, or the model "embeddings").
+        loss: links: "softmax", each edge against its negatives; or "binary".
+        reciprocal: links: whether each relation has a second vector, with which heads are predicted (arXiv 1806.07297).
+        n3: links: weight in the loss of the sum of cubes of an edge's vectors, the nuclear 3-norm of arXiv 1806.07297.
+        margin: links: the margin of the decoder rotate, from which the distance is subtracted.
+        eval_edges: links: number of validation edges in an evaluation; 0: all.
+        target: tables: name of the task; None if there is only one.
+        recent: tables: whether fan-outs take the latest edges before the cutoff instead of uniform draws.
         numbers: tables: encoding of numbers, one of `NUMBERS` (`dejax.training.encoders`).
-        bins: tables: quantiles of the encoding "piecewise".
-        class_weights: tables: "none", or "balanced": a class counts in inverse proportion to its training examples.
-        eval_rows: tables: validation examples of an evaluation; 0: all.
-        top: tables, tasks of links: candidates that are listed for each example; the k of MAP@k and recall@k.
+        bins: tables: number of quantiles of the encoding "piecewise".
+        class_weights: tables: "none"; or "balanced": a class counts in inverse proportion to its training examples.
+        eval_rows: tables: number of validation examples in an evaluation; 0: all.
+        top: tables, link tasks: number of candidates that are listed for each example; the k of MAP@k and recall@k.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
 
     >>> from dejax.training import Settings
     >>> settings = Settings(dataset="stdlib", model="rgat", heads=4)
@@ -307,17 +315,17 @@ _EMBEDDINGS: dict[str, Any] = {
 
 
 def resolve(dataset: str, model: str = "rgcn", *, task: str = "nodes", **given: Any) -> Settings:
-    """The settings of a run: the given values; the others by task, data set and model.
+    """Makes the settings of a run: given values, and defaults that depend on task, data set and model for all others.
 
     Args:
-        dataset: the name of the data set.
-        model: one of `MODELS`, or "mlp".
+        dataset: name of the data set.
+        model: one of `MODELS`, or "mlp", "embeddings" or "relgt".
         task: one of `TASKS`.
-        given: fields of `Settings`; None stands for a value that is not given.
+        given: fields of `Settings`; None means the default.
 
     Raises:
-        ValueError: a value out of range.
-        TypeError: not a field of `Settings`.
+        ValueError: a value is out of range.
+        TypeError: a name is no field of `Settings`.
 
     >>> resolve("mutag").bases, resolve("mutag", bases=4).bases
     (30, 4)

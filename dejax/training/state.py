@@ -14,20 +14,21 @@ from dejax.minibatch import FeatureStore
 @pytree
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """The state that changes from step to step. A run resumes from it.
+    """The state of a training run, which each step changes and from which a run can be resumed.
 
     Attributes:
-        params: the model's parameters, an nnx.State.
+        params: the parameters of the model, an nnx.State.
         opt_state: the state of Adam.
-        embeddings: tables of the node types that have trainable embeddings, in host memory.
-        moments: Adam's state of each embedding, in host memory.
+        embeddings: the trainable embeddings of node types, tables in host memory.
+        moments: Adam's state of each embedding, tables in host memory.
         step: int32 scalar, number of finished steps.
         seed: uint32 scalar, the seed of the run.
         key: uint32 [2], the run's random key as plain integers. Step s draws from `fold_in(key, s)`, so that a resumed
-            run draws the same.
-        sums: over the steps of the epoch: "loss" (times the seeds), "weight" (the seeds), and the task's counts.
-        lost: int32 scalar, sampled nodes and edges that did not fit, in all steps.
-        skipped: int32 scalar, steps whose loss or gradients were not finite. They changed no parameter.
+            run draws the same numbers.
+        sums: sums over the steps of the epoch: "loss" (times the number of seeds), "weight" (the number of seeds), and
+            counts of the task.
+        lost: int32 scalar, number of sampled nodes and edges that exceeded the capacities, in all steps.
+        skipped: int32 scalar, number of steps that changed no parameter because loss or gradients were not finite.
 
     >>> from dejax.datasets import load
     >>> from dejax.training import Trainer, resolve

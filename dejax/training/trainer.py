@@ -38,20 +38,21 @@ _PIPELINE = 16  # steps of one program on a GPU
 
 
 class Trainer:
-    """Training of one model on one data set.
+    """Trains one model on one data set: it has the compiled steps, the epochs, and the evaluation.
 
     Args:
         settings: task, model and hyperparameters.
         data: the data set: an `EntityDataset` for the task "nodes", otherwise a `HeteroDataset`.
         backend: backend of the compiler: "auto", "pallas" or "xla".
-        devices: task "samples": how many devices divide the seeds of a step; None for one device without a mesh.
-        print_table: takes the table of capacities of samples as text; None for no table.
+        devices: for the task "samples": number of devices over which the seeds of a step are divided; None means one
+            device without a mesh.
+        print_table: function that gets a table of the capacities of samples as text; None for no table.
 
     Raises:
         ValueError: the data set has nothing to train on, or a setting does not fit it.
 
     Attributes:
-        task: what is trained.
+        task: the task object, which defines model, loss and measures.
         num_params: number of parameters of the model, without embeddings.
         compile_seconds: time spent in compilation of steps so far; 0 with several devices.
 
@@ -106,7 +107,7 @@ class Trainer:
     # -------------------------------------------------------------------------------------------- state
 
     def init(self, seed: int) -> TrainState:
-        """The state before the first step of the run with this seed."""
+        """Makes the state before the first step of the run with this seed."""
         return self._placed(self._begin(seed))
 
     def _placed(self, state: TrainState) -> TrainState:
@@ -133,9 +134,9 @@ class Trainer:
         )
 
     def exported(self, state: TrainState) -> dict[str, Any]:
-        """A state as plain arrays, for a checkpoint: tables become numpy arrays that view their memory.
+        """Converts a state to plain arrays, for a checkpoint. Tables become numpy arrays that share their memory.
 
-        Nothing in it depends on the number of devices.
+        The result does not depend on the number of devices.
         """
         state = self.on_one_device(state)
         tables = {kind: state.embeddings[kind].table.numpy() for kind in state.embeddings.types}
@@ -147,7 +148,7 @@ class Trainer:
         return {**plain, "tables": tables, "moments": moments}
 
     def imported(self, plain: dict[str, Any]) -> TrainState:
-        """The state of `exported`."""
+        """Converts the plain arrays of `exported` back to a state."""
         state = self._begin(int(plain["seed"]))
         moments = {}
         for kind, of_type in state.moments.items():
@@ -160,12 +161,12 @@ class Trainer:
         return self._placed(TrainState(**arrays, embeddings=state.embeddings, moments=moments))
 
     def on_one_device(self, state: TrainState) -> TrainState:
-        """The state without a mesh."""
+        """Copies a state that lies on a mesh to one device."""
         found: TrainState = state if self.mesh is None else local(state)
         return found
 
     def merged(self, params: Any) -> Any:
-        """The model with these parameters."""
+        """The model with the given parameters."""
         # The streams of keys inside the modules are never read: each call gets its own keys.
         rest = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._rest)
         return nnx.merge(self._graphdef, params, rest)
@@ -175,15 +176,16 @@ class Trainer:
     def gradients(
         self, state: TrainState, world: World, sample: SampledBlocks | None, x: Any, seeds: Any, key: Array
     ) -> Part:
-        """The loss of some seeds, and the gradients of parameters and of embeddings' rows.
+        """Computes the loss of some seeds and its gradients for the parameters and for the embedding rows that were
+        read.
 
         Args:
             state: parameters and embeddings.
-            world: its features are read already.
-            sample: the seeds' neighbourhood; None: the whole graph.
-            x: float32[nodes, width] by node type, the features.
-            seeds: of the step.
-            key: of dropout.
+            world: the data of the run, without the features, which have been read.
+            sample: the neighbourhood of the seeds; None means the whole graph.
+            x: for each node type float32[nodes, width], the features.
+            seeds: the seeds of the step.
+            key: random key for dropout.
         """
         view = self.task.view(world.topology, world.data, seeds, sample)
         own = state.embeddings.gather({kind: view.ids[kind] for kind in state.embeddings.types}, dtype=jnp.float32)
@@ -198,7 +200,9 @@ class Trainer:
         return Part(loss, gradient, weight, rows, {**counts, "lost": view.lost})
 
     def updated(self, state: TrainState, mean: Part) -> TrainState:
-        """The state after Adam's updates by the mean over a step's seeds; without them where that is not finite."""
+        """Applies Adam to a state with the mean gradients of a step. If they are not finite, the parameters stay as
+        they are.
+        """
         finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves((mean.loss, mean.gradients))]).all()
 
         def kept(new: Any, old: Any) -> Any:
@@ -229,7 +233,9 @@ class Trainer:
         )
 
     def drawn(self, world: World, seeds: Any, key: Array) -> tuple[SampledBlocks | None, Any, Array]:
-        """A step's sample, its features, and a key for dropout; the whole graph's features without sampling."""
+        """Draws the sample of a step. Returns the sample (None without sampling), its features, and a key for
+        dropout.
+        """
         if self.task.sampled:
             own, key = jax.random.split(key)
             assert world.topology is not None
@@ -297,7 +303,10 @@ class Trainer:
 
     @property
     def steps_per_call(self) -> int:
-        """Steps of one program: of the whole graph all until the next report, else `settings.pipeline` or fewer."""
+        """Number of steps in one call of the compiled program.
+
+        For a whole graph these are all steps until the next report, otherwise `settings.pipeline` or fewer.
+        """
         per_epoch = self.task.steps_per_epoch
         if per_epoch == 1 and not self.task.sampled:
             return self.settings.eval_every
@@ -308,15 +317,15 @@ class Trainer:
     # -------------------------------------------------------------------------------------------- a run
 
     def run(self, state: TrainState, epochs: int) -> Iterator[tuple[TrainState, Epochs | None]]:
-        """Trains until `epochs` passes are done.
+        """Trains until `epochs` epochs are done.
 
         Args:
-            state: the state to begin with; its arrays are donated.
-            epochs: passes in all, including those of the state.
+            state: the first state; its arrays are donated.
+            epochs: total number of epochs, including those that the state has done.
 
         Yields:
-            The state after each call of a program, and a report where a report is due, else None: where an epoch is one
-            step every `settings.eval_every` epochs, otherwise after each epoch.
+            After each call of the compiled program a pair: the state, and a report or None. Reports come after each
+            epoch; for the task "nodes", where an epoch is one step, after each `settings.eval_every` epochs.
         """
         per_epoch = self.task.steps_per_epoch
         period = per_epoch if per_epoch > 1 else self.settings.eval_every
@@ -344,7 +353,9 @@ class Trainer:
             losses, seconds = [], 0.0
 
     def train(self, state: TrainState, epochs: int) -> TrainState:
-        """The state after `run` has trained until `epochs` passes are done; the arrays of `state` are donated."""
+        """Trains like `run` until `epochs` epochs are done, and returns the state. The arrays of `state` are
+        donated.
+        """
         for now, _ in self.run(state, epochs):
             state = now
         return state
@@ -361,12 +372,12 @@ class Trainer:
         return jax.tree.map(lambda some: jnp.asarray(some[at : at + count]), self._order[1])
 
     def final(self, state: TrainState, *, inference: str | None = None) -> dict[str, float]:
-        """The results of a state: accuracies by split, or ranks of test edges.
+        """Computes the final results of a state: accuracies of the splits, or ranks of the test edges.
 
         Args:
             state: the state.
-            inference: task "samples": "layers", from all neighbours, layer by layer; or "sampled". None: layers, unless
-                edges have times or weights.
+            inference: for the task "samples": "layers" computes all nodes layer by layer from all neighbours; "sampled"
+                uses samples. None means "layers", unless edges have times or weights.
         """
         return self.task.final(self, self.on_one_device(state), inference=inference)
 

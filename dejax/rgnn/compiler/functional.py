@@ -101,13 +101,13 @@ stop_gradient = _unary("stop_gradient", "The value, without gradient.")
 
 
 def leaky_relu(x: Symbol, negative_slope: float = 0.2) -> Symbol:
-    """x where x > 0, else `negative_slope` times x."""
+    """The leaky ReLU: x where x > 0, else `negative_slope` times x."""
     trace = _symbol(x, "leaky_relu").trace
     return trace.emit("leaky_relu", trace.floating(x), slope=float(negative_slope))
 
 
 def elu(x: Symbol, alpha: float = 1.0) -> Symbol:
-    """x where x > 0, else alpha (exp(x) - 1)."""
+    """The exponential linear unit: x where x > 0, else alpha (exp(x) - 1)."""
     x = _symbol(x, "elu")
     x = x.trace.floating(x)
     positive = x.trace.emit("relu", x)
@@ -117,13 +117,13 @@ def elu(x: Symbol, alpha: float = 1.0) -> Symbol:
 
 
 def gelu(x: Symbol) -> Symbol:
-    """x Phi(x) with the exact error function (arXiv 1606.08415)."""
+    """The Gaussian error linear unit, x Phi(x), with the exact error function (arXiv 1606.08415)."""
     x = _symbol(x, "gelu")
     return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
 
 
 def silu(x: Symbol) -> Symbol:
-    """x sigmoid(x)."""
+    """The sigmoid linear unit: x sigmoid(x)."""
     return _symbol(x, "silu") * sigmoid(x)
 
 
@@ -173,37 +173,39 @@ def _select(condition: Symbol, x: Any, y: Any) -> Symbol:
 
 
 def sum(x: Symbol, axis: Axis = -1, keepdims: bool = False) -> Symbol:
-    """The sum over a feature axis, several (a tuple) or all (None); of booleans, how many are true."""
+    """The sum over one feature axis, several axes (a tuple) or all (None). For booleans, the number of true
+    elements.
+    """
     return features.total(_symbol(x, "sum"), axis, keepdims)
 
 
 def mean(x: Symbol, axis: Axis = -1, keepdims: bool = False) -> Symbol:
-    """The mean over feature axes, as `sum` names them."""
+    """The mean over feature axes; `axis` as in `sum`."""
     return features.mean(_symbol(x, "mean"), axis, keepdims)
 
 
 def max(x: Symbol, axis: Axis = -1, keepdims: bool = False) -> Symbol:
-    """The maximum over feature axes, as `sum` names them; ties share the gradient equally."""
+    """The maximum over feature axes; `axis` as in `sum`. Equal maxima share the gradient."""
     return features.extremum(_symbol(x, "max"), "max", axis, keepdims)
 
 
 def min(x: Symbol, axis: Axis = -1, keepdims: bool = False) -> Symbol:
-    """The minimum over feature axes, as `sum` names them; ties share the gradient equally."""
+    """The minimum over feature axes; `axis` as in `sum`. Equal minima share the gradient."""
     return features.extremum(_symbol(x, "min"), "min", axis, keepdims)
 
 
 def softmax(x: Symbol, axis: Axis = -1) -> Symbol:
-    """exp(x) divided by its sum over feature axes, as `sum` names them."""
+    """The softmax over feature axes, exp(x) divided by its sum; `axis` as in `sum`."""
     return features.softmax(_symbol(x, "softmax"), axis)
 
 
 def log_softmax(x: Symbol, axis: Axis = -1) -> Symbol:
-    """The logarithm of `softmax`."""
+    """The logarithm of the softmax over feature axes; `axis` as in `sum`."""
     return features.log_softmax(_symbol(x, "log_softmax"), axis)
 
 
 def logsumexp(x: Symbol, axis: Axis = -1, keepdims: bool = False) -> Symbol:
-    """The logarithm of the sum of exp(x) over feature axes, as `sum` names them."""
+    """The logarithm of the sum of exp(x) over feature axes; `axis` as in `sum`."""
     return features.logsumexp(_symbol(x, "logsumexp"), axis, keepdims)
 
 
@@ -217,7 +219,7 @@ def dot(x: Symbol, y: Symbol) -> Symbol:
 
 
 def concatenate(values: Sequence[Symbol], axis: int = -1) -> Symbol:
-    """Values concatenated along the feature axis `axis`."""
+    """Concatenates values along a feature axis."""
     if not values:
         raise fail("rgnn.concatenate needs at least one value")
     first = _symbol(values[0], "concatenate")
@@ -228,7 +230,7 @@ def concatenate(values: Sequence[Symbol], axis: int = -1) -> Symbol:
 
 
 def stack(values: Sequence[Symbol], axis: int = 0) -> Symbol:
-    """Values of one feature shape along a new feature axis: two of (width,) give (2, width)."""
+    """Stacks values of one feature shape along a new feature axis: two of (width,) give (2, width)."""
     if not values:
         raise fail("rgnn.stack needs at least one value")
     first = _symbol(values[0], "stack")
@@ -245,12 +247,12 @@ def stack(values: Sequence[Symbol], axis: int = 0) -> Symbol:
 
 
 def edge_softmax(score: Symbol, within: str = "dst") -> Symbol:
-    """Softmax of an edge value over the edges that share a destination, or a source.
+    """The softmax of an edge value over the edges that have the same destination (or source), for attention.
 
     Args:
       score: an edge value of any feature shape; each feature is normalised separately.
-      within: `"dst"`, over all incoming edges of a node; `"src"`, over all its outgoing edges; or `"relation"`, over
-        its incoming edges of one edge type.
+      within: over which edges the softmax goes: `"dst"`, all incoming edges of a node; `"src"`, all outgoing edges of a
+        node; or `"relation"`, the incoming edges of a node that have one edge type.
     """
     vias = {"dst": "dst", "src": "src", "relation": "destination_pair"}
     if within not in vias:
@@ -261,12 +263,13 @@ def edge_softmax(score: Symbol, within: str = "dst") -> Symbol:
 
 
 def row_softmax(score: Symbol, within: str = "graph") -> Symbol:
-    """Softmax of a value over all its rows, or over the rows of each type, for global or semantic attention.
+    """The softmax of a value over all its rows, or over the rows of each type, for global or semantic attention.
 
     Args:
-      score: a value with rows, of any feature shape; each feature is normalised separately.
-      within: `"graph"`, over all rows; or `"type"`, over the nodes of a node type, or the edges (or pairs) of an edge
-        type.
+      score: a value with a row for each node, edge or pair, of any feature shape; each feature is normalised
+        separately.
+      within: over which rows the softmax goes: `"graph"`, all rows; or `"type"`, the nodes of a node type, or the edges
+        (or pairs) of an edge type.
     """
     if within not in ("graph", "type"):
         raise fail(f"row_softmax(within=...) must be 'graph' or 'type', got {within!r}")

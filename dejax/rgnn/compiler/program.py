@@ -79,11 +79,12 @@ def register_graph(kind: type, run: Callable[..., Any]) -> None:
 
 
 class Program:
-    """A relational program; made by `@rgnn.program`.
+    """A relational program: a Python function over a graph that is compiled to GPU kernels. `@rgnn.program` makes one.
 
-    Call it with a `RelGraph` and the function's other arguments: arrays, or pytrees of arrays, with one row for each
-    element of their space. Other leaves are static. A program runs inside and outside `jax.jit`, under `jax.grad` (of
-    floating-point arrays, to any order in reverse mode), `jax.vmap`, `jax.lax.scan` and `jax.checkpoint`.
+    Call it with a `RelGraph` and the function's other arguments: arrays, or pytrees of arrays. What an array has a row
+    for (a node, an edge, an edge type) follows from its use in the function. Arguments that are not arrays are static.
+    A program runs inside and outside of `jax.jit`, under `jax.grad` (of floating-point arrays, to any order in reverse
+    mode), `jax.vmap`, `jax.lax.scan` and `jax.checkpoint`.
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn
@@ -108,7 +109,7 @@ class Program:
         return f"<rgnn.program {self.__name__}>"  # type: ignore[attr-defined]
 
     def with_options(self, **changes: Any) -> Program:
-        """The same program with some options changed, by the names of `Options`."""
+        """The same program with some options changed, named as the fields of `Options`."""
         return Program(self.function, replace(self.options, **changes))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -372,14 +373,14 @@ def _from_rows(graph: RelGraph, space: Space, x: jax.Array) -> jax.Array:
 
 
 def program(function: Callable | None = None, **options: Any) -> Any:
-    """Makes a relational program of a function `f(g, *arrays)`.
+    """Makes a relational program of a Python function `f(g, *arrays)`. Use it as a decorator.
 
     Args:
-      function: the function; its first parameter is the graph inside the program (`GraphSymbol`).
+      function: the function. Its first parameter stands for the graph (a `GraphSymbol`): `g.src(x)`, `g.sum_to_dst(y)`.
       **options: fields of `Options`.
 
     Returns:
-      A `Program`, called with a `RelGraph` and arrays.
+      A `Program`, to be called with a `RelGraph` and arrays.
 
     Example:
       >>> import jax.numpy as jnp

@@ -35,15 +35,16 @@ from_relations = RelGraph.from_relations
 
 
 def to_relations(graph: RelGraph) -> dict[tuple[str, str, str], tuple[np.ndarray, np.ndarray]]:
-    """The edge lists by relation of a graph of `from_relations`, in their original order.
+    """Converts a graph made by `from_relations` back to edge lists by relation, in their original order.
 
-    Reverses are relations of their own, `(destination, "rev_" + relation, source)`; self loops are left out.
+    Added reverse edges become relations of their own, `(destination, "rev_" + relation, source)`; added self loops are
+    left out.
 
     Returns:
         `{(source type, relation, destination type): (senders, receivers)}`, int32 ids within each node type.
 
     Raises:
-        ValueError: the graph was made in another way.
+        ValueError: the graph was not made by `from_relations`.
 
     >>> from dejax import rgnn
     >>> writes = ("author", "writes", "paper")
@@ -87,37 +88,40 @@ def from_graphs_tuple(
     bounded: bool | None = None,
     long_segment_chunk: int = LONG_SEGMENT_CHUNK,
 ) -> RelGraph:
-    """Makes a graph from a `jraph.GraphsTuple`; a batch of graphs becomes one graph with several components.
+    """Converts a `jraph.GraphsTuple` to a `RelGraph`. A batch of graphs becomes one graph with several components.
 
-    Concrete arrays are built by `RelGraph.from_edges`. Inside jit, where an array of the tuple is traced, the graph is
-    built by `RelGraph.build_traced`: static sizes are the arrays' lengths, and the numbers of types must be given.
+    Outside of `jax.jit` the graph is built by `RelGraph.from_edges`. If an array of the tuple is traced, it is built by
+    `RelGraph.build_traced`: the sizes of the graph are the lengths of the arrays, and the numbers of types must be
+    given.
 
     Args:
         graphs_tuple: `senders` and `receivers` are int[edges], or None without edges; `n_node` and `n_edge` are
             int[graphs].
-        edge_type: where the edge types are: an int[edges] array, an int (one type for all edges), a key of the mapping
-            `graphs_tuple.edges`, or a function of `graphs_tuple.edges`. None: `edges` itself where it is an array of
-            integers of rank 1, else its entry "edge_type".
-        num_edge_types: number of edge types; by default found from the types where they are concrete.
-        node_type: as `edge_type`, in `graphs_tuple.nodes`. None: its entry "node_type" if there is one, else 0.
-        num_node_types: number of node types; its default as for edge types.
-        padded: whether `graphs_tuple` comes from `jraph.pad_with_graphs`: then its last graph with nodes, and the
+        edge_type: the edge types: an int[edges] array, an int (one type for all edges), a key of the mapping
+            `graphs_tuple.edges`, or a function of `graphs_tuple.edges`. None: `edges` itself if it is an integer array
+            of rank 1, else its entry "edge_type".
+        num_edge_types: number of edge types; by default found from the types. Required inside of `jax.jit`.
+        node_type: the node types, in the same forms, from `graphs_tuple.nodes`. None: its entry "node_type" if there is
+            one, else type 0 for all nodes.
+        num_node_types: number of node types; by default found from the types. Required inside of `jax.jit`.
+        padded: whether `graphs_tuple` comes from `jraph.pad_with_graphs`, so that its last graph with nodes, and all
             graphs after it, are padding. The tuple itself does not tell, since a padded tuple looks like a batch. Nodes
             and edges beyond the sums of `n_node` and `n_edge` are padding in any case.
         add_reverse: as in `RelGraph.from_edges`.
         add_self_loops: as in `RelGraph.from_edges`.
         edge_type_names: as in `RelGraph.from_edges`.
         node_type_names: as in `RelGraph.from_edges`.
-        validate: as in `RelGraph.from_edges`; no effect inside jit.
-        bounded: as in `RelGraph.from_edges`, so that tuples of equal shapes, such as batches padded to one size, share
-            one compiled program. None: where `padded` is given. No effect inside jit, where all graphs are bounded.
+        validate: as in `RelGraph.from_edges`; no effect inside of `jax.jit`.
+        bounded: as in `RelGraph.from_edges`: tuples of equal shapes, such as batches that are padded to one size, then
+            share one compiled program. None means the value of `padded`. No effect inside of `jax.jit`, where all
+            graphs are bounded.
         long_segment_chunk: as in `RelGraph.from_edges`.
 
     Returns:
-        The graph. The user's order of its edges is that of `graphs_tuple`, so that `graphs_tuple.edges` fits it.
+        The graph. The user's order of its edges is the order of `graphs_tuple`, so `graphs_tuple.edges` fits it.
 
     Raises:
-        TypeError, ValueError, IndexError: as `RelGraph.from_edges`, or where the types cannot be found.
+        TypeError, ValueError, IndexError: as `RelGraph.from_edges`; or the types cannot be found.
     """
     senders, receivers = graphs_tuple.senders, graphs_tuple.receivers
     num_nodes, num_edges = _num_nodes(graphs_tuple), _num_edges(graphs_tuple)
@@ -182,13 +186,13 @@ def _first_valid(name: str, valid: int, size: int) -> np.ndarray:
 def to_graphs_tuple(
     graph: RelGraph, *, nodes: Any = _KEEP, edges: Any = _KEEP, like: jraph.GraphsTuple | None = None
 ) -> jraph.GraphsTuple:
-    """Makes a `jraph.GraphsTuple` of a graph, or puts new features into the tuple that the graph was made from.
+    """Converts a `RelGraph` to a `jraph.GraphsTuple`, or puts new features into the tuple that the graph was made from.
 
     Args:
         graph: the graph.
-        nodes: node features, a pytree of arrays with `graph.num_nodes` rows; those of `like` (or None) by default.
-        edges: edge features in the user's order, which is that of `like`: a pytree of arrays with one row per user's
-            edge or one row per edge of the graph. By default those of `like`, and without `like` the edge types.
+        nodes: node features, a pytree of arrays with `graph.num_nodes` rows; by default those of `like`, or None.
+        edges: edge features, a pytree of arrays with a row for each edge of the user (in the user's order, which is the
+            order of `like`) or a row for each edge of the graph. By default those of `like`, or the edge types.
         like: the tuple that `from_graphs_tuple` made the graph from. Its `senders`, `receivers`, `n_node`, `n_edge` and
             `globals` are kept, padding included; edges that were added to the graph are left out.
 
@@ -196,7 +200,7 @@ def to_graphs_tuple(
         The tuple. Without `like` it is one graph with all edges, added ones included, in the user's order.
 
     Raises:
-        ValueError: the rows of the features, or `like`, do not fit the graph; or a graph with padding has no `like`.
+        ValueError: the features or `like` do not fit the graph; or a graph with padding comes without `like`.
 
     >>> from dejax import rgnn
     >>> graph = rgnn.RelGraph.from_edges([0, 1], [1, 2], [0, 1], num_nodes=3)

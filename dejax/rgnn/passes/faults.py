@@ -9,7 +9,7 @@ from dejax.rgnn.ir.inter import OpProgram
 
 
 class KernelFallbackWarning(UserWarning):
-    """A kernel could not be made or planned; XLA evaluates that part of the program, with the same result.
+    """A GPU kernel could not be compiled, so XLA computes that part of the program, slower but with the same result.
 
     >>> import warnings
     >>> from dejax import rgnn

@@ -34,7 +34,7 @@ REMEDY = {
 
 
 class ProgramError(ValueError):
-    """A mistake in a relational program; the message begins with the faulty line."""
+    """A mistake in a relational program. The message begins with the faulty line of the user's code."""
 
 
 def is_internal(path: str) -> bool:
