@@ -207,8 +207,7 @@ class HeteroDataset:
         return np.concatenate([np.zeros((0, 3), np.int64), *parts]).astype(np.int64)
 
     def check_used(self, what: str, used: Collection[str]) -> None:
-        """Raises an error if the data set has fields that its reader ignores, because ignored times would leak the
-        future.
+        """Raises an error if the data set has fields that its reader ignores; ignored times would leak the future.
 
         Args:
             what: name of the reader, for the message.

@@ -311,8 +311,9 @@ def synthetic_igb(
     threads: int | None = None,
     progress: bool | None = None,
 ) -> HeteroDataset:
-    """Makes a random graph with the counts of IGB times `scale`, as edge lists. For 10^9 edges or more, use
-    `random_csc`.
+    """Makes a random graph with the counts of IGB times `scale`, as edge lists.
+
+    For 10^9 edges or more, use `random_csc`.
 
     Args:
         scale: factor of the counts. The full graph, scale 1, has 5.5 * 10^8 nodes and 5.9 * 10^9 edges.

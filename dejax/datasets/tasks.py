@@ -103,8 +103,9 @@ class Task:
         return f", {len(np.flatnonzero(shares))} classes"
 
     def with_kept(self, kept: np.ndarray, why: str) -> Task:
-        """The task with the examples where `kept`, bool[m], is True. `left_out` counts the others under the reason
-        `why`.
+        """The task with the examples where `kept`, bool[m], is True.
+
+        `left_out` counts the others under the reason `why`.
         """
         if kept.all():
             return self

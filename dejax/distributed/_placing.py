@@ -78,8 +78,9 @@ def on_mesh(value: Any, mesh: Mesh, spec: PartitionSpec) -> Array:
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
-    """Copies each array of a pytree to every device of a mesh. Arrays that already lie on the mesh are returned as they
-    are.
+    """Copies each array of a pytree to every device of a mesh.
+
+    Arrays that already lie on the mesh are returned as they are.
 
     In a job of several processes, every process must pass the same values.
 

@@ -28,7 +28,7 @@ class Part:
     mean.
 
     Attributes:
-        loss: float scalar or pytree of float arrays, each a mean over the seeds of the part that are not padding.
+        loss: float scalar or pytree of float arrays, each a mean over the seeds (examples) of the part that are not padding.
         gradients: pytree of gradients of the mean loss, one for each parameter.
         weight: scalar, the number of seeds that are not padding; parts are averaged with these weights. A part with
             weight 0 is ignored.
@@ -85,9 +85,9 @@ def data_parallel(
     """Compiles a data-parallel training step for a mesh from two functions that are written for one device.
 
     The batch is cut into `parts` of equal size. Each device computes its parts one after the other, each part with its
-    own random key. Losses and gradients are averaged over all seeds that are not padding, and every device makes the
-    same update. With the same `parts` the result does not depend on the number of devices, except for the order in
-    which floats are added.
+    own random key. Losses and gradients are averaged over all seeds (examples) that are not padding, and every device
+    makes the same update. With the same `parts` the result does not depend on the number of devices, except for the
+    order in which floats are added.
 
     Args:
         gradients: function `(state, key, batch, data) -> Part` for one part of the batch: it samples, reads features,

@@ -118,14 +118,13 @@ class Partition:
         return self.report.parts
 
     def owner(self) -> np.ndarray:
-        """int32[nodes]: the part of each node, all nodes of the first type first, as `ShardedGraph.from_graph` takes
-        it.
-        """
+        """int32[nodes]: the part of each node, ordered by node type, for `ShardedGraph.from_graph`."""
         return np.concatenate([np.zeros(0, np.int32), *self.assignment.values()])
 
     def nodes_of(self, part: int, node_type: str | None = None) -> np.ndarray:
-        """The nodes of a part, numbered within their type. `node_type` may be left out if the graph has one node
-        type.
+        """The nodes of a part, numbered within their type.
+
+        `node_type` may be left out if the graph has one node type.
         """
         name = _one_type(self.assignment, node_type)
         if not 0 <= part < self.parts:

@@ -183,8 +183,9 @@ class ShardedTable(Table):
     # -------------------------------------------------------------------------------------------- reading
 
     def gather(self, ids: ArrayLike, *, capacity: int | None = None, dtype: Any = None) -> tuple[Array, Array]:
-        """Reads rows by their ids, from whichever devices hold them. All devices call it together, inside of
-        `shard_map`.
+        """Reads rows by their ids, from whichever devices hold them.
+
+        All devices call it together, inside of `shard_map`.
 
         Args:
             ids: int[...], the rows that this device wants. An id out of range, such as -1 for padding, gives a row of
@@ -255,9 +256,7 @@ class ShardedTable(Table):
         return max(1, min(largest, max(wanted, int(max(most)))))
 
     def exchange_bytes(self, ids: int, capacity: int | None = None) -> Mapping[str, int]:
-        """Bytes that one device sends to other devices in a `gather` of `ids` ids: of ids and of rows, padding
-        included.
-        """
+        """Bytes of ids and of rows that one device sends to others in a `gather` of `ids` ids, padding included."""
         slots = (self.spec.devices - 1) * (ids if capacity is None else capacity)
         row = self.spec.row_bytes + (4 if self.row_scale is not None else 0)
         return {"ids": 4 * slots, "rows": row * slots}

@@ -60,8 +60,9 @@ class DriveTable(LocalTable):
     def from_npy(
         cls, path: str | os.PathLike[str], *, cache_bytes: int, device: jax.Device | None = None, **options: Any
     ) -> DriveTable:
-        """Opens an `.npy` file as a table. The arguments and errors are those of `from_file`; the file has the shape
-        and dtype.
+        """Opens an `.npy` file as a table.
+
+        The arguments and errors are those of `from_file`; the file has the shape and dtype.
 
         Raises:
             ValueError: also if the file is not an `.npy` file of a C-ordered array, or does not name its dtype.

@@ -34,8 +34,9 @@ _sites = itertools.count(1)
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PendingRows:
-    """A read of rows that is under way. `gather_start` returns it; pass it to `gather_done` once, in the same jitted
-    function.
+    """A read of rows that is under way.
+
+    `gather_start` returns it; pass it to `gather_done` once, in the same jitted function.
 
     Attributes:
         ticket: on a GPU a small array that orders the start before the end of the read and identifies it; on other

@@ -118,15 +118,14 @@ class NodeFeatures:
 
     @property
     def result_dtype(self) -> np.dtype:
-        """The default dtype of gathered rows: float32 for narrow formats and for rows with a scale, else the table's
-        dtype.
-        """
+        """The default dtype of gathered rows: the table's, or float32 for narrow formats and rows with a scale."""
         scales = (self.row_scale, self.column_scale, *self.table._scales)
         return result_dtype(self.table.dtype, any(scale is not None for scale in scales))
 
     def gather(self, ids: ArrayLike, *, dtype: Any = None, **options: Any) -> Array:
-        """Reads rows by their ids: [*ids.shape, *row]. An id out of range gives a row of zeros. See
-        `FeatureStore.gather`.
+        """Reads rows by their ids: [*ids.shape, *row].
+
+        An id out of range gives a row of zeros. See `FeatureStore.gather`.
         """
         return self.exchange(ids, dtype=dtype, **options)[0]
 

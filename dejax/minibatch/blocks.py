@@ -25,8 +25,7 @@ __all__ = ["Block", "make_blocks"]
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """The graph of one layer of a sampled mini-batch, from the nodes that the layer reads to the nodes that it
-    computes.
+    """The graph of one layer of a mini-batch, from the nodes that the layer reads to the nodes that it computes.
 
     The nodes that the layer computes are its destinations; all nodes that it reads are its sources. Sources are
     numbered hop by hop from the seeds, and within a hop type by type. So the destinations are the first of the sources,

@@ -234,8 +234,9 @@ class FeatureStore:
     # -------------------------------------------------------------------------------------------- reading
 
     def gather(self, ids: Mapping[str, ArrayLike], *, dtype: Any = None, **options: Any) -> dict[str, Array]:
-        """Reads rows of nodes by node type, and converts them as they are read. It works inside and outside of
-        `jax.jit`.
+        """Reads rows of nodes by node type, and converts them as they are read.
+
+        It works inside and outside of `jax.jit`.
 
         Rows cross the bus in the dtype of the table. The tables have no derivative: differentiate with respect to the
         rows, and pass the gradient of the rows to `update`.

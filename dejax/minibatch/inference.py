@@ -175,8 +175,9 @@ def infer_layers(
     folder: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> dict[str, Any]:
-    """Computes the outputs of a model for all nodes, layer by layer. The output of each layer is a table in host
-    memory.
+    """Computes the outputs of a model for all nodes, layer by layer.
+
+    The output of each layer is a table in host memory.
 
     Each layer computes each node once, from all its neighbours. In contrast, sampling the neighbourhood of each node
     would compute a node again for every neighbourhood that contains it.

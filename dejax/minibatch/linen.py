@@ -90,8 +90,7 @@ class HeteroLayer(nn.Module):
 
 
 class HeteroGNN(nn.Module):
-    """A model for heterogeneous graphs: a projection of each node type to one width, then layers with activations
-    between.
+    """A model for heterogeneous graphs: a projection of each node type to one width, then relational layers.
 
     It takes and returns dicts by node type.
 

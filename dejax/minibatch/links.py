@@ -63,8 +63,7 @@ class LinkBatch:
     seed_times: dict[str, Array] | None = None
 
     def rows(self, sample: SampledBlocks, outputs: dict[str, Array]) -> tuple[Array, Array, Array]:
-        """Picks the model's outputs for the senders, [edges, n], the receivers, [edges, n], and the negatives, [edges,
-        k, n].
+        """Picks the model's outputs for senders [edges, n], receivers [edges, n] and negatives [edges, k, n].
 
         Args:
             sample: the sample of `seeds`.

@@ -47,8 +47,7 @@ class NegativePool:
     def from_times(
         cls, known_from: ArrayLike, *, receivers: ArrayLike | None = None, edge_times: ArrayLike | None = None
     ) -> NegativePool:
-        """Makes a pool of all nodes of a type; with `receivers`, nodes are drawn in proportion to their numbers of
-        edges.
+        """Makes a pool of all nodes of a type, drawn uniformly or (with `receivers`) in proportion to their edges.
 
         Args:
             known_from: int[nodes], the time from which on each node exists.
@@ -99,9 +98,7 @@ class NegativePool:
         return cls.from_times(known, receivers=receivers, edge_times=times)
 
     def draw(self, key: Array, times: ArrayLike, count: int) -> Array:
-        """Draws `count` nodes for each time among those that exist then: int32[times, count]; -1 where no node
-        exists.
-        """
+        """Draws `count` nodes that exist at each time: int32[times, count]; -1 where no node exists."""
         there = jnp.searchsorted(self.times, jnp.asarray(times), side="right").astype(jnp.int32)
         shape = (there.shape[0], count)
         entries = below(key, shape, jnp.broadcast_to(jnp.maximum(there, 1)[:, None], shape))

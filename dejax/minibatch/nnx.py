@@ -111,8 +111,7 @@ class HeteroLayer(nnx.Module):
 
 
 class HeteroGNN(nnx.Module):
-    """A model for heterogeneous graphs: a projection of each node type to one width, then layers with activations
-    between.
+    """A model for heterogeneous graphs: a projection of each node type to one width, then relational layers.
 
     It takes and returns dicts by node type, for a graph or for a list of blocks.
 

@@ -72,8 +72,9 @@ class MiniBatch:
 
     @property
     def blocks(self) -> list[Block]:
-        """The graph of each layer, `make_blocks(sample)`. Read the attribute once in a step, as each read builds the
-        graphs.
+        """The graph of each layer, `make_blocks(sample)`.
+
+        Read the attribute once in a step, as each read builds the graphs.
         """
         return make_blocks(self.sample)
 
@@ -237,8 +238,7 @@ def pipelined_steps(
 
 
 def step_keys(key: ArrayLike, first: int | Array, steps: int) -> Array:
-    """The random keys of consecutive steps: `fold_in(key, n)` for n = first, ..., first + steps - 1, as an array
-    key[steps].
+    """The random keys of consecutive steps, key[steps]: `fold_in(key, n)` for n = first, ..., first + steps - 1.
 
     The key of a step depends on its number only, so a run that is resumed draws the samples that it would have drawn.
     """
@@ -249,8 +249,9 @@ def step_keys(key: ArrayLike, first: int | Array, steps: int) -> Array:
 
 
 def seed_batches(nodes: ArrayLike, size: int, *, seed: int | None = None, epoch: int = 0) -> np.ndarray:
-    """Shuffles the seeds of an epoch and cuts them into batches: int32[batches, size]. The last batch is padded with
-    -1.
+    """Shuffles the seeds of an epoch and cuts them into batches: int32[batches, size].
+
+    The last batch is padded with -1.
 
     Args:
         nodes: int[nodes], for example the training nodes.

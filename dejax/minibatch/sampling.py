@@ -102,16 +102,16 @@ class SampledBlocks:
 
     @property
     def edges(self) -> tuple[Array, ...]:
-        """For each piece int[receivers, fan_out], the positions of the edges in the topology's relation; -1 for empty
-        slots.
+        """For each piece int[receivers, fan_out], the positions of the edges in their relation; -1 for empty slots.
 
         `edge_ids` gives the positions in the edge lists that the topology was made from.
         """
         return self.layout.by_piece(self.positions)
 
     def check(self, error: bool = False) -> None:
-        """Warns if nodes or edges exceeded the capacities, once for each place in the code. Call it outside of
-        `jax.jit`.
+        """Warns if nodes or edges exceeded the capacities, once for each place in the code.
+
+        Call it outside of `jax.jit`.
 
         Args:
             error: whether to raise a ValueError instead.
@@ -236,8 +236,7 @@ def sample_blocks(
 
 @broadcasting
 def edge_ids(topology: HeteroTopology, sample: SampledBlocks) -> tuple[Array, ...]:
-    """The positions of sampled edges in the edge lists that the topology was made from, for example to read edge
-    features.
+    """The positions of sampled edges in the edge lists that the topology was made from, to read edge features.
 
     Returns an array int[receivers, fan_out] for each entry of `SampledBlocks.edges`; -1 for empty slots.
 

@@ -91,8 +91,7 @@ class Relation:
 @pytree
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class HeteroTopology:
-    """The edges of a heterogeneous graph, in the form that `sample_blocks` reads: by relation, sorted by receiver
-    (CSC).
+    """The edges of a heterogeneous graph in the form that `sample_blocks` reads: CSC lists by relation.
 
     Make one with `from_edges`, `from_dataset`, `from_csc` or `load`. It is a pytree whose counts and names are static:
     pass it to a jitted function as an argument. Nodes are numbered from 0 within their type.
@@ -274,8 +273,7 @@ class HeteroTopology:
         _folder.describe(folder, self.relations, dict(self.node_counts), names)
 
     def with_starts_on_device(self) -> HeteroTopology:
-        """Copies the starts (the position of the first edge of each receiver) to the device; the edges stay where they
-        are.
+        """Copies the starts (the position of each receiver's first edge) to the device; the edges stay in place.
 
         A sample reads two starts for each receiver and relation, at random places; in host memory each such read costs
         as much time on the bus as a read of edges. On the device the starts take 4 bytes for each receiver and
@@ -340,9 +338,7 @@ class HeteroTopology:
         return np.asarray(self._starts(edge_type)), as_numpy(lists.senders)[here], ids
 
     def drawable(self, edge_type: EdgeType) -> tuple[np.ndarray, np.ndarray]:
-        """The starts and senders of one relation as numpy arrays, without the edges of weight 0, which are never
-        drawn.
-        """
+        """The starts and senders of one relation as numpy arrays, without edges of weight 0, which are never drawn."""
         starts, senders, _ = self.csc(edge_type)
         relation = self.relations[self.number_of(edge_type)]
         weights = self.lists[relation.lists].weights
@@ -359,8 +355,7 @@ class HeteroTopology:
         *,
         batch_size: int | None = None,
     ) -> dict[str, np.ndarray]:
-        """Computes how often a batch visits each node on average, like `dejax.minibatch.expected_visits`, on jax's
-        device.
+        """Computes how often a batch visits each node, like `dejax.minibatch.expected_visits`, on jax's device.
 
         Sums are in float32. A graph with 1.6e9 edges and three hops takes seconds on a GPU.
 

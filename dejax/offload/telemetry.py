@@ -77,9 +77,7 @@ class Recording:
         return True
 
     def plot(self, path: str | Path) -> None:
-        """Draws the bytes in each tier (device, host memory, disk) over time, and the share of time that steps
-        waited.
-        """
+        """Draws the bytes in each tier (device, host memory, disk) over time, and the share of time spent waiting."""
         with optional("matplotlib", of="the plot of a recording"):
             import matplotlib
 

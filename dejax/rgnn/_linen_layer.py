@@ -23,8 +23,7 @@ with optional("flax", of="dejax.rgnn.linen"):
 
 
 class ProgramModule(nn.Module):
-    """Wraps a relational program (`@rgnn.program`) as a linen module that holds some of the program's arguments as
-    parameters.
+    """Wraps a relational program (`@rgnn.program`) as a linen module that holds some arguments as parameters.
 
     Attributes:
       program: a program, called as `program(graph, *inputs, **parameters)`.

@@ -97,8 +97,7 @@ class NnxLayer(nnx.Module):
 
 
 class ProgramModule(nnx.Module):
-    """Wraps a relational program (`@rgnn.program`) as an nnx module that holds some of the program's arguments as
-    parameters.
+    """Wraps a relational program (`@rgnn.program`) as an nnx module that holds some arguments as parameters.
 
     Args:
       program: a program, called as `program(graph, *inputs, **parameters)`.

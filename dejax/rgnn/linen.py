@@ -98,8 +98,7 @@ class HEATConv(LinenLayer, kind=specs.HEATSpec): ...
 def from_pyg(
     layer: Any, *, graph_has_self_loops: bool = False, options: Options | None = None
 ) -> tuple[Any, dict[str, dict[str, Array]]]:
-    """Converts a layer of PyTorch Geometric into the linen module with the same settings, and variables with its
-    weights.
+    """Converts a layer of PyTorch Geometric into a linen module and variables with the same weights.
 
     `dejax.rgnn.interop.from_pyg` has the arguments, the supported layers and the errors.
 

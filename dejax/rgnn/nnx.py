@@ -110,8 +110,7 @@ class HEATConv(NnxLayer, kind=specs.HEATSpec): ...
 def from_pyg(
     layer: Any, *, graph_has_self_loops: bool = False, options: Options | None = None, rngs: nnx.Rngs | None = None
 ) -> Any:
-    """Converts a layer of PyTorch Geometric into the nnx module with the same settings and weights, to call or train
-    further.
+    """Converts a layer of PyTorch Geometric into the nnx module with the same settings and weights.
 
     `dejax.rgnn.interop.from_pyg` lists the supported layers and the errors.
 

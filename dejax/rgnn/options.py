@@ -43,9 +43,7 @@ class Options:
         object.__setattr__(self, "disable", known_passes(self.disable))
 
     def with_default_precision(self) -> Options:
-        """The options, with the precision of `jax.default_matmul_precision` in this thread if they have none of their
-        own.
-        """
+        """The options, with the precision of `jax.default_matmul_precision` if they have none of their own."""
         if self.precision is None and jax.config.values["jax_default_matmul_precision"] in ("highest", "float32"):
             return replace(self, precision="f32")
         return self

@@ -183,13 +183,13 @@ def gather_segment_sum(
     plan: EdgePlan | None = None,
     backend: str = "auto",
 ) -> Array:
-    """Sums the rows that edges read, for each segment: `segment_sum(scale[:, None] * x[senders], receivers,
-    num_segments)`.
+    """The sum of the rows that edges read, for each segment of edges: message passing in one kernel.
 
         y_i = sum over the edges e with receivers[e] = i of scale[e] * x[senders[e]]
 
-    On a GPU one kernel reads, scales and adds the rows, so that no array with a row for each edge is stored. The
-    gradient of `x` is the same operator with senders and receivers exchanged.
+    It equals `segment_sum(scale[:, None] * x[senders], receivers, num_segments)`. On a GPU one kernel reads, scales and
+    adds the rows, so that no array with a row for each edge is stored. The gradient of `x` is the same operator with
+    senders and receivers exchanged.
 
     Args:
         x: [rows, ...], of any numeric dtype.
@@ -292,9 +292,7 @@ def gather_segment_min(
     plan: EdgePlan | None = None,
     backend: str = "auto",
 ) -> Array:
-    """The minimum of `scale[e] * x[senders[e]]` over the edges e of each segment; arguments as in
-    `gather_segment_max`.
-    """
+    """The minimum of `scale[e] * x[senders[e]]` over the edges of each segment; see `gather_segment_max`."""
     m = _messages("gather_segment_min", x, senders, receivers, num_segments, scale, indices_are_sorted, plan, backend)
     return _extreme("min", m, empty)
 

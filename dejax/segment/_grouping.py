@@ -166,8 +166,9 @@ class SegmentPlan:
 @pytree
 @dataclass(frozen=True, slots=True, eq=False)
 class EdgePlan:
-    """Edges that are sorted in advance, by receiver for forward passes and by sender for gradients. `edge_plan` makes
-    one.
+    """Edges that are sorted in advance, by receiver for forward passes and by sender for gradients.
+
+    `edge_plan` makes one.
 
     Attributes:
         by_receiver: the `SegmentPlan` of the receivers.

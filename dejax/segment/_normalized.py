@@ -156,8 +156,7 @@ def segment_variance(
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
-    """The variance of the entries of each segment, like `jraph.segment_variance`: the mean squared deviation from their
-    mean.
+    """The variance (mean squared deviation from the mean) of each segment's entries, like jraph's function.
 
     A segment without entries gets 0. The arguments are those of `segment_softmax`.
     """

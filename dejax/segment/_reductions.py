@@ -216,8 +216,9 @@ def segment_min(
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Array:
-    """The minimum of the entries of each segment. A replacement of `jax.ops.segment_min`; arguments as in
-    `segment_max`.
+    """The minimum of the entries of each segment.
+
+    A replacement of `jax.ops.segment_min`; arguments as in `segment_max`.
     """
     options = SegmentOptions(indices_are_sorted, unique_indices, bucket_size, mode, deterministic, backend)
     r = request("segment_min", data, segment_ids, num_segments, options, plan, kind="min")
@@ -233,8 +234,7 @@ def segment_max_or_constant(
     constant: float = 0.0,
     **others: Any,
 ) -> Array:
-    """The maximum of the entries of each segment, and `constant` for a segment without entries, like the function of
-    jraph.
+    """The maximum of the entries of each segment, or `constant` for a segment without entries, as in jraph.
 
     It is `segment_max` with `empty=constant`, and takes its arguments.
     """
@@ -250,8 +250,7 @@ def segment_min_or_constant(
     constant: float = 0.0,
     **others: Any,
 ) -> Array:
-    """The minimum of the entries of each segment, and `constant` for a segment without entries, like the function of
-    jraph.
+    """The minimum of the entries of each segment, or `constant` for a segment without entries, as in jraph.
 
     It is `segment_min` with `empty=constant`, and takes its arguments.
     """

@@ -46,8 +46,7 @@ class Checkpoints:
         self.folder, self.free = Path(folder).absolute(), free
 
     def begin(self, settings: Mapping[str, Any], *, resume: bool) -> None:
-        """Prepares the folder for a run: removes the checkpoints of an earlier run, or with `resume` checks its
-        settings.
+        """Prepares the folder: removes checkpoints of an earlier run, or with `resume` checks its settings.
 
         Args:
             settings: plain values by name.
@@ -91,9 +90,7 @@ class Checkpoints:
         return sorted(int(name) for name in found if name.isdigit() and self.latest(int(name)) is not None)
 
     def latest(self, seed: int, *, best: bool = False) -> int | None:
-        """The number of finished steps of a seed's last checkpoint (with `best`, of its best state), or None without
-        one.
-        """
+        """The number of finished steps of a seed's last checkpoint (with `best`, its best), or None without one."""
         # Orbax writes under a temporary name and renames: a folder with a number as its name is complete.
         places = self._place(seed, best).glob("[0-9]*")
         return max((int(place.name) for place in places if place.name.isdigit()), default=None)

@@ -29,8 +29,7 @@ ENTITY = ("stdlib", "aifb", "mutag", "bgs", "am")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of a training run: everything that decides its results, except the files of the data and the
-    machine.
+    """The settings of a training run: all that decides its results, except the files of the data and the machine.
 
     Attributes that only some tasks read begin with the names of these tasks.
 

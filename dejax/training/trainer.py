@@ -176,8 +176,7 @@ class Trainer:
     def gradients(
         self, state: TrainState, world: World, sample: SampledBlocks | None, x: Any, seeds: Any, key: Array
     ) -> Part:
-        """Computes the loss of some seeds and its gradients for the parameters and for the embedding rows that were
-        read.
+        """Computes the loss of some seeds and its gradients for parameters and for the embedding rows that were read.
 
         Args:
             state: parameters and embeddings.
@@ -200,8 +199,9 @@ class Trainer:
         return Part(loss, gradient, weight, rows, {**counts, "lost": view.lost})
 
     def updated(self, state: TrainState, mean: Part) -> TrainState:
-        """Applies Adam to a state with the mean gradients of a step. If they are not finite, the parameters stay as
-        they are.
+        """Applies Adam to a state with the mean gradients of a step.
+
+        If they are not finite, the parameters stay as they are.
         """
         finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves((mean.loss, mean.gradients))]).all()
 
@@ -353,8 +353,9 @@ class Trainer:
             losses, seconds = [], 0.0
 
     def train(self, state: TrainState, epochs: int) -> TrainState:
-        """Trains like `run` until `epochs` epochs are done, and returns the state. The arrays of `state` are
-        donated.
+        """Trains like `run` until `epochs` epochs are done, and returns the state.
+
+        The arrays of `state` are donated.
         """
         for now, _ in self.run(state, epochs):
             state = now

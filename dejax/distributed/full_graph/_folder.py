@@ -84,8 +84,9 @@ def save_parts(
 def load_parts(
     folder: str | os.PathLike[str], mesh: Mesh, axis: str | None = None, *, loop_tables: bool | None = None
 ) -> ShardedGraph:
-    """Opens a folder that `save_parts` wrote, as a `ShardedGraph`. Each process reads only the parts of its own
-    devices.
+    """Opens a folder that `save_parts` wrote, as a `ShardedGraph`.
+
+    Each process reads only the parts of its own devices.
 
     Args:
         folder: the folder that was given to `save_parts`.

@@ -20,8 +20,7 @@ from dejax.rgnn.options import Options
 
 
 def over_mesh(program: Program) -> MeshProgram:
-    """Makes a program or layer that was written for one device run, forward and backward, on a graph divided over a
-    mesh.
+    """Makes a program for one device run, forward and backward, on a graph that is divided over a mesh.
 
     Programs and the layers of `dejax.rgnn.nnx` and `dejax.rgnn.linen` also accept a `ShardedGraph` directly. Use
     `over_mesh` where you want to see the plan of the exchanges or the bytes that they send.
@@ -87,8 +86,9 @@ class MeshProgram:
         return jax.tree_util.tree_unflatten(tree, _run(plan, chosen, graph, given))
 
     def plan(self, graph: ShardedGraph, *args: Any, **kwargs: Any) -> Distributed:
-        """The stages and the collectives of a call with these arguments. The arguments may be
-        `jax.ShapeDtypeStruct`s.
+        """The stages and the collectives of a call with these arguments.
+
+        The arguments may be `jax.ShapeDtypeStruct`s.
         """
         return self._prepare(graph, args, kwargs)[0]
 

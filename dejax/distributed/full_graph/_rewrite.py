@@ -28,8 +28,9 @@ SOURCE_PAIRS = (
 
 
 class CannotDistribute(ValueError):
-    """The program has an operation that is not supported on a `ShardedGraph`. The message names its line and the
-    remedy.
+    """The program has an operation that is not supported on a `ShardedGraph`.
+
+    The message names its line and the remedy.
 
     >>> import jax.numpy as jnp
     >>> from dejax import rgnn

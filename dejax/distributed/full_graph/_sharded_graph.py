@@ -113,9 +113,7 @@ class ShardedGraph:
 
     @property
     def num_nodes(self) -> int:
-        """The same as `num_rows`, since padding rows count; `layout.num_nodes` is the number of nodes of the whole
-        graph.
-        """
+        """Number of node rows, padding included, as `num_rows`; `layout.num_nodes` has the nodes of the whole graph."""
         return self.num_rows
 
     @property
@@ -160,29 +158,22 @@ class ShardedGraph:
         )
 
     def shard_nodes(self, x: Any) -> Array:
-        """Brings an array [nodes, *F], in the node order of the whole graph, into the layout [rows, *F] over the
-        devices.
+        """Brings an array [nodes, *F], in the whole graph's order, into the layout [rows, *F] over the devices.
 
         Padding rows are zeros. Each process reads only the rows of its own devices, so `x` may be a memory map.
         """
         return self._sharded(x, self.node_ids, self.layout.num_nodes, "node")
 
     def shard_edges(self, x: Any) -> Array:
-        """Brings an array [edges, *F], in the edge order of the whole graph, into the layout [edge rows, *F] over the
-        devices.
-        """
+        """Brings an array [edges, *F], in the whole graph's order, into the layout [edge rows, *F] over the devices."""
         return self._sharded(x, self.edge_ids, self.layout.num_edges, "edge")
 
     def unshard_nodes(self, x: Any) -> np.ndarray:
-        """Brings an array [rows, *F] back into the node order of the whole graph: [nodes, *F] in numpy, on every
-        process.
-        """
+        """Brings an array [rows, *F] back into the whole graph's order: numpy [nodes, *F], on every process."""
         return self._whole(x, self.node_ids, self.layout.num_nodes)
 
     def unshard_edges(self, x: Any) -> np.ndarray:
-        """Brings an array [edge rows, *F] back into the edge order of the whole graph: [edges, *F] in numpy, on every
-        process.
-        """
+        """Brings an array [edge rows, *F] back into the whole graph's order: numpy [edges, *F], on every process."""
         return self._whole(x, self.edge_ids, self.layout.num_edges)
 
     def _sharded(self, x: Any, ids: Array, count: int, kind: str) -> Array:

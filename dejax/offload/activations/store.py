@@ -70,9 +70,9 @@ class ActivationStore:
         path: a folder for the disk tier, or several folders, over which data is striped. None means no disk tier. The
             store makes a folder of its own in each and removes it when it closes; it also removes folders that dead
             processes left. "{process_index}" in a path is replaced by the process's number in `jax.distributed`.
-        device_bytes: size of the ring on each device. None means the bytes that one call of an offloaded function
-            stores; if its arithmetic takes less time than the bus, twice as many, and at least eight tensors. 0 means
-            no ring: the device then waits for each copy.
+        device_bytes: size of the ring on each device. None means enough for one call of an offloaded function, or
+            twice as much (at least eight tensors) if the bus takes longer for its tensors than the call computes. 0
+            means no ring: the device then waits for each copy.
         host_bytes: largest amount of host memory, pinned on GPUs. None means half of the available memory (of the
             machine and its control groups), divided among the processes of the machine that the launcher started or
             that already have such a store. 0 means none, so that only tensors that stay in the ring can be stored.
@@ -210,8 +210,9 @@ class ActivationStore:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[ActivationStore]:
-        """A context manager like the store itself, except that leaving it does not close the store. Use it in further
-        threads.
+        """A context manager like the store itself, except that leaving it does not close the store.
+
+        Use it in further threads.
 
         Raises:
             RuntimeError: the store is closed.
@@ -246,15 +247,17 @@ class ActivationStore:
         self._resources.close()
 
     def check(self) -> None:
-        """Raises the error of an earlier step on one of several devices, if there was one. Later steps raise it,
-        too.
+        """Raises the error of an earlier step on one of several devices, if there was one.
+
+        Later steps raise it, too.
         """
         self.stats()  # raises in a process that only inherited the store
         _raise_failure_of_shards()
 
     def clear(self) -> None:
-        """Drops all tensors that are not fetched yet, for example after an interrupted step. Do not call it while a
-        step runs.
+        """Drops all tensors that are not fetched yet, for example after an interrupted step.
+
+        Do not call it while a step runs.
         """
         self._native.clear()
 

@@ -28,8 +28,7 @@ def offload(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> F:
-    """Offloads the activations of a function: use it like `jax.checkpoint`, but tensors are moved instead of
-    recomputed.
+    """Offloads the activations of a function: like `jax.checkpoint`, but tensors are moved and not recomputed.
 
     The result computes what `fn` computes. Between forward and backward pass, the residuals of `fn` (the tensors that
     the backward pass needs) of at least `min_bytes` lie in an `ActivationStore`: on the device in a ring, in host

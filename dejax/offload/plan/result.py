@@ -201,9 +201,7 @@ class Plan:
         return [found[point] for point in best(list(found))]
 
     def plot(self, path: str | Path) -> None:
-        """Draws throughput against device memory, with every way, the Pareto front, the chosen way and the measured
-        point.
-        """
+        """Draws throughput against device memory: all ways, the Pareto front, the chosen way, the measured point."""
         alike: dict[str, list[tuple[float, float]]] = {}
         for way in self.ways:
             if way.alike is not None:
@@ -218,9 +216,7 @@ class Plan:
         )
 
     def table(self) -> str:
-        """The plan as Markdown tables: the choices, the predictions for the chosen way and others, and the measured
-        values.
-        """
+        """The plan as Markdown tables: the choices, the predictions for some ways, and the measured values."""
         lines = ["| what | MiB | choice |", "| --- | --- | --- |"]
         for what, choice in self.chosen.choices.items():
             size = f"{self.bytes_of[what] / 2**20:.0f}" if what in self.bytes_of else ""

@@ -171,8 +171,7 @@ def plan_step(
     path: Any = None,
     disk_bytes: float | None = None,
 ) -> Plan:
-    """Decides where the parameters, optimizer state and activations of a `stack_step` lie, and its number of
-    microbatches.
+    """Decides where the state and activations of a `stack_step` lie, and the number of its microbatches.
 
     It measures the bus, the store's drive, and two short stacks for each number of microbatches, and predicts the time
     and memory of all placements. Optimizer state leaves the device before parameters, because parameters travel twice

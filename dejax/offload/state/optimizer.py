@@ -34,8 +34,7 @@ def optimizer(
     ahead: int = 2,
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | StateStore | None = None,
 ) -> Any:
-    """Wraps an Optax transformation so that its state (Adam's moments) lies in pinned host memory or on disk between
-    steps.
+    """Wraps an Optax transformation so that its state lies in pinned host memory or on disk between steps.
 
     The updates are those of `tx`, to rounding. The state of each parameter is copied to the device before its update
     and back afterwards. Values that all parameters share (a count, a norm of all gradients) are computed once. The bus

@@ -115,9 +115,7 @@ class StackStep(StackSettings):
         )
 
     def jit(self, state: StackState) -> Any:
-        """Compiles the step for a state like `state` that is donated: the new state reuses the memory of the old
-        one.
-        """
+        """Compiles the step for a donated state like `state`: the new state reuses the memory of the old one."""
         seen = self._seen.note(_leaves(state))
         where = jax.tree.map(lambda x: x.sharding, state)
         return jax.jit(self._step_of(seen), donate_argnums=0, in_shardings=(where, None), out_shardings=(where, None))
@@ -179,9 +177,7 @@ class StackStep(StackSettings):
         return here._traced(copies, batch)
 
     def bytes_by_tier(self, outer: Any, layers: Any) -> dict[str, int]:
-        """Bytes of the state on the device, in host memory and on disk, for parameters given as arrays or as their
-        shapes.
-        """
+        """Bytes of the state on the device, in host memory and on disk, for parameters or for their shapes."""
         outer_split, split = self.split(outer, layers)
         trained = split.trained(jax.tree.leaves(layers))
         shapes = jax.eval_shape(jax.vmap(self.tx.init), trained)

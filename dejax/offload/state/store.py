@@ -358,9 +358,7 @@ class StateStore:
             raise RuntimeError(why)
 
     def stats(self) -> dict[str, float]:
-        """Counters: read_bytes, written_bytes, disk_bytes, peak_host_bytes, and wait_seconds, for which steps waited
-        for reads.
-        """
+        """Counters: read_bytes, written_bytes, disk_bytes, peak_host_bytes, wait_seconds (waits for reads)."""
         return dict(self._native.stats())
 
     def close(self) -> None:
@@ -373,8 +371,7 @@ def is_on_disk(x: Any) -> bool:
 
 
 def restore(like: Any, arrays: Any) -> Any:
-    """Copies the values of a checkpoint into a training state, each array where the state has it: device, host or
-    files.
+    """Copies a checkpoint into a training state, each array to its place: device, host memory or files.
 
     `like` is used up, as a donated state is: the space of its arrays on disk is freed.
 

@@ -173,8 +173,9 @@ def _select(condition: Symbol, x: Any, y: Any) -> Symbol:
 
 
 def sum(x: Symbol, axis: Axis = -1, keepdims: bool = False) -> Symbol:
-    """The sum over one feature axis, several axes (a tuple) or all (None). For booleans, the number of true
-    elements.
+    """The sum over one feature axis, several axes (a tuple) or all (None).
+
+    For booleans, the number of true elements.
     """
     return features.total(_symbol(x, "sum"), axis, keepdims)
 

@@ -58,7 +58,7 @@ class CompGCNSpec(LayerSpec):
 
         y_i = sum over edges j -> i of phi(x_j, z_r) W_direction(r)   (+ phi(x_i, z_loop) W_loop)   + b
 
-    `dejax.rgnn.zoo.compgcn` is the layer as a function of its parameters.
+    z_r is the embedding of edge type r. `dejax.rgnn.zoo.compgcn` is the layer as a function of its parameters.
 
     Args:
       num_edge_types: number R of edge types of the graph.
