@@ -28,7 +28,7 @@ class Part:
     mean.
 
     Attributes:
-        loss: float scalar or pytree of float arrays, each a mean over the seeds (examples) of the part that are not padding.
+        loss: float scalar or pytree of float arrays: means over the seeds (examples) of the part, without padding.
         gradients: pytree of gradients of the mean loss, one for each parameter.
         weight: scalar, the number of seeds that are not padding; parts are averaged with these weights. A part with
             weight 0 is ignored.
