@@ -15,6 +15,7 @@ import pytest
 
 from dejax import rgnn
 from dejax.rgnn import Options
+from tests.cases import slow_but
 from tests.rgnn.cases import CASES, Size
 from tests.rgnn.contract import error, make_arrays
 from tests.rgnn.references import GRAPHS, Arrays, graph_of
@@ -88,11 +89,7 @@ def check(
     assert not wrong, "\n".join(wrong)
 
 
-def some(names: Any, quick: tuple[str, ...]) -> list[Any]:
-    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
-
-
-@pytest.mark.parametrize("name", some(OPERATORS, ("feature minimum", "minima of edges")))
+@pytest.mark.parametrize("name", slow_but(["feature minimum", "minima of edges"], OPERATORS))
 def test_operators(name: str) -> None:
     floats, whole = split(arrays_of(GRAPHS["typical"]))
     program = rgnn.program(OPERATORS[name].program)
@@ -102,7 +99,8 @@ def test_operators(name: str) -> None:
 ALIKE = tuple(n for n in CASES if not n.startswith(("linear", "rgcn", "rgat", "hgt")))
 
 
-@pytest.mark.parametrize("name", some(ALIKE, ()))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALIKE)
 def test_cases_without_products(name: str) -> None:
     check(CASES[name].run, make_arrays(name, GRAPHS["typical"], Size(), "float32"))
 

@@ -715,3 +715,16 @@ def appnp(g, x):
     for _ in range(2):
         h = g.sum_to_dst(0.9 * g.src(h) / g.in_degree()) + 0.1 * g.node(x)
     return h
+
+
+# Idioms whose two forms the canonical passes make one program, by the pass that does.
+WAYS = {
+    "cse": ["shared_projection"],
+    "plain_forms": ["softmax_explicit", "softmax_explicit_eps", "distmult", "rgat_mul_sum", "heads_scalar_flat"],
+    "stack_heads": ["rgat_heads_loop", "block_diagonal_loop", "heads_scalar_broadcast"],
+    "slice_weights": ["film", "gru_slices"],
+    "split_products": ["typed_message_of_a_concatenation", "sage_concat"],
+    "split_rows": ["rotation_of_a_concatenation"],
+    "scale_products": ["gate_by_type"],
+    "combine_products": ["same_rows_twice"],
+}

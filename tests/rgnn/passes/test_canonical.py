@@ -16,22 +16,11 @@ from dejax.rgnn.passes.canonical.cse import cse
 from dejax.rgnn.passes.dce import dce
 from dejax.rgnn.passes.rules import Pat, Rule, Var, rules
 from tests.rgnn.evaluate import evaluate
-from tests.rgnn.passes.idioms import IDIOMS, D, H, Idiom, K
+from tests.rgnn.passes.idioms import IDIOMS, WAYS, D, H, Idiom, K
 from tests.rgnn.preserved import trace
 from tests.rgnn.references import graph_of
 
 COUNTS = Counts(nodes=50, edges=100, source_pairs=60, destination_pairs=60, edge_types=2, node_types=2)
-# Idioms whose two forms this room makes one, by the pass that does; other idioms need passes that choose, too.
-WAYS = {
-    "cse": ["shared_projection"],
-    "plain_forms": ["softmax_explicit", "softmax_explicit_eps", "distmult", "rgat_mul_sum", "heads_scalar_flat"],
-    "stack_heads": ["rgat_heads_loop", "block_diagonal_loop", "heads_scalar_broadcast"],
-    "slice_weights": ["film", "gru_slices"],
-    "split_products": ["typed_message_of_a_concatenation", "sage_concat"],
-    "split_rows": ["rotation_of_a_concatenation"],
-    "scale_products": ["gate_by_type"],
-    "combine_products": ["same_rows_twice"],
-}
 OWN = {
     "unit_axes": Idiom(
         rgnn.program(lambda g, x, y: g.sum_to_dst(rgnn.tanh((g.src(x) * g.dst(y)).sum(keepdims=True)) * g.src(x))),
