@@ -5,8 +5,8 @@
 
 Five tables. Reviews have a text vector of 300 floats in float16, in a `.npy` file beside the Parquet files: 9 GB at
 scale 1. Files that the folder has already are used again. Preparation is from Parquet to what steps read; it and the
-epochs are apart in the results. Asked are, at scale 1: preparation within 5 minutes on 16 cores, an epoch within 60 s on
-one GPU.
+epochs are apart in the results. What was asked for at scale 1: preparation within 5 minutes on 16 cores, and an epoch
+within 60 s on one GPU.
 """
 
 from __future__ import annotations

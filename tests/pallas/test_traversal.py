@@ -217,7 +217,8 @@ def test_errors_say_what_to_do():
         )
     with pytest.raises(ValueError, match="index tables"):
         kernels.traverse(same, None, [x], [kernels.TileOperand("indexed", 0)], **common)
-    with pytest.raises(ValueError, match="access must be one of entry, position, indexed, positioned, shared, slots, row"):
+    accesses = "entry, position, indexed, positioned, shared, slots, row"
+    with pytest.raises(ValueError, match=f"access must be one of {accesses}"):
         kernels.traverse(same, None, [x], [kernels.TileOperand("column")], **common)
     columns = kernels.TileOperand("row", columns=(0, (2,)))
     with pytest.raises(ValueError, match=r"operands\[0\].columns must name columns of a 2-dimensional array by entry"):
