@@ -46,9 +46,8 @@ def chunk_files(path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("engine", ["direct", "tensorstore"])
-@pytest.mark.parametrize("paths", [1, 2])
-def test_disk_tier(engine, paths, tmp_path, want):
-    folders = [tmp_path / str(i) for i in range(paths)]
+def test_disk_tier_over_two_folders(engine, tmp_path, want):
+    folders = [tmp_path / str(i) for i in range(2)]
     for folder in folders:
         folder.mkdir()
     with ActivationStore(folders, engine=engine, **SMALL) as store:
@@ -156,23 +155,6 @@ def test_a_removed_file_is_an_error(checksum, tmp_path):
     with ActivationStore(tmp_path, engine="tensorstore", checksum=checksum, **SMALL) as store:
         with pytest.raises(Exception, match="removed"):
             damage_between_forward_and_backward(store, lambda: [f.unlink() for f in chunk_files(tmp_path)])
-
-
-@pytest.mark.parametrize("engine", ["tensorstore", "direct"])
-def test_a_flipped_bit_is_an_error(engine, tmp_path, want):
-    def flip():
-        for path in chunk_files(tmp_path):
-            with path.open("r+b") as file:
-                for offset in range(100, path.stat().st_size, 4096):
-                    file.seek(offset)
-                    byte = file.read(1)
-                    file.seek(offset)
-                    file.write(bytes([byte[0] ^ 1]))
-
-    with ActivationStore(tmp_path, engine=engine, **SMALL) as store:
-        with pytest.raises(Exception, match="checksum"):
-            damage_between_forward_and_backward(store, flip)
-        assert_same_bits(run(), want)  # and the next step is right
 
 
 @pytest.mark.parametrize("engine", ["tensorstore", "direct"])

@@ -197,9 +197,8 @@ class ActivationStore:
         if self._resources.process != os.getpid():
             return  # a forked child leaves its parent's `with`
         try:
-            current.wait_for_steps()
+            self._leave()
         finally:
-            current.leave(self)
             with self._depth_lock:
                 self._depth -= 1
                 last = self._depth <= 0
@@ -222,10 +221,13 @@ class ActivationStore:
         try:
             yield self
         finally:
-            try:
-                current.wait_for_steps()
-            finally:
-                current.leave(self)
+            self._leave()
+
+    def _leave(self) -> None:
+        try:
+            current.wait_for_steps()
+        finally:
+            current.leave(self)
 
     def _require_open(self) -> None:
         if not self.is_open:
