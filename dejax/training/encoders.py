@@ -59,34 +59,40 @@ class TableEncoder(nnx.Module):
             self.frequencies = nnx.Param(jax.random.normal(rngs.params(), (count, _FREQUENCIES)))
         codes = sum(place.codes + 1 for place in plan.of_kind("category", "categories"))
         self.codes = nnx.Embed(codes, hidden, rngs=rngs) if codes else nnx.data(None)
-        shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, plan.width), (1,), (1,)))
-        width = sum(part.shape[1] for part in jax.eval_shape(self._plain, *shapes))
+        abstract = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+        vectors = {place.name: abstract(1, place.width) for place in plan.apart}
+        parts = jax.eval_shape(self._plain, abstract(1, plan.width), abstract(1), abstract(1), vectors)
+        width = sum(part.shape[1] for part in parts)
         self.first = nnx.Linear(width, hidden, rngs=rngs) if width else nnx.data(None)
         self.base = nnx.data(None) if width or codes else nnx.Param(jnp.zeros(hidden))
         if width or codes:
             self.norm = nnx.LayerNorm(hidden, rngs=rngs)
             self.second = nnx.Linear(hidden, hidden, rngs=rngs)
 
-    def __call__(self, rows: Array | None, cutoffs: Array) -> Array:
+    def __call__(self, rows: Array | None, cutoffs: Array, vectors: Mapping[str, Array] | None = None) -> Array:
         """float32[rows, hidden].
 
         Args:
             rows: float32[rows, width], of `pack`; None for a table without columns, whose rows are all equal, and for
                 one without rows.
             cutoffs: int[rows], seconds: what is known later is hidden.
+            vectors: float32[rows, width] by column, of those that are not packed (`dejax.training.rows.apart`).
         """
         if self.base is not None:
             return jnp.broadcast_to(self.base[...], (cutoffs.shape[0], self.hidden))
-        if rows is None:
+        vectors = vectors or {}
+        if rows is None and not vectors:
             return jnp.zeros((cutoffs.shape[0], self.hidden), jnp.float32)
+        rows = jnp.zeros((cutoffs.shape[0], 0), jnp.float32) if rows is None else rows
         days, seconds = _divided(cutoffs)
         days = days + self.day
-        found = [] if self.first is None else [self.first(jnp.concatenate(self._plain(rows, days, seconds), axis=1))]
+        plain = self._plain(rows, days, seconds, vectors)
+        found = [] if self.first is None else [self.first(jnp.concatenate(plain, axis=1))]
         if self.codes is not None:
             found.append(_summed(self.codes.embedding[...], self._codes(rows, days, seconds)))
         return nnx.relu(self.second(nnx.relu(self.norm(sum(found[1:], start=found[0])))))
 
-    def _plain(self, rows: Array, days: Array, seconds: Array) -> list[Array]:
+    def _plain(self, rows: Array, days: Array, seconds: Array, vectors: Mapping[str, Array]) -> list[Array]:
         """The encodings without categories, [rows, width] each."""
         parts = []
         if places := self.plan.of_kind("number"):
@@ -102,9 +108,9 @@ class TableEncoder(nnx.Module):
             found = jnp.concatenate([relative, _calendar(times[:, :, 0], times[:, :, 1], seasons)], axis=2)
             found = jnp.where(there[:, :, None], found, 0.0)
             parts += [found.reshape(-1, found.shape[1] * found.shape[2]), (~there).astype(jnp.float32)]
-        for place in self.plan.of_kind("vector"):
-            x = _values(rows, [place])
-            known = self._known([place], rows, days, seconds) & ~jnp.isnan(x[:, :1])
+        for place in [*self.plan.of_kind("vector"), *self.plan.apart]:
+            x = vectors[place.name] if place.apart else _values(rows, [place])
+            known = self._known([place], rows, days, seconds) & ~jnp.isnan(x).any(1, keepdims=True)
             x = (x - np.asarray(place.mean, np.float32)) / np.asarray(place.deviation, np.float32)
             parts += [jnp.where(known, x, 0.0), (~known).astype(jnp.float32)]
         return parts
@@ -165,7 +171,21 @@ class TablesEncoder(nnx.Module):
 
     def __call__(self, rows: Mapping[str, Array], cutoffs: Mapping[str, Array]) -> dict[str, Array]:
         """float32[rows, hidden] by table, from packed rows and cutoffs by table."""
-        return {name: getattr(self, f"table_{name}")(rows.get(name), cutoffs[name]) for name in self.tables}
+        found = {}
+        for name in self.tables:
+            encoder = getattr(self, f"table_{name}")
+            vectors = {
+                place.name: rows[apart_name(name, place.name)]
+                for place in encoder.plan.apart
+                if apart_name(name, place.name) in rows  # not for a table without rows
+            }
+            found[name] = encoder(rows.get(name), cutoffs[name], vectors)
+        return found
+
+
+def apart_name(table: str, column: str) -> str:
+    """The name of the vectors of a column in a feature store that has tables' rows by their names."""
+    return f"vectors {table}.{column}"
 
 
 def _divided(times: Array) -> tuple[Array, Array]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from dejax.host_gather import HostTable
 from dejax.minibatch import FeatureStore, HeteroTopology
+from dejax.training.encoders import apart_name
 from dejax.training.metrics import LOWER_IS_BETTER
 from dejax.training.state import TrainState
 from dejax.training.tables import TableTask, is_latest
@@ -51,15 +52,15 @@ def importance(
     whole = value(world)
     columns = {}
     for table, plan in task.plans.items():
-        if table not in world.features.types:
-            continue
-        rows = np.asarray(task.packed[table])
         for place in plan.columns:
-            changed = rows.copy()
+            name = apart_name(table, place.name) if place.apart else table
+            if name not in world.features.types:
+                continue
+            changed = np.array(task.packed[name])
             some = slice(place.first, place.first + place.width)
-            changed[:, some] = rows[rng.permutation(len(rows)), some]
+            changed[:, some] = changed[rng.permutation(len(changed)), some]
             features = world.features | FeatureStore.from_arrays(
-                {table: changed}, on_device=task.settings.place == "device"
+                {name: changed}, on_device=task.settings.place == "device"
             )
             columns[f"{table}.{place.name}"] = whole - value(dataclasses.replace(world, features=features))
     relations = {

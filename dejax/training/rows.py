@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from dejax.datasets import Column
+from dejax.datasets._columns import in_parts
 
 DAY = 86_400
 KINDS = ("number", "time", "category", "categories", "vector")
 """The kinds of packed columns, in their order in a row; text is a vector."""
+APART = 32
 _MOST_CODES = 1 << 24  # float32 has all integers up to here
 
 
@@ -35,6 +37,8 @@ class ColumnPlace:
         mean, deviation: of numbers and vectors.
         edges: quantiles of numbers, ascending, each once.
         seasons: whether rows before `until` span more than a year, so that the day of the year means something.
+        apart: whether its values are not packed but a table of their own, in the precision in which they were given:
+            vectors of `APART` numbers or more, which would make rows wide, and four bytes of each number.
     """
 
     name: str
@@ -47,6 +51,7 @@ class ColumnPlace:
     deviation: tuple[float, ...] = (1.0,)
     edges: tuple[float, ...] = ()
     seasons: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +71,13 @@ class TablePlan:
     left_out: tuple[tuple[str, int], ...] = ()
 
     def of_kind(self, *kinds: str) -> list[ColumnPlace]:
-        """The columns of these kinds; those of one kind lie side by side."""
-        return [place for place in self.columns if place.kind in kinds]
+        """The packed columns of these kinds; those of one kind lie side by side."""
+        return [place for place in self.columns if place.kind in kinds and not place.apart]
+
+    @property
+    def apart(self) -> list[ColumnPlace]:
+        """The columns whose values are tables of their own."""
+        return [place for place in self.columns if place.apart]
 
 
 def pack(
@@ -115,6 +125,9 @@ def pack(
                 known_times.append(column.known_at)
         when = column.known_at if column.known_at is not None else known_from
         fitted = ~column.missing if until is None or when is None else ~column.missing & (when < until)
+        if _is_apart(column):
+            places.append(_place_apart(name, column, fitted, known))
+            continue
         values = _values(column, text_width, most_of_a_list)
         if (
             column.offsets is not None
@@ -128,6 +141,41 @@ def pack(
     parts += [as_days(times) for times in known_times]
     rows = np.concatenate(parts, axis=1) if parts else np.zeros((len(next(iter(columns.values()), ())), 0), np.float32)
     return rows, TablePlan(tuple(places), rows.shape[1], width, tuple(left_out))
+
+
+def _is_apart(column: Column) -> bool:
+    return column.kind == "vector" and column.values.shape[1] >= APART
+
+
+def apart(columns: Mapping[str, Column], plan: TablePlan) -> dict[str, np.ndarray]:
+    """The values of a table's columns that are not in its packed rows, as they were given, NaN where missing."""
+    found = {}
+    for place in plan.apart:
+        column = columns[place.name]
+        there = [np.isfinite(part).all(axis=1) for part in in_parts(column.values)]
+        finite = np.concatenate([np.zeros(0, bool), *there])
+        values = column.values
+        if (column.missing & finite).any():
+            values = np.where(column.missing[:, None], np.array(np.nan, values.dtype), values)
+        found[place.name] = values
+    return found
+
+
+def _place_apart(name: str, column: Column, fitted: np.ndarray, known: int | None) -> ColumnPlace:
+    """Mean and deviation of the fitted rows, some megabytes at a time."""
+    width = column.values.shape[1]
+    count, sums, squares, at = 0, np.zeros(width), np.zeros(width), 0
+    for part in in_parts(column.values):
+        some = part[fitted[at : at + len(part)]].astype(np.float32)
+        at += len(part)
+        count, sums = count + len(some), sums + some.sum(0, dtype=np.float64)
+        squares += np.einsum("nw,nw->w", some, some, dtype=np.float64)
+    mean = sums / max(count, 1)
+    deviation = np.sqrt(np.maximum(squares / max(count, 1) - mean**2, 0.0))
+    deviation = np.where(deviation > 1e-6 * np.maximum(1.0, np.abs(mean)), deviation, 1.0)
+    return ColumnPlace(
+        name, "vector", 0, width, known, mean=tuple(mean.tolist()), deviation=tuple(deviation.tolist()), apart=True
+    )
 
 
 def as_days(times: np.ndarray) -> np.ndarray:

@@ -23,11 +23,11 @@ from dejax.minibatch import (
     make_blocks,
 )
 from dejax.rgnn import Options
-from dejax.training.encoders import TablesEncoder
+from dejax.training.encoders import TablesEncoder, apart_name
 from dejax.training.metrics import Ranking, measure
 from dejax.training.models import SampledClassifier
 from dejax.training.predictions import labels_of
-from dejax.training.rows import TablePlan, pack
+from dejax.training.rows import TablePlan, apart, pack
 from dejax.training.seed_times import Clock, with_a_relation
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
@@ -157,6 +157,13 @@ class TableTask(TrainingTask):
         }
         self.plans = {table: plan for table, (_, plan) in both.items()}
         self.packed = {table: rows for table, (rows, plan) in both.items() if plan.width and len(rows)}
+        self.table_of = {
+            apart_name(table, place.name): table for table, plan in self.plans.items() for place in plan.apart
+        }
+        for table, plan in self.plans.items():
+            if data.num_nodes[table]:
+                vectors = apart(data.columns.get(table, {}), plan)
+                self.packed |= {apart_name(table, column): values for column, values in vectors.items()}
         self.clock = Clock.of(examples.times, f"cutoffs of task {examples.name!r}")
         topology = _topology(data, self.clock, latest=settings.recent, on_host=settings.place != "device")
         features = FeatureStore.from_arrays(self.packed, on_device=settings.place == "device")
@@ -276,6 +283,12 @@ class TableTask(TrainingTask):
             "places": {entity: places.astype(np.int32)},
         }
 
+    def sample(self, key: Array, topology: HeteroTopology, seeds: Any) -> SampledBlocks:
+        """As any task's; the ids of a table stand also under the names of its vectors, so that they are read."""
+        found = super().sample(key, topology, seeds)
+        more = {name: found.node_ids[table] for name, table in self.table_of.items()}
+        return dataclasses.replace(found, node_ids={**found.node_ids, **more}) if more else found
+
     def view(self, topology: HeteroTopology | None, data: Any, seeds: Any, sample: SampledBlocks | None) -> StepView:
         """The blocks of the sample, and the seed of each node."""
         assert sample is not None
@@ -288,6 +301,7 @@ class TableTask(TrainingTask):
                 if table in data["known"]
                 else jnp.full(ids.shape, always, jnp.int32)
                 for table, ids in sample.node_ids.items()
+                if table not in self.table_of
             }
         return StepView(make_blocks(sample), sample.node_ids, sample.seed_positions, lost, sample.trees, times)
 

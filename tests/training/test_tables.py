@@ -18,7 +18,7 @@ from dejax.training.fitting import best_report, stops
 from dejax.training.importance import importance
 from dejax.training.page import calibration, write_page
 from dejax.training.report import summarise, table
-from dejax.training.rows import as_days, pack
+from dejax.training.rows import apart, as_days, pack
 from dejax.training.state import History
 from dejax.training.tables import is_latest
 
@@ -44,6 +44,7 @@ def shop(seed=0, customers=40, visits=40):
         "placed": Column("time", times, none),
         "returned": Column("number", returned.astype(float), none, known_at=known_at),
         "kind": Column("category", rng.integers(0, 3, count).astype(np.int32), none, categories=("a", "b", "c")),
+        "note": Column("vector", rng.normal(size=(count, 33)).astype(np.float16), none),
     }
     edges = {
         ("orders", "customer", "customers"): (np.arange(count, dtype=np.int32), customer),
@@ -153,6 +154,32 @@ def test_an_encoder_reads_no_value_that_is_known_after_the_cutoff(numbers):
     assert np.isfinite(before).all() and len(np.unique(before.round(5), axis=0)) == 3  # the last two show as missing
 
 
+def test_wide_vectors_stay_apart_in_their_own_precision():
+    rng = np.random.default_rng(0)
+    given = rng.normal(3.0, 2.0, (5, 40)).astype(np.float16)
+    missing = np.array([False, True, False, False, False])
+    late = np.array([NOW, NOW, NOW + 1, NOW, NOW])
+    columns = {"text": Column("vector", given, missing, known_at=late), "x": Column("number", np.ones(5), missing)}
+    rows, plan = pack(columns, np.array([0, 0, 0, 0, 99]), NOW + 1)
+    (place,) = plan.apart
+    assert rows.shape == (5, 3) and plan.known == 1  # a number, and when the text is known
+    fitted = given[[0, 3, 4]].astype(np.float64)
+    np.testing.assert_allclose(place.mean, fitted.mean(0), rtol=1e-3)
+    np.testing.assert_allclose(place.deviation, fitted.std(0), rtol=1e-3)
+    vectors = apart(columns, plan)["text"]
+    assert vectors.dtype == np.float16 and np.isnan(vectors[1]).all()
+    assert (
+        apart({**columns, "text": dataclasses.replace(columns["text"], missing=~missing & False)}, plan)["text"]
+        is given
+    )
+    encoder = TableEncoder(plan, 8, rngs=nnx.Rngs(0))
+    cutoffs = jnp.full(5, NOW, jnp.int32)
+    before = encoder(jnp.asarray(rows), cutoffs, {"text": jnp.asarray(vectors, jnp.float32)})
+    changed = jnp.asarray(vectors, jnp.float32).at[2].set(9.0)
+    np.testing.assert_array_equal(before, encoder(jnp.asarray(rows), cutoffs, {"text": changed}))  # not known yet
+    assert np.isfinite(np.asarray(before)).all()
+
+
 def test_times_enter_relative_to_the_cutoff():
     columns = {"time": Column("time", np.array([NOW, NOW + 7 * DAY]), np.zeros(2, bool))}
     rows, plan = pack(columns, None, None)
@@ -209,7 +236,7 @@ def test_nothing_that_lies_after_a_cutoff_changes_a_prediction(trained):
     packed, plan = pack(changed, data.known_from["orders"], task.examples.times[task.splits["train"]].max() + 1, bins=4)
     assert plan == task.plans["orders"]  # nothing in it was fitted to what came later
     store = type(task.world.features).from_arrays({"orders": packed})
-    world = dataclasses.replace(task.world, features=store)
+    world = dataclasses.replace(task.world, features=task.world.features | store)
     assert (np.nan_to_num(packed) != np.nan_to_num(task.packed["orders"])).any()
     np.testing.assert_array_equal(before, task.predict(trainer, fitted.state, places, world=world))
 
