@@ -31,7 +31,7 @@ def columns_of(table: str, given: Any) -> Columns:
     found: Columns = {}
     for column, values in columns.items():
         try:
-            found[column] = _without_empty_text(array_of(values))
+            found[column] = array_of(values)
         except ValueError as error:
             raise ValueError(f"the column {table}.{column}: {error}") from None
     lengths = {column: len(values) for column, values in found.items()}
@@ -74,7 +74,11 @@ def _columns_given(table: str, given: Any) -> dict[str, Any]:
 
 
 def array_of(values: Any) -> np.ndarray:
-    """A column as numbers, booleans, times, rows of numbers, or objects with None where missing."""
+    """A column as numbers, booleans, times, rows of numbers, or objects with None where missing or empty text."""
+    return _without_empty_text(_array_of(values))
+
+
+def _array_of(values: Any) -> np.ndarray:
     if hasattr(values, "combine_chunks"):
         return _of_arrow(values)
     if hasattr(values, "isna"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -93,11 +94,12 @@ def _dated(data: HeteroDataset) -> list[np.ndarray]:
 
 
 def cutoffs_of(data: HeteroDataset, task: str, times: Any) -> np.ndarray:
-    """int64[n], cutoffs in the unit of the dataset's times.
+    """int64[n], cutoffs in the unit of the dataset's times; of one time alone, int64[1].
 
     Raises:
         ValueError: missing cutoffs; times of another kind than the dataset's; fractions.
     """
+    times = [times] if isinstance(times, str | datetime.date | np.datetime64 | int) else times
     found = TimeColumn.of(f"of the cutoffs of task {task!r}", array_of(times))
     if found.missing.any():
         row = int(found.missing.argmax())

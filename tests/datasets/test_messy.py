@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dejax.datasets import from_tables, task_from_columns, task_of_rows
+from dejax.datasets import from_tables, task_from_columns, task_of_events, task_of_rows
 from dejax.datasets._column_kinds import _Numerals
 
 
@@ -132,6 +132,23 @@ def test_a_task_of_an_empty_table_names_the_table() -> None:
     )
     with pytest.raises(ValueError, match="task 't' must have rows in the table 'o', which is empty"):
         task_of_rows(data, "t", "o", "y", valid_from="2024-01-01", test_from="2024-01-02")
+
+
+def test_examples_with_empty_text_have_no_label_and_one_cutoff_may_stand_alone() -> None:
+    days = np.datetime64("2024-01-01") + np.arange(60)
+    tables = {"u": {"id": ["a", "b"]}, "o": {"u": ["a", "b", "b"] * 20, "at": days}}
+    data = from_tables(tables, {"u": "id"}, [("o", "u", "u")], {"o": "at"}, fixed_features=False)
+    split = {"valid_from": "2024-02-01", "test_from": "2024-02-20"}
+    earlier = {"valid_from": "2024-01-20", "test_from": "2024-01-30"}
+    times = ["2024-01-05", "2024-01-06", "2024-01-07", "2024-02-25"]
+    task = task_from_columns(data, "t", "u", ["a", "b", "a", "b"], times, ["yes", "", "no", "no"], **split)
+    assert task.kind == "binary" and task.left_out == {"examples without a label": 1}
+    with pytest.raises(ValueError, match="keys of task 't' must not be missing, key 1 is"):
+        task_from_columns(data, "t", "u", ["a", ""], times[:2], ["yes", "no"], **split)
+    asked = task_of_events(
+        data, "e", ("o", "u"), "2024-01-05", "9 days", valid_from="2024-01-20", test_from="2024-01-30"
+    )
+    assert asked.labels.tolist() == [3, 6] and len(asked.splits["train"]) == 2
 
 
 def test_links_of_one_row_each_are_lists() -> None:
