@@ -139,7 +139,6 @@ def test_examples_with_empty_text_have_no_label_and_one_cutoff_may_stand_alone()
     tables = {"u": {"id": ["a", "b"]}, "o": {"u": ["a", "b", "b"] * 20, "at": days}}
     data = from_tables(tables, {"u": "id"}, [("o", "u", "u")], {"o": "at"}, fixed_features=False)
     split = {"valid_from": "2024-02-01", "test_from": "2024-02-20"}
-    earlier = {"valid_from": "2024-01-20", "test_from": "2024-01-30"}
     times = ["2024-01-05", "2024-01-06", "2024-01-07", "2024-02-25"]
     task = task_from_columns(data, "t", "u", ["a", "b", "a", "b"], times, ["yes", "", "no", "no"], **split)
     assert task.kind == "binary" and task.left_out == {"examples without a label": 1}
