@@ -17,6 +17,7 @@ from dejax.minibatch import (
     infer_layers,
     link_ranks,
 )
+from tests.host_gather.rows import on_drive
 
 NODES = {"a": 50, "b": 13, "alone": 6, "none": 0}
 RELATIONS = {("b", "to", "a"): 160, ("a", "in", "a"): 300, ("a", "of", "b"): 70, ("none", "x", "b"): 0}
@@ -81,7 +82,7 @@ def features():
 def test_all_nodes(batch_size: int, tmp_path) -> None:
     lists, dense = graph()
     x, params = features(), [weights(1), weights(2)]
-    store = FeatureStore.from_arrays(x, on_device={"alone": True})
+    store = FeatureStore.from_arrays(x, on_device={"alone": True}).with_table("a", on_drive(x["a"], 20))
     want = dict(x)
     for of_layer in params:
         want = dense_layer(of_layer, dense, want)

@@ -28,6 +28,7 @@ from dejax.minibatch import (
 from dejax.minibatch import nnx as mb
 from dejax.minibatch._split import split_at_reads
 from dejax.rgnn.nnx import RGATConv, RGCNConv
+from tests.host_gather.rows import on_drive
 from tests.minibatch.graphs import COUNTS, REV, WRITES, edge_lists, topology_of
 
 WIDTHS = {"author": 3, "paper": 4}
@@ -106,6 +107,23 @@ def totals(state, batch):
 
 def plain(key, topology, seeds):
     return sample_blocks(key, topology, ("paper", seeds), [3, 2, 2])
+
+
+@pytest.mark.slow
+def test_features_on_a_drive_are_those_in_memory():
+    rng = np.random.default_rng(1)
+    rows = {name: rng.standard_normal((COUNTS[name], WIDTHS[name])).astype(np.float32) for name in WIDTHS}
+    held, stored = FeatureStore.from_arrays(rows), FeatureStore()
+    for name, some in rows.items():
+        stored = stored.with_table(name, on_drive(some, 3))
+    stored = stored.cached({"paper": [1, 5]})
+    seeds, keys = seed_batches(np.arange(COUNTS["paper"]), 5, seed=0), step_keys(jax.random.key(3), 0, 3)
+    run = pipelined_steps(totals, sample, donate=False)
+    want = run(jnp.zeros(()), topology_of(), held, keys, seeds[:3])
+    got = run(jnp.zeros(()), topology_of(), stored, keys, seeds[:3])
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert stored["author"].table.stats()["drive_rows"] and not stored["author"].table.stats()["requests_open"]
 
 
 def by_weight(key, topology, seeds):

@@ -1,8 +1,9 @@
-// The handlers of handlers.h for CUDA. The ids of a start go to the host on a stream of their own, whose host function
-// begins the reads while the compute stream goes on. The gather waits on the host, not on the GPU, until the rows are in
+// The handlers of handlers.h for CUDA. A start copies its ids to the host; a host function on a stream of its own then
+// begins the reads, while the compute stream goes on. The gather waits on the host, not on the GPU, until the rows are in
 // the cache, which is pinned; then the kernel that gathers from host memory reads them by their positions there.
 #include <cstdint>
 #include <condition_variable>
+#include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
@@ -105,11 +106,11 @@ struct InUse {
   Event used;
   std::shared_ptr<RowReader> reader;
   RowReader::RequestPtr request;
-  std::shared_ptr<char> positions;
+  std::shared_ptr<char> positions, rows;
 };
 
 struct DriveSide {
-  cuda::Stream stream = nullptr;  // copies ids
+  cuda::Stream stream = nullptr;  // of host functions
   std::shared_ptr<EventPool> events = std::make_shared<EventPool>();
   PendingSites<StartedPtr> pending;
   std::deque<InUse> in_use;
@@ -132,16 +133,10 @@ PinnedPool& Pool() {
   return **pool;
 }
 
-// Gives back what kernels no longer read; with `wait`, after they have read it. The mutex is held.
-void GiveBack(DriveSide& side, bool wait) {
-  while (!side.in_use.empty()) {
-    InUse& first = side.in_use.front();
-    if (wait) {
-      cuda::Check(cuda::GetDriver().event_synchronize(first.used.get()), "cuEventSynchronize");
-    } else if (cuda::GetDriver().event_query(first.used.get()) != 0) {
-      return;
-    }
-    first.reader->Release(first.request);
+// Gives back what kernels no longer read. The mutex is held.
+void GiveBack(DriveSide& side) {
+  while (!side.in_use.empty() && cuda::GetDriver().event_query(side.in_use.front().used.get()) == 0) {
+    side.in_use.front().reader->Release(side.in_use.front().request);
     side.in_use.pop_front();
   }
 }
@@ -208,10 +203,10 @@ ffi::Error StartOnCuda(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table
     const StartedPtr started = MakeStarted(ReaderOf(table), ids, clip);
     std::lock_guard<std::mutex> lock(SideMutex());
     DriveSide& side = SideOf(context);
-    GiveBack(side, /*wait=*/false);
+    GiveBack(side);
     side.pending.DropOthers(run.run_id, [](const StartedPtr& lost) { lost->Drop(); });
+    CopyIds(*started, ids, stream);  // in the order of compute: XLA may use the ids' memory again afterwards
     offload::Wait(side.stream, side.events->Record(stream));
-    CopyIds(*started, ids, side.stream);
     auto owned = std::make_unique<StartedPtr>(started);
     cuda::Check(driver.launch_host_func(side.stream, &BeginOnHost, owned.get()), "cuLaunchHostFunc");
     static_cast<void>(owned.release());
@@ -243,10 +238,35 @@ StartedPtr TakeStarted(cuda::Context context, cuda::Stream stream, int64_t run, 
   return started;
 }
 
+// Where the kernel finds rows: in pinned memory that begins at `data`.
+struct PinnedRows {
+  char* data;
+  int64_t count;
+  std::shared_ptr<char> owned;  // null: they lie in the cache
+};
+
+// The rows of a request that found the cache full lie partly in memory that kernels cannot read. All of them are copied.
+PinnedRows CopiedRows(const RowReader::Options& options, const RowReader::Request& request) {
+  const int64_t row_bytes = options.layout.row_bytes, count = static_cast<int64_t>(request.places.size());
+  const std::shared_ptr<char> rows = Pool().Get(static_cast<size_t>(count * row_bytes));
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t place = request.places[i];
+    if (place < 0) continue;
+    const char* from = place < options.slots ? options.cache + place * row_bytes
+                                             : request.more.get() + (place - options.slots) * row_bytes;
+    std::memcpy(rows.get() + i * row_bytes, from, static_cast<size_t>(row_bytes));
+  }
+  return {rows.get(), count, rows};
+}
+
+// The position of each id's row; -1 for a row of fill.
 template <typename Id>
-void WritePositions(const std::vector<int64_t>& places, char* out) {
+void WritePositions(const RowReader::Request& request, bool copied, char* out) {
   auto* to = reinterpret_cast<Id*>(out);
-  for (size_t i = 0; i < places.size(); ++i) to[i] = static_cast<Id>(places[i]);
+  for (size_t i = 0; i < request.places.size(); ++i) {
+    const int64_t place = request.places[i];
+    to[i] = static_cast<Id>(copied && place >= 0 ? static_cast<int64_t>(i) : place);
+  }
 }
 
 ffi::Error GatherOnCuda(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer ticket, ffi::AnyBuffer table,
@@ -259,38 +279,25 @@ ffi::Error GatherOnCuda(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer tick
     const RowReader::Use use(reader.get());
     CheckDriveGather(*reader, how, ids, static_cast<int64_t>(out->size_bytes()));
     const StartedPtr started = TakeStarted(context, stream, run.run_id, how.site, ticket, reader, ids, how.clip);
-    RowReader::RequestPtr begun = started->Request();
-    auto request = std::make_unique<HeldRequest>(reader.get(), begun);
+    const RowReader::RequestPtr begun = started->Request();
+    HeldRequest request(reader.get(), begun);
     RequireInside(*reader, *begun, how);
     reader->Wait(begun);
-    if (begun->more_rows > 0) {  // rows that the GPU cannot read: the cache was full
-      {
-        std::lock_guard<std::mutex> lock(SideMutex());
-        GiveBack(SideOf(context), /*wait=*/true);
-      }
-      request.reset();
-      begun = BeginRequest(reader.get(), started->ids.get(), started->count, started->wide, how.clip);
-      request = std::make_unique<HeldRequest>(reader.get(), begun);
-      reader->Wait(begun);
-    }
-    if (begun->more_rows > 0) {
-      throw std::runtime_error("the cache of " + reader->options().paths[0] + " has room for " +
-                               std::to_string(reader->options().slots) + " rows, and the reads under way need " +
-                               std::to_string(begun->more_rows) + " more; give the table a larger `cache_bytes`");
-    }
-    const std::shared_ptr<char> positions = Pool().Get(ids.size_bytes());
-    started->wide ? WritePositions<int64_t>(begun->places, positions.get())
-                  : WritePositions<int32_t>(begun->places, positions.get());
     const RowReader::Options& options = reader->options();
-    ArrayAt rows(options.cache, ffi::DataType::U8, options.slots, how.row_bytes);
+    PinnedRows there{options.cache, options.slots, nullptr};
+    if (begun->more_rows > 0) there = CopiedRows(options, *begun);
+    const std::shared_ptr<char> positions = Pool().Get(ids.size_bytes());
+    started->wide ? WritePositions<int64_t>(*begun, there.owned != nullptr, positions.get())
+                  : WritePositions<int32_t>(*begun, there.owned != nullptr, positions.get());
+    ArrayAt rows(there.data, ffi::DataType::U8, there.count, how.row_bytes);
     ArrayAt at(positions.get(), ids.element_type(), started->count), none(nullptr, ffi::DataType::S32, 0);
     how.clip = how.raises = false;  // positions are right, or -1
     LaunchGather({rows.buffer(), at.buffer(), none.buffer(), none.buffer(), none.buffer(), scale, how}, out->untyped_data(),
                  static_cast<int64_t>(out->size_bytes()), nullptr, context, stream);
     std::lock_guard<std::mutex> lock(SideMutex());
     DriveSide& side = SideOf(context);
-    side.in_use.push_back({side.events->Record(stream), reader, request->Hand(), positions});
-    GiveBack(side, /*wait=*/false);
+    side.in_use.push_back({side.events->Record(stream), reader, request.Hand(), positions, there.owned});
+    GiveBack(side);
   });
 }
 

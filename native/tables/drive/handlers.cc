@@ -54,7 +54,7 @@ ffi::Error StartOnCpu(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::RemainingAr
     const RowReader::Use use(reader.get());
     PassThrough(through, passed, [](void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); });
     int64_t kept = 0;
-    if (ids.element_count() > 0 && reader->options().layout.row_bytes > 0) {
+    if (ids.element_count() > 0) {
       kept = reader->Keep(
           BeginRequest(reader.get(), ids.untyped_data(), static_cast<int64_t>(ids.element_count()), AreWide(ids), clip));
     }

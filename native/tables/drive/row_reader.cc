@@ -202,6 +202,7 @@ RowReader::RequestPtr RowReader::Begin(const Id* ids, int64_t count, bool clip) 
   const auto load = std::make_shared<Load>();
   load->reader = this;
   request->places.resize(static_cast<size_t>(count), -1);
+  if (options_.layout.row_bytes == 0) return request;
   try {
     LookUp(ids, count, clip, request.get(), load);
     Plan(load.get());
