@@ -64,11 +64,12 @@ def _checked(name: str, given: Any, rows: int) -> np.ndarray:
 
 
 def sentence_vectors(model: str = "all-MiniLM-L6-v2", **options: Any) -> TextEncoder:
-    """A function of texts for `vectors` of `from_tables`, by a model of the package sentence-transformers.
+    """Makes a function that converts texts to vectors by a model of sentence-transformers, for `vectors` of
+    `from_tables`.
 
     Args:
-        model: its name, or a folder.
-        options: of its method `encode`, such as `batch_size`.
+        model: name of the model, or its folder.
+        options: keyword arguments of the model's method `encode`, such as `batch_size`.
 
     Raises:
         ModuleNotFoundError: sentence-transformers is not installed.

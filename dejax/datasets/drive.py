@@ -28,28 +28,32 @@ def write_drive_table(
     align: bool | None = None,
     columns: Sequence[str] | None = None,
 ) -> Path:
-    """Writes rows for `dejax.host_gather.DriveTable.open`, block by block: neither side must fit in memory.
+    """Writes rows to files that `dejax.host_gather.DriveTable.open` reads, block by block.
+
+    Neither the given rows nor the files need to fit in memory.
 
     Args:
-        folder: of the table. Of several, on drives of their own, each gets a part of the rows; the first one names the
-            table.
-        rows: [rows, *row]: an array, a memory map, the path of an `.npy` file, or the path of a Parquet file, whose
+        folder: the folder of the table. With several folders on several drives, each gets a part of the rows; pass the
+            first one to `DriveTable.open`.
+        rows: [rows, *row]: an array, a memory map, the path of an `.npy` file, or the path of a Parquet file whose
             columns are numbers, or one column of lists of equal length.
-        dtype: of the table: float32, bfloat16, float16, float8_e4m3fn, int8 and others; by default that of the rows.
-        scale: None, "row" or "column": what int8 and FP8 rows are scaled by, as in `FeatureStore.from_arrays`.
-        align: whether rows begin such that they lie in the fewest blocks of 4 KiB. By default where it takes at most a
-            quarter more bytes.
-        columns: of a Parquet file; by default all of them.
+        dtype: dtype of the table, such as float32, bfloat16, float16, float8_e4m3fn or int8; by default that of the
+            rows.
+        scale: for int8 and FP8: "row" or "column" stores a factor for each row or column, as in
+            `FeatureStore.from_arrays`; None stores none.
+        align: whether rows are placed so that each lies in the fewest blocks of 4 KiB. By default, if this takes at
+            most a quarter more bytes.
+        columns: columns of a Parquet file to read; by default all.
 
     Returns:
         The (first) folder.
 
     Raises:
-        ValueError: an unknown scale, values that the format cannot hold, a folder that has a table already, rows of a
-            Parquet file with missing values or of several lengths.
-        TypeError: rows that are not numeric.
+        ValueError: `scale` is unknown, the format cannot hold a value, the folder has a table already, or rows of a
+            Parquet file have missing values or several lengths.
+        TypeError: the rows are not numeric.
         OSError: a drive is full.
-        ModuleNotFoundError: a Parquet file, without pyarrow (the extra `tables`).
+        ModuleNotFoundError: `rows` is a Parquet file, and pyarrow (the extra `tables`) is not installed.
 
     >>> import tempfile
     >>> folder = write_drive_table(tempfile.mkdtemp(), np.arange(6.0).reshape(3, 2), dtype="float16")

@@ -41,80 +41,83 @@ def from_tables(
     numbers_since_1970: str | None = None,
     name: str = "tables",
 ) -> HeteroDataset:
-    """A `HeteroDataset` from relational tables. Empty text is a missing value.
+    """Converts relational tables to a `HeteroDataset`: rows become nodes, and foreign keys become edges.
 
-    Each row becomes a node; its table is the node's type. A foreign key `column` of `table` becomes the relation
+    The node type of a row is its table. A foreign key `column` of `table` becomes the relation
     `(table, column, other table)` and its reverse `(other table, "rev_" + column, table)`. Each other column becomes a
-    `Column` of the kind that its values have:
+    `Column`, whose kind follows from its values:
 
     | values | kind |
     | --- | --- |
     | numbers, booleans, durations (in seconds) | number |
-    | text of which nine of ten are numbers, as 7.5, 7,5 or 1,234.50: the others are then missing | number |
-    | dates and times; text of which nine of ten are ISO 8601 times, likewise | time |
-    | other text or bytes: up to `max_categories` different values, or ten rows for each value | category |
+    | text of which nine in ten are numbers, such as 7.5, 7,5 or 1,234.50; all other text is then missing | number |
+    | dates and times; text of which nine in ten are ISO 8601 times; all other text is then missing | time |
+    | other text or bytes with up to `max_categories` different values, or at least ten rows for each value | category |
     | other text or bytes | text |
     | lists of texts or numbers | categories |
-    | arrays of floats, all of one width | vector |
+    | arrays of floats of one width | vector |
 
-    `data.summary()` shows the kinds and what was odd. Encoders inside of a model read `data.columns`. For models
-    without encoders, `data.features` has the columns in float32: numbers and times standardised, 0 if missing, and
-    where some are missing a second feature that marks them; up to `max_categories` categories one-hot; words of text
-    and of more categories as `text_width` signed hashes with norm 1 (arXiv 0902.2206); vectors as they are.
+    Empty text is a missing value. `data.summary()` shows the kinds and what was odd about the values.
 
-    If `fit_before` is given, kinds, categories of `features`, means and deviations come from the rows that are known
-    before that time alone. A category that only later rows have is all zeros in `features`.
+    Encoders inside of a model read `data.columns`. For models without encoders, `data.features` has the columns as
+    float32 features: numbers and times are standardised and 0 where missing, with a second feature that marks missing
+    values if there are any; categories (up to `max_categories`) are one-hot; words of text, and categories beyond that
+    number, are `text_width` signed hashes with norm 1 (arXiv 0902.2206); vectors are unchanged. With `fit_before`,
+    kinds, categories, means and deviations come only from rows that are known before that time. A category that occurs
+    only later is all zeros in `features`.
 
-    **Times.** A row is known from its own time on, and no earlier than each row that it refers to; rows of tables
-    without times are known from the beginning on, or as soon as what they refer to is. An edge is known when both of
-    its ends are. `edge_times` has that time for each edge, in both directions, of the relations in which some edge was
-    not always known. `node_times` has the time at which a row is looked at: its own, or in tables without times the
-    one from which it is known. So a sample with the seeds' `node_times` as `seed_times` has no later row.
+    **Times.** A row is known from its own time on, but not before the rows that it refers to. Rows of tables without
+    times are known from the beginning, or from the time on at which the rows that they refer to are known. An edge is
+    known when both of its rows are. `edge_times` has this time for each edge, for the relations with an edge that is
+    not always known. `node_times` has the time of each row as a seed: its own time, or the time from which it is known.
+    So a sample with these times as `seed_times` contains no later row.
 
-    A column that is known later than its row (`known_at`), as the delay of a flight, has the time of each value in
-    `Column.known_at`. It is no part of `features`. For each column of such times, say `landed`, and foreign key of the
-    table, say `origin`, there is one more relation `(table, "origin@landed", other table)`, whose edges are known from
-    that time on: its latest edges lead to the flights that have landed last.
+    A column that becomes known later than its row, such as the delay of a flight, is named in `known_at`. The time of
+    each value is in `Column.known_at`, and the column is not part of `features`. For each column of such times (say
+    `landed`) and each foreign key of the table (say `origin`) there is an additional relation `(table, "origin@landed",
+    other table)`, whose edges are known from that time on. Its latest edges lead to the flights that landed last.
 
     Args:
-        tables: name -> a mapping of columns, a pandas DataFrame, or a table of Arrow's interchange (pyarrow, polars,
-            DuckDB; needs pyarrow); or the path of a folder with a Parquet or CSV file for each table (`read_csv`), or
-            of a SQLite file, whose own keys are the default of `primary_keys` and `foreign_keys`.
-        primary_keys: table -> its column of unique keys, or the columns of a key of several: it becomes a key of text,
-            `"plane, seat"` of the columns plane and seat. Tables without a key are referred to by no other.
-        foreign_keys: (table, column, table that it refers to), with several columns in the order of the primary key.
-            Missing values are no edges.
-        time_columns: table -> its column with the time at which a row came to be. Times are counted in whole seconds
-            since 1970, so rows within one second are of one time; numbers stay as they are, so all columns need one
-            unit.
-        known_at: table -> column -> the column of the same table with the time from which the first one is known. The
-            times themselves are known from then on, too. Where the time is missing, the value is never shown.
-        kinds: table -> column -> the kind to read it as, or "ignore". Keys are columns only if they are named here.
-        vectors: table -> column -> an array of a vector for each row, float[rows, width] (a memory map is not read into
-            memory here), which becomes that column; or a function that is called once with the different texts of
-            the column and returns a vector for each. Each vector must come from its text alone, not from other rows:
-            then it tells nothing of the future. `sentence_vectors` makes such a function.
-        label: classes to predict, for models that classify nodes. A `Task` can do more.
-        fit_before: as above; by default `label.valid_from`.
+        tables: for each table name a mapping of columns, a pandas DataFrame, or a table of Arrow's interchange
+            (pyarrow, polars, DuckDB; needs pyarrow). Or the path of a folder with a Parquet or CSV file for each table
+            (`read_csv`). Or the path of a SQLite file, whose own keys are the defaults of `primary_keys` and
+            `foreign_keys`.
+        primary_keys: for each table that other tables refer to, its column of unique keys. A key of several columns is
+            a list of columns and becomes text, such as `"plane, seat"` for the columns plane and seat.
+        foreign_keys: tuples (table, column, table that the column refers to). A key of several columns is a list in the
+            order of the primary key. Missing values are no edges.
+        time_columns: for some tables, the column with the time at which each row came to be. Times are counted in whole
+            seconds since 1970. Columns of numbers stay as they are, so all of them need one unit.
+        known_at: for each table a dict from a column to the column of the same table that has the time from which its
+            values are known. These times themselves are known from then on, too. If the time is missing, the value is
+            never shown.
+        kinds: for each table a dict from a column to the kind to read it as, or "ignore". Keys become columns only if
+            they are named here.
+        vectors: for each table a dict from a column to vectors for it: an array float[rows, width] (a memory map is not
+            read into memory here); or a function that is called once with the different texts of the column and returns
+            a vector for each, such as `sentence_vectors` makes. A vector must depend on its own row only, so that it
+            tells nothing about the future.
+        label: the column to predict, for models that classify nodes. A `Task` can do more.
+        fit_before: time before which rows determine kinds and features, as above; by default `label.valid_from`.
         fixed_features: whether to make `features`.
-        max_categories: as above.
-        text_width: as above.
+        max_categories: largest number of categories, as above.
+        text_width: number of hashes for text, as above.
         dangling: what happens to a foreign key that refers to no row: "error" raises; "drop" leaves out the edge; "add"
-            appends a row with that key, whose other columns are missing. `summary` counts them.
-        missing_times: what happens to a row without a time, in a table that has times: "error" raises, "drop" leaves
-            out the row and its edges, "always known" takes it as known from the beginning on.
-        numbers_since_1970: "s", "ms", "us" or "ns": numbers in columns of times, those of `known_at` too, are times in
-            this unit since 1970, as databases often have them.
-        name: the name of the dataset.
+            appends a row with this key, whose other columns are missing. `summary` counts them.
+        missing_times: what happens to a row without a time in a table that has times: "error" raises; "drop" leaves out
+            the row and its edges; "always known" takes it as known from the beginning.
+        numbers_since_1970: "s", "ms", "us" or "ns": columns of times that are numbers (also those of `known_at`) are in
+            this unit since 1970, as databases often store them.
+        name: name of the data set.
 
     Raises:
-        ValueError: a table or column that does not exist; columns of different lengths; primary keys that are missing
-            or repeated; foreign keys that no row has, or of a type that cannot be converted exactly to that of the
-            primary key; missing times; times in one table and numbers in another, or with and without zones in one
-            column; a label without times to split by, with `valid_from` after `test_from`, or with either in another
-            unit than the table's times; numbers that are infinite or complex; a kind that the values cannot have.
-        FileNotFoundError: no such SQLite file.
-        ModuleNotFoundError: pyarrow is missing, which reads files and Arrow's interchange.
+        ValueError: a table or column does not exist; columns have different lengths; primary keys are missing or
+            repeated; no row has a foreign key, or its type cannot be converted exactly to that of the primary key;
+            times are missing; one table has times and another numbers, or a column has times with and without zones; a
+            label has no times to split by, `valid_from` after `test_from`, or either in another unit than the table's
+            times; numbers are infinite or complex; or values cannot have the given kind.
+        FileNotFoundError: there is no such SQLite file.
+        ModuleNotFoundError: pyarrow is not installed, which files and Arrow's interchange need.
 
     >>> users = {"id": [10, 11], "age": [30.0, 50.0]}
     >>> orders = {"user": [11, 11, 10], "day": [1, 2, 3], "kind": ["a", "b", "a"]}

@@ -35,8 +35,8 @@ def task_from_columns(
 ) -> Task:
     """Makes a task from columns of keys, cutoff times and labels, one entry for each example, as RelBench has them.
 
-    Examples without a label, with a cutoff before all data, or whose entity is not known by the cutoff, are left out
-    and counted in `Task.left_out`.
+    The cutoff of an example is the time as of which its label is predicted. Examples without a label, with a cutoff
+    before all data, or whose entity is not known by the cutoff, are left out and counted in `Task.left_out`.
 
     Args:
         data: a data set of `from_tables`.
@@ -190,9 +190,9 @@ def task_of_rows(
 ) -> Task:
     """Makes a task that predicts a column of a table for each of its rows, such as "will this flight be late".
 
-    The label of a row must become known after its cutoff. If the column has an entry in `known_at` of `from_tables`,
-    the labels of other rows are an input from the time at which they are known. Without one, values are known with
-    their row, so the column is hidden in all rows.
+    The cutoff of a row is the time as of which its label is predicted; the label must become known later. If the column
+    has an entry in `known_at` of `from_tables`, the labels of other rows are an input from the time at which they are
+    known. Without one, values are known with their row, so the column is hidden in all rows.
 
     Args:
         data: a data set of `from_tables`.
@@ -296,11 +296,12 @@ def task_of_events(
     test_from: Any = None,
     unit: str = "",
 ) -> Task:
-    """Makes a task about events after a cutoff, such as "the number of orders of each customer in the next 30 days".
+    """Makes a task about events after a time, such as "the number of orders of each customer in the next 30 days".
 
-    There is an example for each cutoff and each row of the entity table that is known by then. Examples whose window
-    ends after the data does are left out, and so are training examples whose window ends after `valid_from`, because
-    their labels would reveal the validation period. `Task.left_out` counts them.
+    There is an example for each cutoff (a time as of which labels are predicted) and each row of the entity table that
+    is known by then. Examples whose window ends after the data does are left out, and so are training examples whose
+    window ends after `valid_from`, because their labels would reveal the validation period. `Task.left_out` counts
+    them.
 
     Args:
         data: a data set of `from_tables`.

@@ -92,7 +92,9 @@ def _add_data_and_model(p: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--fold", type=int, metavar="K", help="number of the share to hold out, 0, 1, .., for cross-validation"
     )
-    data.add_argument("--no-reverse", dest="reverse", action="store_false", default=None, help="no reverse relations")
+    data.add_argument(
+        "--no-reverse", dest="reverse", action="store_false", default=None, help="add no reverse relations"
+    )
     data.add_argument("--typed-nodes", action="store_true", default=None, help="stdlib, RDF: keep the types of nodes")
     model = p.add_argument_group("model")
     model.add_argument(
@@ -103,9 +105,9 @@ def _add_data_and_model(p: argparse.ArgumentParser) -> None:
         "attention over a row's sampled tree",
     )
     model.add_argument("--hidden", type=int, metavar="N", help="width of the hidden layers, all heads together")
-    model.add_argument("--layers", type=int, metavar="N", help="relational layers")
-    model.add_argument("--heads", type=int, metavar="N", help="attention heads (rgat, hgt)")
-    model.add_argument("--bases", type=int, metavar="N", help="basis matrices (rgcn); 0: one matrix per relation")
+    model.add_argument("--layers", type=int, metavar="N", help="number of relational layers")
+    model.add_argument("--heads", type=int, metavar="N", help="number of attention heads (rgat, hgt, relgt)")
+    model.add_argument("--bases", type=int, metavar="N", help="basis matrices (rgcn); 0: a matrix for each relation")
     model.add_argument(
         "--dropout", type=float, metavar="SHARE", help="dropout, at the place that the model's paper gives"
     )
@@ -113,20 +115,20 @@ def _add_data_and_model(p: argparse.ArgumentParser) -> None:
         "--decoder",
         type=_decoders,
         metavar="NAME",
-        help=f"of links: {', '.join(DECODERS)}; default: distmult. Several with commas are trained one after the other "
+        help=f"decoder: {', '.join(DECODERS)}; default: distmult. Several with commas are trained one after the other "
         "and compared",
     )
-    model.add_argument("--margin", type=float, help="rotate's margin")
+    model.add_argument("--margin", type=float, help="margin of the decoder rotate")
 
 
 def _add_training(p: argparse.ArgumentParser) -> None:
     run = p.add_argument_group("training")
-    run.add_argument("--epochs", type=int, metavar="N", help="passes over the training data")
-    run.add_argument("--seeds", type=int, metavar="N", help="runs, with seeds 0 .. N-1")
+    run.add_argument("--epochs", type=int, metavar="N", help="number of passes over the training data")
+    run.add_argument("--seeds", type=int, metavar="N", help="number of runs, with the random seeds 0 .. N-1")
     run.add_argument("--lr", type=float, help="Adam's learning rate")
-    run.add_argument("--schedule", choices=SCHEDULES, help="of the parameters' rate over the run's steps")
-    run.add_argument("--warmup", type=int, metavar="N", help="steps in which that rate rises from 0")
-    run.add_argument("--clip", type=float, metavar="NORM", help="largest global norm of gradients; 0: none")
+    run.add_argument("--schedule", choices=SCHEDULES, help="how the learning rate of parameters changes over the steps")
+    run.add_argument("--warmup", type=int, metavar="N", help="steps in which the learning rate rises from 0")
+    run.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this global norm; 0: do not clip")
     run.add_argument(
         "--patience",
         type=int,
@@ -135,19 +137,19 @@ def _add_training(p: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--l2", type=float, help="weight of the L2 penalty on the first layer's matrices")
     run.add_argument("--weight-decay", type=float, help="Adam's decoupled weight decay")
-    run.add_argument("--precision", choices=PRECISIONS, help="of products of float32 matrices")
-    run.add_argument("--backend", choices=("auto", "pallas", "xla"), default="auto", help="of the compiler")
-    run.add_argument("--eval-every", type=int, metavar="N", help="epochs between two points of the curves")
+    run.add_argument("--precision", choices=PRECISIONS, help="precision of products of float32 matrices")
+    run.add_argument("--backend", choices=("auto", "pallas", "xla"), default="auto", help="backend of the compiler")
+    run.add_argument("--eval-every", type=int, metavar="N", help="number of epochs between two evaluations")
     run.add_argument("--no-baseline", action="store_true", help="skip the baseline, a model without edges")
 
 
 def _add_samples_and_links(p: argparse.ArgumentParser) -> None:
     some = p.add_argument_group("mini-batches: --sampled and --links")
-    some.add_argument("--batch-size", type=int, metavar="N", help="seeds, or training edges, of a step")
+    some.add_argument("--batch-size", type=int, metavar="N", help="training nodes, or training edges, in a step")
     some.add_argument(
         "--fan-outs",
         metavar="K,K",
-        help="neighbours that are drawn for each layer, the seeds' first; -1: all. From each relation (10,10), or over "
+        help="neighbours that each hop draws, the first hop first; -1: all. From each relation (10,10), or over "
         "all relations together (--links 20,10; --joint 20,20)",
     )
     some.add_argument(
@@ -157,61 +159,80 @@ def _add_samples_and_links(p: argparse.ArgumentParser) -> None:
         "--pipeline",
         type=int,
         metavar="N",
-        help="steps of one program: it reads features of the next batch and samples the one after it while layers run; "
+        help="number of steps in one program, which reads and samples the next batches while layers run; "
         "default: 16 on a GPU, 1 elsewhere",
     )
     some.add_argument(
         "--joint",
         action="store_true",
         default=None,
-        help="fan-outs over all relations together: graphs with one node type; default for stdlib and RDF",
+        help="--fan-outs count over all relations together, for graphs with one node type; default for stdlib and RDF",
     )
-    some.add_argument("--place", choices=PLACES, help="of edges and features; split: the most used rows on the device")
+    some.add_argument("--place", choices=PLACES, help="place of edges and features; split: most used rows on device")
     some.add_argument("--device-bytes", type=float, metavar="B", help="with --place split: bytes on the device")
-    some.add_argument("--feature-dtype", choices=FEATURE_DTYPES, help="format of the feature tables")
-    some.add_argument("--offload", action="store_true", default=None, help="layers' inputs lie in host memory")
-    some.add_argument("--sigmas", type=float, help="room of a sample: mean + this many standard deviations; default 5")
-    some.add_argument("--mesh", type=int, metavar="N", help="devices over which the seeds of a step are divided")
-    some.add_argument("--parts", type=int, metavar="N", help="parts in which a step samples its seeds; default: --mesh")
+    some.add_argument("--feature-dtype", choices=FEATURE_DTYPES, help="dtype of the feature tables")
+    some.add_argument(
+        "--offload",
+        action="store_true",
+        default=None,
+        help="keep layers' inputs in host memory until backward",
+    )
+    some.add_argument(
+        "--sigmas",
+        type=float,
+        help="arrays for samples hold the mean + SIGMAS deviations; default: 5",
+    )
+    some.add_argument("--mesh", type=int, metavar="N", help="devices over which the nodes of a step are divided")
+    some.add_argument("--parts", type=int, metavar="N", help="number of parts in which a step samples; default: --mesh")
     some.add_argument(
         "--inference",
         choices=("layers", "sampled"),
-        help="accuracies at the end: layer by layer from all neighbours, or on samples (default where edges have times "
+        help="final evaluation: layer by layer from all neighbours, or on samples (default if edges have times "
         "or weights)",
     )
-    some.add_argument("--negatives", type=int, metavar="N", help="wrong ends of each edge; default: 128, tables: 4")
-    some.add_argument("--negative-kind", choices=NEGATIVES, help="default: uniform")
-    some.add_argument("--loss", choices=LOSSES, help="of links; default: softmax")
     some.add_argument(
-        "--reciprocal", action=argparse.BooleanOptionalAction, help="a second vector of each relation, for heads"
+        "--negatives",
+        type=int,
+        metavar="N",
+        help="wrong ends (negatives) of an edge; default: 128, tables: 4",
     )
-    some.add_argument("--n3", type=float, help="weight of the nuclear 3-norm of an edge's vectors")
-    some.add_argument("--eval-edges", type=int, metavar="N", help="validation edges of an evaluation; 0: all")
+    some.add_argument("--negative-kind", choices=NEGATIVES, help="how negatives are drawn; default: uniform")
+    some.add_argument("--loss", choices=LOSSES, help="loss of link prediction; default: softmax")
+    some.add_argument(
+        "--reciprocal",
+        action=argparse.BooleanOptionalAction,
+        help="predict heads by a second vector of a relation",
+    )
+    some.add_argument("--n3", type=float, help="weight of the nuclear 3-norm of an edge's vectors in the loss")
+    some.add_argument("--eval-edges", type=int, metavar="N", help="number of validation edges in an evaluation; 0: all")
 
 
 def _add_tables(p: argparse.ArgumentParser) -> None:
     some = p.add_argument_group("tables")
-    some.add_argument("--target", metavar="TASK", help="which of the configuration's tasks; default: the only one")
+    some.add_argument("--target", metavar="TASK", help="name of the task in the configuration; default: the only one")
     some.add_argument(
         "--uniform",
         dest="recent",
         action="store_false",
         default=None,
-        help="fan-outs draw among all edges before the cutoff, not the latest ones",
+        help="draw among all edges before the cutoff instead of taking the latest ones",
     )
     some.add_argument("--numbers", choices=NUMBERS, help="encoding of numbers; default: piecewise")
     some.add_argument("--bins", type=int, metavar="N", help="quantiles of the encoding piecewise; default: 16")
-    some.add_argument("--class-weights", choices=CLASS_WEIGHTS, help="default: none")
-    some.add_argument("--eval-rows", type=int, metavar="N", help="validation examples of an evaluation; 0: all")
+    some.add_argument("--class-weights", choices=CLASS_WEIGHTS, help="weights of classes in the loss; default: none")
+    some.add_argument("--eval-rows", type=int, metavar="N", help="validation examples in an evaluation; 0: all")
     some.add_argument(
-        "--top", type=int, metavar="K", help="tasks of links: candidates that are listed for each example; default: 10"
+        "--top",
+        type=int,
+        metavar="K",
+        help="link tasks: candidates that are listed for each example; default: 10",
     )
     some.add_argument(
         "--importance",
         type=int,
         default=2000,
         metavar="N",
-        help="validation examples by which the report tells what columns and relations contribute; 0: none; "
+        help="number of validation examples for the importance of columns and relations in the report; 0: none; "
         "default: 2000",
     )
     some.add_argument(
@@ -239,7 +260,7 @@ def _add_run(p: argparse.ArgumentParser) -> None:
         "--checkpoint-every",
         type=int,
         metavar="N",
-        help="steps between two checkpoints; default: half a minute; always at the end of a seed",
+        help="number of steps between two checkpoints; default: half a minute; always at the end of a seed",
     )
     out.add_argument(
         "--export",
