@@ -24,14 +24,14 @@ def shardings_of(moments: Any, params: Any) -> list[Any]:
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
             mesh = sharding.mesh
-            known[jax.tree_util.keystr(path), leaf.shape] = sharding.spec
+            known[jax.tree_util.keystr(path), leaf.shape] = NamedSharding(mesh, sharding.spec)
     if mesh is None:
         return [None] * len(jax.tree.leaves(moments))
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(moments):
         names = [jax.tree_util.keystr(path[k:]) for k in range(len(path) + 1)]  # a single array has no name
-        spec = next((known[name, leaf.shape] for name in names if (name, leaf.shape) in known), None)
-        found.append(NamedSharding(mesh, PartitionSpec() if spec is None else spec))
+        own = (known[name, leaf.shape] for name in names if (name, leaf.shape) in known)
+        found.append(next(own, NamedSharding(mesh, PartitionSpec())))
     return found
 
 
