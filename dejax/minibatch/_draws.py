@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -80,10 +81,9 @@ def _in_turn(drawn: Array, last: Array) -> Array:
     """Each draw of a row, or its `last` where a draw before it has taken its position."""
     chosen: list[Array] = []
     for i in range(drawn.shape[1]):
-        taken = jnp.zeros(drawn.shape[:1], bool)
-        for before in chosen:
-            taken = taken | (drawn[:, i] == before)
-        chosen.append(jnp.where(taken, last[:, i], drawn[:, i]))
+        own = drawn[:, i]
+        taken = [own == before for before in chosen]
+        chosen.append(jnp.where(functools.reduce(jnp.logical_or, taken), last[:, i], own) if taken else own)
     return jnp.stack(chosen, axis=1)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from dejax.host_gather._ids import in_range
-from dejax.rgnn.graphs.sorting_traced import begins_run, put, put_where, sort_pairs, take
+from dejax.rgnn.graphs.sorting_traced import begins_run, cumulative_sum, put, put_where, sort_pairs, take
 from dejax.rgnn.graphs.static_tables import on_device
 
 _PAIRWISE = 1 << 12
@@ -101,7 +101,7 @@ def by_table(known: Nodes, found: Nodes, places: NumberRanges) -> tuple[Nodes, A
     (count,), (first,), (size,) = places.counts, places.first, places.sizes
     own, at = (jnp.where(some.nodes >= 0, some.nodes, count) for some in (known, found))
     new = put(put(jnp.zeros(count, bool), at, True), own, False)
-    rank = jnp.cumsum(new, dtype=jnp.int32)
+    rank = cumulative_sum(new)
     number = jnp.where(new & (rank <= size), first - 1 + rank, -1)
     slots = jnp.where(number >= 0, number, first + size)
     nodes = put(jnp.pad(known.nodes, (0, size), constant_values=-1), slots, jax.lax.iota(jnp.int32, count))
@@ -127,9 +127,9 @@ def by_sort(known: Nodes, found: Nodes, places: NumberRanges) -> tuple[Nodes, Ar
     of_type = new[None] & (kind[None] == jnp.arange(types, dtype=jnp.int32)[:, None])
     new_of = jnp.sum(of_type, axis=1, dtype=jnp.int32)
     # One cumulative sum, which is several kernels, for both: equal nodes, and new ones.
-    run, rank = jnp.cumsum(jnp.stack([first, new]), axis=1, dtype=jnp.int32) - 1
+    run, rank = cumulative_sum(jnp.stack([first, new])) - 1
     first_number, sizes = (np.array(some, np.int32) for some in (places.first, places.sizes))
-    shift = first_number - jnp.cumsum(new_of) + new_of
+    shift = first_number - cumulative_sum(new_of) + new_of
     own = jnp.minimum(kind, types - 1)
     number = jnp.where(new, rank + take(shift, own), at)
     number = take(put_where(jnp.zeros_like(position), first, run, number), run)  # that of the first of equal nodes

@@ -235,6 +235,10 @@ def _slot_spec(layout: SampleLayout, hops: int) -> tuple[SlotSpec, _Runs]:
     return spec, list(runs.items())
 
 
+_CONCATENATED = 1 << 24
+"""Up to so many bytes are joined by one operation, forward and backward, instead of one for each type and hop."""
+
+
 def join_nodes(layout: SampleLayout, x: Mapping[str, Array], hops: int) -> Array:
     """Values by node type as values of all nodes up to a hop."""
     unknown = set(x) - set(layout.node_types)
@@ -252,6 +256,8 @@ def join_nodes(layout: SampleLayout, x: Mapping[str, Array], hops: int) -> Array
     if not parts:
         return jnp.zeros((0, *row))
     dtype = jnp.result_type(*(part for _, part in parts))
+    if sum(part.size for _, part in parts) * dtype.itemsize <= _CONCATENATED:
+        return _joined([part.astype(dtype) for _, part in parts])
     joined = jnp.zeros((layout.count(hops), *row), dtype)
     for first, part in parts:
         # XLA copies a slice in place at the rate of the memory. A concatenation of two dozen parts takes twice as long:

@@ -25,12 +25,14 @@ from dejax.rgnn.graphs.slots import Places, SlotSpec, first_groups_of, first_of_
 from dejax.rgnn.graphs.sorting_traced import (
     begins_run,
     count_before,
+    cumulative_sum,
     inverse,
     put,
     put_where,
     sort_pairs,
     stable_sort,
     take,
+    take_or,
 )
 from dejax.rgnn.graphs.spec import GraphSpec
 from dejax.rgnn.graphs.static_tables import on_device
@@ -170,7 +172,7 @@ def _groups(senders: Sequence[Array], spec: SlotSpec, places: Places) -> _Groups
     if not spec.stored:
         stored = [_joined([senders[n] for n in some]) for some in places.by_fan_out.values()]
     masks = [(some >= 0) & (some < spec.num_nodes) for some in stored]
-    within = [_valid_up_to(mask) for mask in masks]
+    within = [cumulative_sum(mask) for mask in masks]  # the valid slots of a group up to each one
     counts = _joined([some[:, -1] for some in within])
     if spec.is_bounded:
         counts, masks, within = _bounded(counts, masks, within, spec.num_edges, places)
@@ -211,22 +213,6 @@ def _bounded(
         new_masks.append(mask & (up_to <= own))
         sums.append(jnp.minimum(up_to, own))
     return kept, new_masks, sums
-
-
-# Sums of so many slots are additions in one kernel; longer ones are cumulative sums of XLA, which are several kernels.
-_SHORT = 32
-
-
-def _valid_up_to(mask: Array) -> Array:
-    """The valid slots of a group up to each one, itself included."""
-    sums, fan_out = mask.astype(jnp.int32), mask.shape[1]
-    if fan_out > _SHORT:
-        return jnp.cumsum(sums, axis=1, dtype=jnp.int32)
-    step = 1
-    while step < fan_out:
-        sums = sums + jnp.pad(sums, ((0, 0), (step, 0)))[:, :fan_out]
-        step *= 2
-    return sums
 
 
 def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _SlotEdges:
@@ -324,9 +310,9 @@ def _ranks_by_node(pair_node: Array, pair_type: Array, used: Array, spec: SlotSp
         return inverse(order), count_before(counts)
     # Bit t of a node says that it has a pair of type t; the bits below are those of the pairs before it.
     bit = jnp.left_shift(jnp.uint32(1), pair_type.astype(jnp.uint32))
-    bits = jnp.zeros(num_nodes, jnp.uint32).at[pair_node].add(bit, mode="drop")
+    bits = jnp.zeros(num_nodes, jnp.uint32).at[pair_node].add(bit, mode="drop", wrap_negative_indices=False)
     offsets = count_before(jax.lax.population_count(bits).astype(jnp.int32))
-    lower = bits.at[pair_node].get(mode="fill", fill_value=0) & (bit - 1)
+    lower = take_or(bits, pair_node, 0) & (bit - 1)
     rank = take(offsets, pair_node) + jax.lax.population_count(lower).astype(jnp.int32)
     return jnp.where(position < used, rank, position), offsets
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from dejax.pallas import LongSegmentTable
-from dejax.rgnn.graphs.sorting_traced import begins_run, count_before, put_where, row_of_positions, take
+from dejax.rgnn.graphs.sorting_traced import begins_run, count_before, cumulative_sum, put_where, row_of_positions, take
 
 # One program merges the chunks of a segment, in steps of a few. Of a node with 44 % of 3 M edges it would merge ten
 # thousand chunks of 128 edges while no other program runs.
@@ -105,7 +105,7 @@ def _chunks(
     is_long = (counts > chunk) & begins_run(rows)
     length = chunk_length(jnp, counts, chunk)
     pieces = jnp.where(is_long, (counts + length - 1) // length, 0)
-    after = jnp.cumsum(pieces, dtype=jnp.int32)
+    after = cumulative_sum(pieces)
     first = after - pieces
     # A chunk belongs to the last long segment that begins at or before it.
     position = jnp.arange(rows.shape[0], dtype=jnp.int32)
@@ -163,7 +163,7 @@ def tile_arrays(groupings: Sequence[tuple[Array, int]], blocks: Sequence[Sequenc
 
 def _tiles_of(offsets: Array, block: Array, *, size: int) -> tuple[Array, Array, Array, Array]:
     counts = offsets[1:] - offsets[:-1]
-    first_tile = count_before((counts + block - 1) // block)
+    first_tile = count_before(jax.lax.div(counts + block - 1, jnp.broadcast_to(block, counts.shape)))
     tile = jnp.arange(size, dtype=jnp.int32)
     row = row_of_positions(first_tile, size)
     used = tile < first_tile[-1]

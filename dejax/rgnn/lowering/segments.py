@@ -14,6 +14,7 @@ from dejax.pallas import TableSlice
 from dejax.rgnn.graphs.loop_tables import GROUPINGS
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
+from dejax.rgnn.graphs.sorting_traced import take_or
 from dejax.rgnn.ir.forms import wide
 from dejax.rgnn.ir.inter import TYPE_VIA, VIAS, Space
 
@@ -63,9 +64,7 @@ def where_rows(mask: jax.Array | None, x: jax.Array, other: float = 0) -> jax.Ar
 
 def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
     """Rows of `x`; an index past the end (padding) reads zeros."""
-    if x.shape[0] == 0:
-        return jnp.zeros((index.shape[0], *x.shape[1:]), x.dtype)
-    return x.at[index].get(mode="fill", fill_value=0)
+    return take_or(x, index, 0)
 
 
 # Sums over types read everything once for each row: wikikg2's 535 weights of 64 by 64 are 2^21 elements.
@@ -83,7 +82,8 @@ def segment_sum(x: jax.Array, group: Segments) -> jax.Array:
         member = group.index == jnp.arange(group.num_rows, dtype=group.index.dtype)[:, None]
         total = jnp.where(member.reshape(*member.shape, *(1,) * (x.ndim - 1)), entries, 0).sum(1)
     else:
-        total = jnp.zeros((group.num_rows, *x.shape[1:]), entries.dtype).at[group.index].add(entries, mode="drop")
+        total = jnp.zeros((group.num_rows, *x.shape[1:]), entries.dtype).at[group.index]
+        total = total.add(entries, mode="drop", wrap_negative_indices=False)
     return total.astype(x.dtype)
 
 
@@ -108,7 +108,8 @@ def segment_extremum(x: jax.Array, group: Segments, sign: int) -> jax.Array:
 
 def extremum_at(places: Any, x: jax.Array, sign: int) -> jax.Array:
     """The array of `places` (`array.at[index]`), each the maximum (`sign` of -1: minimum) of itself and the rows x."""
-    return places.max(x, mode="drop") if sign > 0 else places.min(x, mode="drop")
+    put = places.max if sign > 0 else places.min
+    return put(x, mode="drop", wrap_negative_indices=False)
 
 
 def extremum_of_all(x: jax.Array, sign: int) -> jax.Array:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dejax._compat import computed_once
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
+from dejax.rgnn.graphs.sorting_traced import count_before, inverse, take
 from dejax.rgnn.ir.forms import wide
 from dejax.rgnn.ir.inter import ELEMENTWISE, OPERATORS, TYPE_VIA, Op, OpProgram, Space, parse_spec
 from dejax.rgnn.lowering.indexed import lookup, place
@@ -52,6 +54,7 @@ class Evaluator:
         self, program: OpProgram, graph: RelGraph, precision: str | None, sum_types: SegmentSum = segment_sum
     ) -> None:
         self.program, self.graph, self.precision, self.sum_types = program, graph, precision, sum_types
+        self.tiles: dict[str, _TypeTiles] = {}
         # Backward compares these with their extremum: XLA must not compute them once for that and once to be kept, and
         # round the two differently.
         self.compared = {op.args[0] for op in program.ops if op.is_extremum}
@@ -165,6 +168,12 @@ class Evaluator:
         result = jnp.float32 if x.dtype in (jnp.bfloat16, jnp.float16) else x.dtype
         return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=result)
 
+    def _tiles(self, via: str) -> _TypeTiles:
+        """The tiles of a grouping by type, made once for all products."""
+        if via not in self.tiles:
+            self.tiles[via] = _TypeTiles(segments(self.graph, via))
+        return self.tiles[via]
+
     def _linear(self, op: Op, args: list[jax.Array]) -> jax.Array:
         (x, w), via = args, op.attr("via")
         left, right, out = parse_spec(op.attr("spec"))
@@ -178,8 +187,8 @@ class Evaluator:
             return self._einsum(f"r{left},r{right}->r{out}", x, take_rows(w, group.index))
         if x.shape[0] == 0:
             return jnp.zeros((0, *op.shape), op.dtype)
-        tiles = _TypeTiles(group)
-        product = self._einsum(f"tb{left},t{right}->tb{out}", tiles.split(x), w[tiles.row_type])
+        tiles = self._tiles(via)
+        product = self._einsum(f"tb{left},t{right}->tb{out}", tiles.split(x), take(w, tiles.row_type))
         return tiles.join(product)
 
     def _outer(self, op: Op, args: list[jax.Array]) -> jax.Array:
@@ -195,9 +204,10 @@ class Evaluator:
         group = segments(self.graph, via)
         if via != TYPE_VIA.get(space) or x.shape[0] == 0:
             return segment_sum(self._einsum(f"r{left},r{right}->r{out}", x, y), group)
-        tiles = _TypeTiles(group)
+        tiles = self._tiles(via)
         product = self._einsum(f"tb{left},tb{right}->t{out}", tiles.split(x), tiles.split(y))
-        return jax.ops.segment_sum(product, tiles.row_type, group.num_rows, indices_are_sorted=False)
+        total = jnp.zeros((group.num_rows, *product.shape[1:]), product.dtype).at[tiles.row_type]
+        return total.add(product, wrap_negative_indices=False)
 
 
 class _TypeTiles:
@@ -208,31 +218,28 @@ class _TypeTiles:
         self.group, self.row_type = group, jnp.asarray(table.row_type)
         offsets = jnp.asarray(group.offsets)
         position = jnp.asarray(table.start)[:, None] + jnp.arange(_TILE, dtype=jnp.int32)
-        self.valid = position < offsets[self.row_type + 1][:, None]
+        self.valid = position < take(offsets, self.row_type + 1)[:, None]
         entry = jnp.minimum(position, max(group.num_entries - 1, 0))
-        self.entry = entry if group.order is None else jnp.asarray(group.order)[entry]
+        self.entry = entry if group.order is None else take(group.order, entry)
         # Where each row went: its tile is as many tiles past its type's first as its rank in the type holds blocks.
         counts = offsets[1:] - offsets[:-1]
-        first_tile = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum((counts + _TILE - 1) // _TILE)])
+        # Counts are not negative: `//` would also round negative numbers, with seven operations more.
+        first_tile = count_before(jax.lax.shift_right_logical(counts + (_TILE - 1), np.int32(_TILE.bit_length() - 1)))
         kind = jnp.minimum(jnp.asarray(group.index), group.num_rows - 1)
         if group.order is None:
             rank = jnp.arange(group.num_entries, dtype=jnp.int32)
         else:
-            rank = (
-                jnp.zeros((group.num_entries,), jnp.int32)
-                .at[group.order]
-                .set(jnp.arange(group.num_entries, dtype=jnp.int32))
-            )
-        self.slot = first_tile[kind] * _TILE + rank - offsets[kind]
+            rank = inverse(jnp.asarray(group.order))
         self.padding = jnp.asarray(group.index) >= group.num_rows
+        slot = take(first_tile * _TILE - offsets, kind) + rank
+        self.slot = jnp.where(self.padding, 0, slot)
 
     def split(self, x: jax.Array) -> jax.Array:
         """Rows to [tiles, rows a tile, ...], zeros where a tile is not full."""
-        return jnp.where(
-            self.valid.reshape(*self.valid.shape, *(1,) * (x.ndim - 1)), x[self.entry], jnp.zeros((), x.dtype)
-        )
+        valid = self.valid.reshape(*self.valid.shape, *(1,) * (x.ndim - 1))
+        return jnp.where(valid, take(x, self.entry), jnp.zeros((), x.dtype))
 
     def join(self, y: jax.Array) -> jax.Array:
         """[tiles, rows a tile, ...] back to rows; zeros for padding rows."""
-        rows = y.reshape(y.shape[0] * y.shape[1], *y.shape[2:]).at[self.slot].get(mode="fill", fill_value=0)
+        rows = take(y.reshape(y.shape[0] * y.shape[1], *y.shape[2:]), self.slot)
         return jnp.where(self.padding.reshape(-1, *(1,) * (rows.ndim - 1)), jnp.zeros((), rows.dtype), rows)
