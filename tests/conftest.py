@@ -21,6 +21,9 @@ import pytest
 
 from dejax import _native
 
+# dejax's commands turn jax's cache on disk on, for the whole process and with files in the user's folder.
+jax.config.update("jax_enable_compilation_cache", False)
+
 # Tracing makes many objects and few cycles, and jax has work of its own to do at each collection: a tenth of the time.
 gc.set_threshold(100_000, 20, 50)
 

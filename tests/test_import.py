@@ -119,6 +119,8 @@ LAYERS = (
     ("dejax.pallas",),
     (
         "dejax._byte_order",
+        "dejax._cache",
+        "dejax._compiling",
         "dejax._ffi",
         "dejax._html",
         "dejax._int32",

@@ -21,6 +21,7 @@ import jax
 
 import dejax
 from dejax import _native
+from dejax._cache import cache_folder
 
 _KERNELS = Path(__file__).parent / "kernels"
 _INCLUDE = Path(dejax.__file__).parent / "include"  # headers that native/ includes, too
@@ -100,7 +101,7 @@ def _compiled(file: str, definitions: tuple[tuple[str, str | int], ...], capabil
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     identity = repr((_source(file), definitions, capability, major.value, minor.value))
-    path = _cache_dir() / "kernels" / f"{hashlib.sha256(identity.encode()).hexdigest()}.cubin"
+    path = cache_folder() / "kernels" / f"{hashlib.sha256(identity.encode()).hexdigest()}.cubin"
     with contextlib.suppress(OSError):
         kept = path.read_bytes()
         digest, image = kept[:32], kept[32:]
@@ -113,10 +114,6 @@ def _compiled(file: str, definitions: tuple[tuple[str, str | int], ...], capabil
             part.write(hashlib.sha256(image).digest() + image)
         os.replace(part.name, path)
     return image
-
-
-def _cache_dir() -> Path:
-    return Path(os.environ.get("DEJAX_CACHE_DIR") or Path.home() / ".cache" / "dejax")
 
 
 def compile_source(

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax._compiling import note
 from dejax._promotion import broadcasting
 from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids, in_range
@@ -203,6 +204,9 @@ def sample_blocks(
         copies=times is not None,
         together=lambda pieces: draw_keys(topology, pieces, options),
     )
+    if isinstance(key, jax.core.Tracer):
+        sizes = " and ".join(f"{count} of {name}" for name, count in counts.items() if count)
+        note((tuple(topology.num_nodes.items()), str(fan_outs)), sizes)
     nodes = _GrowingNodes(topology, layout, given, times)
     slots: list[Array] = []
     positions: list[Array] = []

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 
+from dejax._cache import cache_folder
 from dejax.pallas import _triton
 from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.profile import record
@@ -50,10 +51,7 @@ _GAIN = 0.03
 
 def cache_file() -> Path:
     """Where schedules tuned on this machine's device are kept: `$DEJAX_CACHE_DIR`, or the user's cache folder."""
-    folder = os.environ.get("DEJAX_CACHE_DIR")
-    if folder is None:
-        folder = str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "dejax")
-    return Path(folder) / f"schedules_{device_name()}.json"
+    return cache_folder() / f"schedules_{device_name()}.json"
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 import dejax
+from dejax._compiling import CompiledFunction, compiled_functions
 from dejax.offload import ActivationStore, default_store
 from dejax.offload.activations import current
 from dejax.reporting import _hlo, _liveness, _measure, _traffic
@@ -25,7 +26,17 @@ from dejax.reporting._report import Report
 from dejax.reporting._traffic import Traffic
 from dejax.rgnn.compiler.traced import traced
 
-__all__ = ["Kernel", "Leaf", "Remedy", "Report", "Timeline", "Traffic", "report"]
+__all__ = [
+    "CompiledFunction",
+    "Kernel",
+    "Leaf",
+    "Remedy",
+    "Report",
+    "Timeline",
+    "Traffic",
+    "compiled_functions",
+    "report",
+]
 
 
 def report(
@@ -116,6 +127,7 @@ def report(
         seconds=seconds,
         peak_bytes=measured.peak_bytes if measured else None,
         remedies=remedies(seen),
+        compiled=compiled_functions(),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dejax._compiling import CompiledFunction
 from dejax.reporting._kernels import Kernel
 from dejax.reporting._liveness import Timeline
 from dejax.reporting._owners import Leaf
@@ -35,3 +36,4 @@ class Figures:
     seconds: float | None
     peak_bytes: int | None
     remedies: Sequence[Remedy]
+    compiled: Sequence[CompiledFunction]

@@ -30,6 +30,8 @@ def render(report: Figures, *, whole: bool = True) -> str:
             _kernels(report),
             "<h2>Bus, disk and waits</h2>",
             _traffic(report),
+            "<h2>Compiled in this process</h2>",
+            _compiled(report),
             "</div>",
         ]
     )
@@ -67,6 +69,21 @@ def _kernels(report: Figures) -> str:
         for kernel in report.kernels[:30]
     ]
     return _table(("kernel", "line", "measured", "predicted", "bytes", "launches"), rows, {2, 3, 4, 5})
+
+
+def _compiled(report: Figures) -> str:
+    rows = [
+        (
+            function.name,
+            str(function.times),
+            str(function.from_disk),
+            *(f"{s:.2f}" for s in (function.trace_seconds, function.lower_seconds, function.compile_seconds)),
+            function.why_again,
+        )
+        for function in report.compiled[:15]
+    ]
+    titles = ("function", "times", "from disk", "trace s", "lower s", "XLA s", "why again")
+    return _table(titles, rows, {1, 2, 3, 4, 5})
 
 
 def _traffic(report: Figures) -> str:

@@ -36,6 +36,7 @@ class Report(Figures):
         seconds: wall time of one call; None if the step was not run.
         peak_bytes: largest size of the allocator's memory since the process began; None if the device does not tell.
         remedies: at most three pieces of advice.
+        compiled: the functions that jax has compiled in this process so far, those that took longest first.
 
     >>> import dejax, jax, jax.numpy as jnp
     >>> step = jax.jit(lambda params, x: (x @ params).sum())
@@ -86,5 +87,6 @@ class Report(Figures):
             "traffic": [dataclasses.asdict(entry) for entry in self.traffic],
             "waits": dict(self.waits),
             "idle": self.idle,
+            "compiled": [dataclasses.asdict(function) for function in self.compiled],
             "remedies": [dataclasses.asdict(remedy) for remedy in self.remedies],
         }

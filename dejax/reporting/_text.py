@@ -11,6 +11,7 @@ from dejax.reporting._units import count, milliseconds, size
 
 KERNELS_SHOWN = 12
 ARGUMENTS_SHOWN = 5
+COMPILED_SHOWN = 6
 _BAR = 30
 
 
@@ -22,7 +23,18 @@ def render(report: Figures) -> str:
         lines.append(
             f"{count(report.flops)}FLOP a call, {count(report.flops / report.seconds)}FLOP/s".replace("  ", " ")
         )
-    lines += ["", *_memory(report), "", *_kernels(report), "", *_traffic(report), "", *_remedies(report)]
+    lines += [
+        "",
+        *_memory(report),
+        "",
+        *_kernels(report),
+        "",
+        *_traffic(report),
+        "",
+        *_compiled(report),
+        "",
+        *_remedies(report),
+    ]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -72,6 +84,19 @@ def _kernels(report: Figures) -> list[str]:
     lines = [f"Kernels ({report.how})", *_table(rows)]
     if more > 0:
         lines.append(f"  and {more} more" + (f", {milliseconds(rest)} in all" if rest else ""))
+    return lines
+
+
+def _compiled(report: Figures) -> list[str]:
+    rows = [("function", "times", "trace s", "lower s", "XLA s", "why again")]
+    for function in report.compiled[:COMPILED_SHOWN]:
+        times = str(function.times) + (f", {function.from_disk} from disk" if function.from_disk else "")
+        seconds = (function.trace_seconds, function.lower_seconds, function.compile_seconds)
+        rows.append((function.name, times, *(f"{s:.2f}" for s in seconds), function.why_again))
+    rest = report.compiled[COMPILED_SHOWN:]
+    lines = [f"Compiled in this process: {sum(function.seconds for function in report.compiled):.1f} s", *_table(rows)]
+    if rest:
+        lines.append(f"  and {len(rest)} more, {sum(function.seconds for function in rest):.1f} s in all")
     return lines
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from dejax._cache import keep_compiled_programs
 from dejax.training.arguments import parser, settings_of
 from dejax.training.config import TablesConfig, read_config
 from dejax.training.settings import Settings
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["tables"]:  # as other commands have subcommands
         argv = argv[1:] if {"-h", "--help"} & set(argv) else ["--tables", *argv[1:]]
     args = parser().parse_args(argv)
+    keep_compiled_programs()
     from dejax.datasets import DataUnavailableError
 
     try:
