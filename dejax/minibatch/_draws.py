@@ -126,7 +126,7 @@ def draw_weighted(
 
 def _happens(key: Array, probability: Array) -> Array:
     """True with this probability, float32, by 64 random bits: 1e-12 is not rounded to a multiple of 2^-23."""
-    high, low = jax.random.bits(key, (2, *probability.shape), jnp.uint32)
+    high, low = jax.random.bits(key, (2, probability.size), jnp.uint32).reshape(2, *probability.shape)
     scaled = probability * 2.0**32
     whole = jnp.floor(scaled)
     rest = jnp.floor((scaled - whole) * 2.0**32)
@@ -156,7 +156,7 @@ def draw_weighted_subset(
     usable = there & (weight > -jnp.inf)
     # The largest keys come from the smallest of `max_degree` uniform draws, which must be finely spaced near 0.
     words = 2 if max_degree > _FINE else 1
-    bits = jax.random.bits(key, (words, *usable.shape), jnp.uint32).astype(jnp.float32)
+    bits = jax.random.bits(key, (words, usable.size), jnp.uint32).reshape(words, *usable.shape).astype(jnp.float32)
     uniform = (bits[0] + 0.5) * 2.0**-32 if words == 1 else bits[0] * 2.0**-32 + (bits[1] + 0.5) * 2.0**-64
     exponential = -jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24))
     keys = jnp.where(usable, weight - jnp.log(exponential), -jnp.inf)

@@ -7,12 +7,13 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.nn.initializers import glorot_uniform
 from jax.typing import DTypeLike
 
 from dejax.rgnn.compiler.program import Program
@@ -21,20 +22,45 @@ from dejax.rgnn.options import Options
 
 Initializer: TypeAlias = Callable[..., Array]
 
-# Glorot (uniform) for each matrix: the leading axes (types, heads, bases or blocks) do not count towards its fans.
-PER_MATRIX = {
-    3: glorot_uniform(in_axis=1, out_axis=2, batch_axis=(0,)),
-    4: glorot_uniform(in_axis=2, out_axis=3, batch_axis=(0, 1)),
-}
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _uniform(key: Array, scale: Any, *, shape: tuple[int, ...], dtype: Any) -> Array:
+    """`scale * jax.random.uniform(key, shape, dtype, -1)`, bit for bit.
+
+    The bits are drawn along one axis: XLA's CPU compiler takes 2.6 s for random bits of four axes, 0.1 s for one.
+    """
+    return jax.random.uniform(key, (math.prod(shape),), dtype, -1).reshape(shape) * jnp.asarray(scale, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Glorot:
+    """Glorot (uniform) for matrices: `jax.nn.initializers.glorot_uniform`, whose other axes are all batch axes.
+
+    Attributes:
+        rows: the axis of a matrix's rows.
+        columns: the axes that together are its columns.
+    """
+
+    rows: int
+    columns: tuple[int, ...]
+
+    def __call__(self, key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
+        variance = 2 / (shape[self.rows] + math.prod(shape[axis] for axis in self.columns))
+        scale = np.sqrt(3 * np.asarray(variance, dtype))
+        return _uniform(key, scale, shape=tuple(shape), dtype=jnp.dtype(dtype))
+
+
+# The leading axes (types, heads, bases or blocks) do not count towards a matrix's fans.
+PER_MATRIX = {3: Glorot(1, (2,)), 4: Glorot(2, (3,))}
 # [types, heads, k, d] is one k x (heads d) matrix per type.
-PER_TYPE_HEADS = glorot_uniform(in_axis=2, out_axis=(1, 3), batch_axis=(0,))
-GLOROT = glorot_uniform(in_axis=0, out_axis=1)
+PER_TYPE_HEADS = Glorot(2, (1, 3))
+GLOROT = Glorot(0, (1,))
 
 
 def attention_vector(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
     """Glorot (uniform) for vectors [..., d] that map d features to one score."""
     limit = math.sqrt(6.0 / (shape[-1] + 1))
-    return jax.random.uniform(key, shape, dtype, -limit, limit)
+    return jax.random.uniform(key, (math.prod(shape),), dtype, -limit, limit).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)

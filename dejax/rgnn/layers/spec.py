@@ -14,18 +14,18 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import jax
 from jax import Array
-from jax.nn.initializers import glorot_uniform, zeros
+from jax.nn.initializers import zeros
 from jax.typing import DTypeLike
 
 from dejax.rgnn.compiler.program import Program
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.layers.bipartite import spread
 from dejax.rgnn.layers.dropout import inverted
-from dejax.rgnn.layers.parameters import GLOROT, PER_MATRIX, ParamSpec, ParamSpecs, cast, check_size
+from dejax.rgnn.layers.parameters import GLOROT, PER_MATRIX, Glorot, ParamSpec, ParamSpecs, cast, check_size
 from dejax.rgnn.options import Options
 
 # [heads, k, d] is one k x (heads d) matrix.
-_HEADS = glorot_uniform(in_axis=1, out_axis=(0, 2))
+_HEADS = Glorot(1, (0, 2))
 
 
 def matrix(*shape: int) -> ParamSpec:
