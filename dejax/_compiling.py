@@ -113,14 +113,14 @@ def _on_event(event: str, **_: Any) -> None:
         _current.from_disk = True
 
 
-def _on_duration(event: str, seconds: float, **keywords: Any) -> None:
+def _on_duration(event: str, duration_secs: float, **keywords: Any) -> None:
     field = _EVENTS.get(event)
     if field is None:
         return
     name = _plain(str(keywords.get("fun_name", "a function")))
     with _lock:
         before = _functions.get(name, CompiledFunction(name))
-        changes: dict[str, Any] = {field: getattr(before, field) + seconds}
+        changes: dict[str, Any] = {field: getattr(before, field) + duration_secs}
         notes: dict[Hashable, str] = {}
         if field == "trace_seconds" and _current.notes:
             _current.traced[name] = dict(_current.notes)

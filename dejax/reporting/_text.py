@@ -88,7 +88,7 @@ def _kernels(report: Figures) -> list[str]:
 
 
 def _compiled(report: Figures) -> list[str]:
-    rows = [("function", "times", "trace s", "lower s", "XLA s", "why again")]
+    rows: list[tuple[str, ...]] = [("function", "times", "trace s", "lower s", "XLA s", "why again")]
     for function in report.compiled[:COMPILED_SHOWN]:
         times = str(function.times) + (f", {function.from_disk} from disk" if function.from_disk else "")
         seconds = (function.trace_seconds, function.lower_seconds, function.compile_seconds)

@@ -82,8 +82,8 @@ def segment_sum(x: jax.Array, group: Segments) -> jax.Array:
         member = group.index == jnp.arange(group.num_rows, dtype=group.index.dtype)[:, None]
         total = jnp.where(member.reshape(*member.shape, *(1,) * (x.ndim - 1)), entries, 0).sum(1)
     else:
-        total = jnp.zeros((group.num_rows, *x.shape[1:]), entries.dtype).at[group.index]
-        total = total.add(entries, mode="drop", wrap_negative_indices=False)
+        places = jnp.zeros((group.num_rows, *x.shape[1:]), entries.dtype).at[group.index]
+        total = places.add(entries, mode="drop", wrap_negative_indices=False)
     return total.astype(x.dtype)
 
 
