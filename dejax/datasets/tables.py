@@ -82,8 +82,8 @@ def from_tables(
             (pyarrow, polars, DuckDB; needs pyarrow). Or the path of a folder with a Parquet or CSV file for each table
             (`read_csv`). Or the path of a SQLite file, whose own keys are the defaults of `primary_keys` and
             `foreign_keys`.
-        primary_keys: for each table that other tables refer to, its column of unique keys. A key of several columns is
-            a list of columns and becomes text, such as `"plane, seat"` for the columns plane and seat.
+        primary_keys: for some tables, the column of unique keys; tables that others refer to need one. A key of several
+            columns is a list of columns and becomes text, such as `"plane, seat"` for the columns plane and seat.
         foreign_keys: tuples (table, column, table that the column refers to). A key of several columns is a list in the
             order of the primary key. Missing values are no edges.
         time_columns: for some tables, the column with the time at which each row came to be. Times are counted in whole
