@@ -18,7 +18,7 @@ class TrainState:
 
     Attributes:
         params: the parameters of the model, an nnx.State.
-        opt_state: the state of Adam.
+        opt_state: the state of Adam, for all parameters as one vector.
         embeddings: the trainable embeddings of node types, tables in host memory.
         moments: Adam's state of each embedding, tables in host memory.
         step: int32 scalar, number of finished steps.

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.flatten_util import ravel_pytree
 
 from dejax._optional import optional
 from dejax.datasets import EntityDataset, HeteroDataset
@@ -122,7 +123,7 @@ class Trainer:
         sums = {"loss": jnp.float32, "weight": jnp.float32, **({"correct": jnp.int32} if self.task.classes else {})}
         return TrainState(
             params=params,
-            opt_state=jax.jit(self._optimizer.init)(params),
+            opt_state=jax.jit(lambda params: self._optimizer.init(ravel_pytree(params)[0]))(params),
             embeddings=embeddings,
             moments=embeddings.init(self._of_rows),
             step=jnp.zeros((), jnp.int32),
@@ -201,14 +202,17 @@ class Trainer:
     def updated(self, state: TrainState, mean: Part) -> TrainState:
         """Applies Adam to a state with the mean gradients of a step.
 
-        If they are not finite, the parameters stay as they are.
+        If they are not finite, the parameters stay as they are. Adam sees all parameters as one vector: for each of 50
+        arrays a step would compile and launch eight kernels.
         """
-        finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves((mean.loss, mean.gradients))]).all()
+        gradient, _ = ravel_pytree(mean.gradients)
+        params, unravel = ravel_pytree(state.params)
+        finite = jnp.isfinite(mean.loss).all() & jnp.isfinite(gradient).all()
 
         def kept(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old)
 
-        updates, opt_state = self._optimizer.update(mean.gradients, state.opt_state, state.params)
+        updates, opt_state = self._optimizer.update(gradient, state.opt_state, params)
         embeddings, moments = state.embeddings, state.moments
         if mean.rows:
             ids = {kind: jnp.where(finite, rows.ids, -1) for kind, rows in mean.rows.items()}  # -1 writes no row
@@ -220,7 +224,7 @@ class Trainer:
         of_step = {"loss": jnp.where(finite, mean.loss * weight, 0.0), "weight": weight, **counts}
         first = state.step % self.task.steps_per_epoch == 0
         return TrainState(
-            params=kept(optax.apply_updates(state.params, updates), state.params),
+            params=unravel(kept(optax.apply_updates(params, updates), params)),
             opt_state=kept(opt_state, state.opt_state),
             embeddings=embeddings,
             moments=moments,
