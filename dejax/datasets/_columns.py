@@ -81,6 +81,10 @@ def array_of(values: Any) -> np.ndarray:
 def _array_of(values: Any) -> np.ndarray:
     if hasattr(values, "combine_chunks"):
         return _of_arrow(values)
+    if not hasattr(values, "isna") and (hasattr(values, "__arrow_c_array__") or hasattr(values, "__arrow_c_stream__")):
+        with optional("pyarrow", of=f"a column that is a {type(values).__name__}"):
+            import pyarrow as pa
+        return _of_arrow(pa.chunked_array(values if hasattr(values, "__arrow_c_stream__") else [pa.array(values)]))
     if hasattr(values, "isna"):
         missing = np.asarray(values.isna())
         values = np.asarray(values.to_numpy())

@@ -90,6 +90,20 @@ def _duck(columns: dict[str, list[Any]]) -> Any:
     return pytest.importorskip("duckdb").from_arrow(pytest.importorskip("pyarrow").table(columns))
 
 
+def test_columns_of_arrow_in_a_mapping() -> None:
+    """Arrays and what else gives Arrow's interchange, such as a Series of polars, are read as columns of tables are."""
+    arrow = pytest.importorskip("pyarrow")
+    numbers = arrow.array([1, None, 3])
+    given = {
+        "keys": arrow.array(["x", "y", "z"]),
+        "numbers": numbers,
+        "stream": _Stream(arrow.chunked_array([numbers])),
+    }
+    columns = from_tables({"rows": given}, {"rows": "keys"}, [], fixed_features=False).columns["rows"]
+    assert {name: column.kind for name, column in columns.items()} == {"numbers": "number", "stream": "number"}
+    np.testing.assert_array_equal(columns["stream"].values[[0, 2]], [1, 3])
+
+
 @pytest.mark.parametrize(
     "made",
     [
