@@ -12,13 +12,14 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax.host_gather._ids import checked_ids, distinct_ids, in_range
+from dejax.host_gather.drive import DriveTable
 from dejax.host_gather.gather import gather
 from dejax.host_gather.host import HostTable
 from dejax.host_gather.table import LocalTable
 
 
 class CachedTable(LocalTable):
-    """A `HostTable` with copies of its most used rows in device memory. Use it wherever a table is expected.
+    """A `HostTable` or `DriveTable` with copies of its most used rows in device memory, for use as any other table.
 
     The set of cached rows is fixed when the table is made. Reads give the same results as reads of the table; kernels
     decide for each row which copy to read, so shapes stay static and nothing is synchronised. `scatter`, `scatter_add`
@@ -28,7 +29,7 @@ class CachedTable(LocalTable):
     A CachedTable is a pytree. On the CPU, where there is one memory, the cache is kept but not read.
 
     Attributes:
-        table: the table in host memory.
+        table: the table in host memory or on a drive.
         cache: uint[cached, words], the cached rows as unsigned integers, on the device.
         slots: int32[rows], for each row of the table its row in `cache`, or -1 if it is not cached. It takes 4 bytes of
             device memory for each row.
@@ -37,7 +38,7 @@ class CachedTable(LocalTable):
     __slots__ = ()
     _names: ClassVar[tuple[str, ...]] = ("rows", "cache", "slots")
 
-    def __init__(self, table: HostTable, cache: Array, slots: Array) -> None:
+    def __init__(self, table: HostTable | DriveTable, cache: Array, slots: Array) -> None:
         super().__init__(table._leaf, table._spec, cache, slots)
 
     table: Any = property(operator.attrgetter("_host_part"))
@@ -45,7 +46,7 @@ class CachedTable(LocalTable):
     slots: Any = property(operator.attrgetter("_slots"))
 
     @classmethod
-    def from_ids(cls, table: HostTable, ids: ArrayLike) -> CachedTable:
+    def from_ids(cls, table: HostTable | DriveTable, ids: ArrayLike) -> CachedTable:
         """Caches the rows with the given ids, int[cached], which must be distinct.
 
         Raises:
@@ -59,7 +60,7 @@ class CachedTable(LocalTable):
         return cls(table, _rows(table, hot), places)
 
     @classmethod
-    def from_counts(cls, table: HostTable, counts: ArrayLike, cached_rows: int) -> CachedTable:
+    def from_counts(cls, table: HostTable | DriveTable, counts: ArrayLike, cached_rows: int) -> CachedTable:
         """Caches the rows with the highest counts.
 
         Args:
@@ -100,7 +101,7 @@ class CachedTable(LocalTable):
         return hits.sum() / jnp.maximum(in_range(ids, len(self)).sum(), 1).astype(jnp.float32)
 
 
-def _rows(table: HostTable, ids: np.ndarray) -> Array:
+def _rows(table: HostTable | DriveTable, ids: np.ndarray) -> Array:
     """uint[ids, words]: rows as unsigned integers; of a drive as many at once as its cache holds."""
     words = table._words()
     most = table._rows_at_once() if ids.size else 0
