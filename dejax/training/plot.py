@@ -95,6 +95,7 @@ def _draw_measures(axes: Any, results: dict[str, Any], histories: Sequence[Histo
 
 
 def _band(axes: Any, x: np.ndarray, values: np.ndarray, colour: str, label: str | None) -> None:
-    axes.plot(x, values.mean(0), color=colour, linewidth=1.8, label=label)
+    dots = {"marker": "o", "markersize": 4, "clip_on": False} if len(x) <= 12 else {}  # one evaluation makes no line
+    axes.plot(x, values.mean(0), color=colour, linewidth=1.8, label=label, **dots)
     if len(values) > 1:
         axes.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.18, linewidth=0)
