@@ -200,9 +200,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gib", type=float, default=4, help="size of the file")
     parser.add_argument("--batch", type=int, default=16384, help="rows of a gather")
     parser.add_argument("--batches", type=int, default=8, help="gathers of a turn")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=3, help="how often each figure is taken; its median counts")
     parser.add_argument("--memory-calls", type=int, default=40, help="calls of 8 steps, of the case `memory`")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="which cases; default: all")
 
 
 def run(args: argparse.Namespace, save: Save) -> None:

@@ -96,7 +96,17 @@ def note(key: Hashable, size: str) -> None:
 
 
 def compiled_functions() -> list[CompiledFunction]:
-    """The functions that jax has compiled since `dejax.minibatch` or `dejax.reporting` was imported, slowest first."""
+    """The functions that jax has compiled since `dejax.minibatch` or `dejax.reporting` was imported, slowest first.
+
+    >>> import jax
+    >>> from dejax.reporting import CompiledFunction, compiled_functions
+    >>> def incremented(x):
+    ...     return x + 1
+    >>> _ = jax.jit(incremented)(1.0), jax.jit(incremented)(1)  # two dtypes, two programs
+    >>> found: list[CompiledFunction] = compiled_functions()
+    >>> [function.times for function in found if function.name == "incremented"]
+    [2]
+    """
     with _lock:
         found = [function for function in _functions.values() if function.times]
     return sorted(found, key=lambda function: -function.seconds)
