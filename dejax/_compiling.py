@@ -37,6 +37,10 @@ class CompiledFunction:
         lower_seconds: from the jaxpr to XLA's input.
         compile_seconds: in XLA.
         sizes: for each compilation with a sample, in order, the numbers of seeds: `"64 of paper"`.
+
+    >>> from dejax.reporting import CompiledFunction
+    >>> CompiledFunction("step", times=2, trace_seconds=0.5, lower_seconds=0.25, compile_seconds=4.0).seconds
+    4.75
     """
 
     name: str
@@ -99,12 +103,11 @@ def compiled_functions() -> list[CompiledFunction]:
     """The functions that jax has compiled since `dejax.minibatch` or `dejax.reporting` was imported, slowest first.
 
     >>> import jax
-    >>> from dejax.reporting import CompiledFunction, compiled_functions
+    >>> from dejax.reporting import compiled_functions
     >>> def incremented(x):
     ...     return x + 1
     >>> _ = jax.jit(incremented)(1.0), jax.jit(incremented)(1)  # two dtypes, two programs
-    >>> found: list[CompiledFunction] = compiled_functions()
-    >>> [function.times for function in found if function.name == "incremented"]
+    >>> [function.times for function in compiled_functions() if function.name == "incremented"]
     [2]
     """
     with _lock:
