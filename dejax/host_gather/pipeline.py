@@ -279,8 +279,13 @@ def _scan_ahead_on_drive(
 
     def start(open_reads: Open, ids: Array, last: Array) -> Open:
         place = _Place.NEXT if open_reads else _Place.FIRST
-        ticket, _ = drive_start(call, source.leaf, ids, source.slots, site, place, [last])
-        return (*open_reads, (ticket, ids))
+        if not open_reads or call.spec.platform == "cuda":
+            ticket, _ = drive_start(call, source.leaf, ids, source.slots, site, place, [last])
+            return (*open_reads, (ticket, ids))
+        # The oldest ticket passes through the start: its gather would else come first, and wait before the start.
+        (oldest, its_ids), *others = open_reads
+        ticket, (oldest,) = drive_start(call, source.leaf, ids, source.slots, site, place, [oldest])
+        return ((oldest, its_ids), *others, (ticket, ids))
 
     def done(open_reads: Open) -> tuple[Array, Open]:
         (first, ids), *others = open_reads
