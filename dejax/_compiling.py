@@ -143,7 +143,8 @@ def _on_duration(event: str, duration_secs: float, **keywords: Any) -> None:
             changes["sizes"] = before.sizes + ((", ".join(notes.values()),) if notes else ())
             _current.from_disk = False
         _functions[name] = dataclasses.replace(before, **changes)
-    for key, size in notes.items():
+    # Lambdas cannot be told apart by their name: four of them would look like one function that is compiled again.
+    for key, size in notes.items() if name != "<lambda>" else ():
         _warn(name, _sizes.setdefault((name, key), []), size)
 
 

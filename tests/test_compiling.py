@@ -58,6 +58,8 @@ def test_the_fourth_size_gets_a_warning() -> None:
     with pytest.warns(UserWarning, match="`many_sizes` was compiled for the 4th number of seeds: 4 of a, .*1 of a"):
         tell("many_sizes", "1 of a")
     tell("many_sizes", "5 of a")  # once
+    for size in range(5):
+        tell("<lambda>", f"{size} of a")  # perhaps five functions
 
 
 def test_a_traced_sample_is_noted() -> None:
