@@ -277,9 +277,10 @@ def _scan_ahead_on_drive(
     site, call = next(_sites), source.call
     Open = tuple[tuple[Array, Array], ...]
 
-    def start(open_reads: Open, ids: Array, last: Array) -> Open:
+    def start(open_reads: Open, ids: Array) -> Open:
         place = _Place.NEXT if open_reads else _Place.FIRST
         if not open_reads or call.spec.platform == "cuda":
+            last = open_reads[-1][0] if open_reads else jnp.zeros((2,), jnp.uint32)
             ticket, _ = drive_start(call, source.leaf, ids, source.slots, site, place, [last])
             return (*open_reads, (ticket, ids))
         # The oldest ticket passes through the start: its gather would else come first, and wait before the start.
@@ -296,12 +297,12 @@ def _scan_ahead_on_drive(
 
     open_reads: Open = ()
     for k in range(depth):
-        open_reads = start(open_reads, padded[k], open_reads[-1][0] if k else jnp.zeros((2,), jnp.uint32))
+        open_reads = start(open_reads, padded[k])
 
     def body(state: tuple[Any, Open], x: Any) -> tuple[tuple[Any, Open], Any]:
         carry, open_reads = state
         ahead, x = x
-        rows, rest = done(start(open_reads, ahead, open_reads[-1][0]))
+        rows, rest = done(start(open_reads, ahead))
         carry, y = step(carry, rows, x)
         return (carry, rest), y
 
