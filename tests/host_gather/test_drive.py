@@ -138,11 +138,16 @@ def test_ids_out_of_range_and_scales() -> None:
         {"fill_value": 3.0, "scale": scale},
         {"mode": "clip"},
         {"scale": 0.5, "out_dtype": jnp.float16},
-        {"reduce": "mean", "scale": scale, "fill_value": 7.0},
     ):
         np.testing.assert_array_equal(gather(table, IDS, **options), gather(host, IDS, **options))
         cached = CachedTable.from_ids(table, [4, 49])
         np.testing.assert_array_equal(gather(cached, IDS, **options), gather(host, IDS, **options))
+    # XLA averages rows from a drive, and a native call those in memory: they may round differently.
+    options = {"reduce": "mean", "scale": scale, "fill_value": 7.0}
+    for read_here in (table, cached):
+        np.testing.assert_allclose(
+            gather(read_here, IDS, **options), gather(host, IDS, **options), rtol=1e-6, atol=1e-7
+        )
     with pytest.raises(Exception, match="id 50 is out of range for a table of 50 rows"):
         gather(table, np.array([3, 50]), mode="raise").block_until_ready()
     assert read(on_drive(np.zeros((0, 3), np.float32)), np.array([0])).tolist() == [[0, 0, 0]]
