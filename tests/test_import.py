@@ -138,8 +138,6 @@ LAYERS = (
 )
 PARTS = ("dejax.host_gather", "dejax.offload", "dejax.rgnn")
 RANKS = {layer: rank for rank, layers in enumerate(LAYERS) for layer in layers}
-IMPORTS = import_graph()
-
 # Packages in which modules still import each other.
 KNOWN_CYCLES: tuple[str, ...] = ()
 # Imports for annotations alone: a value of a program has operators that are written in these files.
@@ -168,32 +166,30 @@ def part_of(module: str) -> str | None:
 
 
 def test_imports_form_no_cycle() -> None:
-    imports = {
-        name: {other for other in found if (name, other) not in FOR_ANNOTATIONS} for name, found in IMPORTS.items()
+    graph = {
+        name: {other for other in found if (name, other) not in FOR_ANNOTATIONS} for name, found in imports().items()
     }
     known = dict.fromkeys(KNOWN_CYCLES, False)
-    for cycle in cycles(imports):
+    for cycle in cycles(graph):
         package = next((p for p in KNOWN_CYCLES if all(belongs(module, p) for module in cycle)), None)
         assert package is not None, f"these modules import each other: {', '.join(sorted(cycle))}"
         known[package] = True
     assert all(known.values()), f"without cycles now, leave them out of KNOWN_CYCLES: {known}"
 
 
-@functools.cache
-def imports_that_run() -> dict[str, set[str]]:
-    return import_graph(annotations=False)
+imports = functools.cache(import_graph)
 
 
 @pytest.mark.parametrize(("importer", "imported"), sorted(FOR_ANNOTATIONS))
 def test_imports_for_annotations_are_not_run(importer: str, imported: str) -> None:
-    assert imported in IMPORTS[importer], "stale: leave it out of FOR_ANNOTATIONS"
-    assert imported not in imports_that_run()[importer]
+    assert imported in imports()[importer], "stale: leave it out of FOR_ANNOTATIONS"
+    assert imported not in imports(annotations=False)[importer]
 
 
 def test_imports_point_down() -> None:
     upward = [
         f"{name} imports {other}"
-        for name, found in IMPORTS.items()
+        for name, found in imports().items()
         for other in found
         if layer_of(name) != layer_of(other) and RANKS[layer_of(name)] >= RANKS[layer_of(other)]
     ]
@@ -203,7 +199,7 @@ def test_imports_point_down() -> None:
 def test_the_three_parts_do_not_import_each_other() -> None:
     across = [
         f"{name} imports {other}"
-        for name, found in IMPORTS.items()
+        for name, found in imports().items()
         for other in found
         if part_of(name) and part_of(other) and part_of(name) != part_of(other)
     ]

@@ -1,6 +1,7 @@
 """docs/troubleshooting.md shows messages that the code has."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -20,19 +21,17 @@ def text_of(node: ast.expr) -> str:
     return ""
 
 
-def messages() -> list[str]:
+@functools.cache
+def messages() -> str:
     """All texts of some length in the code, docstrings included."""
     trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "dejax").rglob("*.py"))
     texts = {text_of(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.expr)}
-    return sorted(text for text in texts if len(text) > 20)
-
-
-MESSAGES = "\1".join(messages())
+    return "\1".join(sorted(text for text in texts if len(text) > 20))
 
 
 def is_in_the_code(shown: str) -> bool:
     """Whether a message has the parts of the shown one, with anything in place of three dots."""
-    return re.search("[^\1]*".join(re.escape(part) for part in re.split(r"\.\.\.+", shown)), MESSAGES) is not None
+    return re.search("[^\1]*".join(re.escape(part) for part in re.split(r"\.\.\.+", shown)), messages()) is not None
 
 
 def test_every_message_shown_is_in_the_code() -> None:

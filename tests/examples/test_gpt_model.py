@@ -23,15 +23,19 @@ from examples.train_gpt import (
 
 CONFIG = DecoderConfig(layers=2, width=24, heads=4, kv_heads=2, head_dim=6, hidden=32, dtype="float32")
 KEY = jax.random.key(0)
-PARAMS = init_params(CONFIG, KEY)
-TOKENS = jax.random.randint(KEY, (2, 9), 0, 256)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 9), np.int32))
 # Compiled once: all that call it have tokens of one shape.
 scores_of = jax.jit(functools.partial(forward, CONFIG))
 
 
+@functools.cache
+def params():
+    return init_params(CONFIG, KEY)
+
+
 def test_a_token_sees_only_what_precedes_it():
-    before = scores_of(PARAMS, TOKENS)
-    after = scores_of(PARAMS, TOKENS.at[:, 5].set((TOKENS[:, 5] + 1) % 256))
+    before = scores_of(params(), TOKENS)
+    after = scores_of(params(), TOKENS.at[:, 5].set((TOKENS[:, 5] + 1) % 256))
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
     assert (np.abs(before[:, 5:] - after[:, 5:]).max(-1) > 0).all()
 
@@ -71,8 +75,8 @@ def reference(params, tokens):
 
 
 def test_as_a_reference_in_float64():
-    got = scores_of(jax.tree.map(lambda x: x * 3, PARAMS), TOKENS)
-    want = reference(jax.tree.map(lambda x: x * 3, PARAMS), np.asarray(TOKENS))
+    got = scores_of(jax.tree.map(lambda x: x * 3, params()), TOKENS)
+    want = reference(jax.tree.map(lambda x: x * 3, params()), np.asarray(TOKENS))
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
 
 
@@ -110,21 +114,21 @@ def test_operations_are_those_that_xla_counts(sequence):
 
 def test_samples_are_those_of_the_whole_model():
     prompt = TOKENS[:, :4]
-    got = generate(PARAMS, prompt, KEY, config=CONFIG, length=5, temperature=0.0)
+    got = generate(params(), prompt, KEY, config=CONFIG, length=5, temperature=0.0)
     want = jnp.zeros_like(TOKENS).at[:, :4].set(prompt)
     for last in range(3, 8):  # a token sees only what precedes it
-        want = want.at[:, last + 1].set(scores_of(PARAMS, want)[:, last].argmax(-1))
+        want = want.at[:, last + 1].set(scores_of(params(), want)[:, last].argmax(-1))
     np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.slow
 def test_samples_depend_on_the_key_alone():
     how = {"config": CONFIG, "length": 20}
-    first, again, other = (generate(PARAMS, TOKENS[:, :1], jax.random.key(k), **how) for k in (1, 1, 2))
+    first, again, other = (generate(params(), TOKENS[:, :1], jax.random.key(k), **how) for k in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any() and first.shape == (2, 21)
-    few = generate(PARAMS, TOKENS[:, :1], KEY, top_k=1, **how)
-    np.testing.assert_array_equal(few, generate(PARAMS, TOKENS[:, :1], KEY, temperature=0.0, **how))
+    few = generate(params(), TOKENS[:, :1], KEY, top_k=1, **how)
+    np.testing.assert_array_equal(few, generate(params(), TOKENS[:, :1], KEY, temperature=0.0, **how))
 
 
 @pytest.mark.parametrize(

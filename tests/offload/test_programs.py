@@ -10,9 +10,10 @@ from jax import lax
 
 from dejax.offload import ActivationStore, offload, region
 
-W = jax.random.normal(jax.random.key(0), (8, 8)) / 3
-X = jax.random.normal(jax.random.key(1), (6, 8))
-WS = jax.random.normal(jax.random.key(2), (2, 3, 8, 8)) / 4
+_rng = np.random.default_rng(0)
+W = jnp.asarray(_rng.standard_normal((8, 8)) / 3, jnp.float32)
+X = jnp.asarray(_rng.standard_normal((6, 8)), jnp.float32)
+WS = jnp.asarray(_rng.standard_normal((2, 3, 8, 8)) / 4, jnp.float32)
 
 
 def layer(w, x):
