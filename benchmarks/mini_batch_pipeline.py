@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -49,7 +49,7 @@ from dejax.minibatch import (
     seed_batches,
     step_keys,
 )
-from dejax.pallas.profile import record
+from dejax.pallas.profile import Record, record
 from dejax.rgnn.nnx import RGATConv
 from examples.igb_rgat import Recipe, RGATConfig, RGATTrainer, random_data
 
@@ -175,7 +175,11 @@ def _rows(ids: dict[str, Any], case: Case) -> dict[str, Any]:
 
 def profiled(call: Callable[[], Any], count: int, top: int = 14) -> dict[str, Any]:
     """Figures of one step from a profile: launches, sum of kernels, time in which any ran, and the longest by name."""
-    records = record(lambda: jax.block_until_ready(call()))
+    return figures_of(record(lambda: jax.block_until_ready(call())), count, top)
+
+
+def figures_of(records: Sequence[Record], count: int, top: int = 14) -> dict[str, Any]:
+    """The figures of `profiled`, of what one device did in `count` steps."""
     if not records:
         return {}
     by_name: dict[str, list[float]] = {}
@@ -187,6 +191,7 @@ def profiled(call: Callable[[], Any], count: int, top: int = 14) -> dict[str, An
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     gathers = [(r.start_ns, r.start_ns + r.duration_ns) for r in records if "dejax_gather" in r.name]
+    collectives = sum(r.duration_ns for r in records if "nccl" in r.name.lower())
     longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:top]
     return {
         "launches": round(len(records) / count, 1),
@@ -194,6 +199,7 @@ def profiled(call: Callable[[], Any], count: int, top: int = 14) -> dict[str, An
         "busy_ms": round(busy / count / 1e6, 4),
         "span_ms": round((end - spans[0][0]) / count / 1e6, 4),
         "gathers_ms": round(sum(b - a for a, b in gathers) / count / 1e6, 4),
+        "collectives_ms": round(collectives / count / 1e6, 4),
         "longest": {n[:70]: [round(sum(t) / count, 4), round(len(t) / count, 1)] for n, t in longest},
     }
 

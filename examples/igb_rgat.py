@@ -2,6 +2,7 @@
 
     python examples/igb_rgat.py                          # a small random graph: minutes on a CPU
     python examples/igb_rgat.py --scale 0.1 --batch 1024 --pipeline 32 --steps 1000 --device-gb 40   # on a GPU
+    python examples/igb_rgat.py --scale 1 --gpus 4 --device-gb 100 --batch 1024 --pipeline 32 --steps 1000  # on 4 GPUs
     python examples/igb_rgat.py --data FOLDER --size medium --batch 1024 --pipeline 32 --steps 5000  # IGB's own files
     python examples/igb_rgat.py --resume --steps 40                        # go on; the same losses as without a pause
 
@@ -21,12 +22,15 @@ and dropout. Logits are a linear map of the seeds' last values. 15, 10 and 5 nei
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +39,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.sharding import Mesh
 
-from dejax import rgnn
+from dejax import distributed, rgnn
 from dejax.datasets import IGBShape, fill_rows, load_igb, random_rows_on_device
-from dejax.host_gather import DeviceTable, HostTable, SplitTable
+from dejax.host_gather import DeviceTable, HostTable, PeerTable, SplitTable
 from dejax.minibatch import (
     Block,
+    Capacities,
     FeatureStore,
     HeteroTopology,
     MiniBatch,
@@ -63,7 +69,8 @@ SEED_TYPE, SYMMETRIC = "paper", "cites"
 NUM_CLASSES = 2983
 BETWEEN_SLOPE = 0.01
 """Of the LeakyReLU between layers."""
-_STARTS_SHARE = 1 / 16  # of the device's memory, for the first edge of each receiver and relation
+_STARTS_SHARE = 1 / 12  # of the device's memory, for the first edge of each receiver and relation
+_SLOT_BYTES, _PAGE = 4, 4096
 _TRAIN_SHARE, _VALID_SHARE = 94_605_581 / 269_346_174, 0.1
 
 # -------------------------------------------------------------------------------------------------------- the model
@@ -215,6 +222,7 @@ class IGBData:
         num_classes: number of classes.
         train: int[training papers].
         valid: int[validation papers].
+        seconds: how long the parts of a random graph took to make.
     """
 
     name: str
@@ -224,6 +232,7 @@ class IGBData:
     num_classes: int
     train: np.ndarray
     valid: np.ndarray
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def width(self) -> int:
@@ -253,6 +262,8 @@ def random_data(
     fan_outs: Sequence[int] = (15, 10, 5),
     seed: int = 0,
     progress: bool | None = None,
+    mesh: Mesh | None = None,
+    topology: HeteroTopology | None = None,
 ) -> IGBData:
     """A random graph with IGB's counts times `scale`, random features and labels: for measurements of speed.
 
@@ -260,35 +271,65 @@ def random_data(
         scale: 1 for the full graph.
         width: elements of a row.
         dtype: of the tables.
-        device_bytes: of rows that lie on the device: those that some sampled batches visit most.
+        device_bytes: of rows that lie on each device: those that batches visit most.
         batch, fan_outs: of these batches.
         seed: of everything random.
         progress: draw bars; None draws on a terminal only.
+        mesh: the devices over whose memory these rows are divided; None: one device.
+        topology: of an earlier call with the same scale and seed, to draw other features only.
     """
+    devices = [] if mesh is None else list(mesh.devices.flat)
+    clock = {"began": time.perf_counter()}
     shape = IGBShape.of(scale)
-    topology = random_topology(shape.num_nodes, relation_counts(shape), seed=seed, progress=progress)
-    topology = _with_starts(topology)
+    if topology is None:
+        topology = random_topology(shape.num_nodes, relation_counts(shape), seed=seed, progress=progress)
+        clock["edges"] = time.perf_counter()
+        topology = _with_starts(topology)
+        clock["starts"] = time.perf_counter()
     papers = shape.num_nodes[SEED_TYPE]
     train = np.arange(max(1, round(papers * _TRAIN_SHARE)), dtype=np.int32)
     valid = np.arange(len(train), len(train) + max(1, round(papers * _VALID_SHARE)), dtype=np.int32)
     found = jnp.dtype(dtype)
     hot: dict[str, np.ndarray] = {}
     if device_bytes:
-        visits = topology.expected_visits({SEED_TYPE: train}, fan_outs, batch_size=batch)
+        visits = topology.expected_visits({SEED_TYPE: train}, fan_outs, batch_size=batch, devices=devices)
+        clock["visits"] = time.perf_counter()
         row_bytes = dict.fromkeys(visits, width * found.itemsize)
-        hot = _rows_for_the_device(visits, row_bytes, device_bytes)
-    store = FeatureStore()
-    for number, (name, count) in enumerate(shape.num_nodes.items()):
-        ids = hot.get(name, np.zeros(0, np.int64))
-        host = HostTable.empty((count - len(ids), width), found)
-        fill_rows(host, seed * 64 + number, label=name, progress=progress)
-        table: HostTable | SplitTable = host
-        if len(ids):
-            rows = random_rows_on_device(len(ids), width, found, seed * 64 + number)
-            table = SplitTable.from_parts(host, DeviceTable.from_array(rows, found), ids)
-        store = store.with_table(name, table)
+        slots = sum(shape.num_nodes.values()) * _SLOT_BYTES  # on each device
+        hot = _rows_for_the_device(visits, row_bytes, (device_bytes - slots) * max(1, len(devices)) + slots)
+        clock["hot rows"] = time.perf_counter()
+
+    def table_of(number: int, name: str) -> HostTable | SplitTable | PeerTable:
+        ids, seed_of_type = hot.get(name, np.zeros(0, np.int64)), seed * 64 + number
+        # Begun first: devices fill their rows while the CPU fills the others.
+        blocks = [
+            random_rows_on_device(-(-len(ids) // max(1, len(devices))), width, found, seed_of_type + at, device=device)
+            for at, device in enumerate(devices or [None])
+        ] if len(ids) else []  # fmt: skip
+        host = _random_host_table((shape.num_nodes[name] - len(ids), width), found, seed_of_type, name, progress)
+        on_device = [DeviceTable.from_array(rows, found) for rows in blocks]
+        if devices and len(ids):
+            return PeerTable.from_parts(host, on_device, ids)
+        return SplitTable.from_parts(host, on_device[0], ids) if len(ids) else host
+
+    with ThreadPoolExecutor(len(shape.num_nodes)) as pool:
+        tables = pool.map(table_of, itertools.count(), shape.num_nodes)
+        store = functools.reduce(
+            lambda store, each: store.with_table(*each), zip(shape.num_nodes, tables), FeatureStore()
+        )
     labels = jax.random.randint(jax.random.key(seed), (papers,), 0, NUM_CLASSES, jnp.int32)
-    return IGBData(f"random graph, {scale:g} of IGB", topology, store, labels, NUM_CLASSES, train, valid)
+    clock["features"] = time.perf_counter()
+    seconds = {part: round(end - start, 2) for (_, start), (part, end) in itertools.pairwise(clock.items())}
+    return IGBData(f"random graph, {scale:g} of IGB", topology, store, labels, NUM_CLASSES, train, valid, seconds)
+
+
+def _random_host_table(shape: tuple[int, int], dtype: Any, seed: int, label: str, progress: bool | None) -> HostTable:
+    """A table of random rows in memory that all cores fill, and that is pinned then: pinning alone uses one core."""
+    room = np.empty(shape[0] * shape[1] * dtype.itemsize + _PAGE, np.uint8)
+    begin = -room.ctypes.data % _PAGE
+    rows = room[begin : begin + len(room) - _PAGE].view(dtype).reshape(shape)
+    fill_rows(rows, seed, label=label, progress=progress)
+    return HostTable.from_numpy(rows, copy=not rows.size)
 
 
 def folder_data(
@@ -360,7 +401,7 @@ class Recipe:
     """What a run does; two runs of one recipe and data give the same losses.
 
     Attributes:
-        batch: seeds of a step.
+        batch: seeds of a step on each device.
         fan_outs: of each hop and relation.
         rate: learning rate of Adam.
         pipeline: steps of one program; 0 for single steps.
@@ -385,19 +426,30 @@ class RGATTrainer:
         data: the graph.
         config: the model.
         recipe: the run.
+        mesh: the devices; None: one device without a mesh.
+        capacities: the bounds of samples, if they are known; else they are found on some batches.
 
     Attributes:
+        inputs: topology, features and labels where steps read them: on all devices of the mesh.
         capacities: the bounds of samples.
         steps: the training function of one step, or of `recipe.pipeline`.
         one: the training function of one step.
     """
 
-    def __init__(self, data: IGBData, config: RGATConfig, recipe: Recipe) -> None:
-        self.data, self.config, self.recipe = data, config, recipe
+    def __init__(
+        self,
+        data: IGBData,
+        config: RGATConfig,
+        recipe: Recipe,
+        mesh: Mesh | None = None,
+        capacities: Capacities | None = None,
+    ) -> None:
+        self.data, self.config, self.recipe, self.mesh = data, config, recipe, mesh
+        self.devices = 1 if mesh is None else mesh.size
         self.optimizer = optax.adam(recipe.rate)
         rng = np.random.default_rng([recipe.seed, 11])
         batches = [(SEED_TYPE, rng.choice(data.train, recipe.batch).astype(np.int32)) for _ in range(20)]
-        self.capacities = find_capacities(
+        self.capacities = capacities or find_capacities(
             jax.random.key(recipe.seed),
             data.topology,
             batches,
@@ -405,9 +457,14 @@ class RGATTrainer:
             sigmas=recipe.sigmas,
             print_table=None,
         )
-        dtype = config.dtype
-        self.one = sampled_step(self.update, self.sample, dtype=dtype, joined=True)
-        pipelined = pipelined_steps(self.update, self.sample, dtype=dtype, joined=True)
+        self.inputs: tuple[Any, Any, Any] = data.topology, data.features, data.labels
+        if mesh is not None:
+            self.inputs = distributed.share(self.inputs, mesh)
+            topology, features, labels = distributed.local(self.inputs)  # not a second copy on the first device
+            self.data = replace(data, topology=topology, features=features, labels=labels)
+        options: dict[str, Any] = {"dtype": config.dtype, "joined": True, "mesh": mesh}
+        self.one = sampled_step(self.update, self.sample, **options)
+        pipelined = pipelined_steps(self.update, self.sample, **options)
         self.steps = pipelined if recipe.pipeline else self.one
         self._correct = jax.jit(self._num_correct)
 
@@ -438,38 +495,48 @@ class RGATTrainer:
             return cross_entropy(self.logits(params, batch, batch.key), own, valid)
 
         loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+        lost = batch.sample.lost.sum()
+        if self.mesh is not None:  # the mean over the seeds of all devices
+            share = valid.sum() / jnp.maximum(jax.lax.psum(valid.sum(), "data"), 1)
+            loss, gradients = jax.lax.psum(jax.tree.map(lambda x: x * share, (loss, gradients)), "data")
+            lost = jax.lax.psum(lost, "data")
         changes, moments = self.optimizer.update(gradients, state["moments"], state["params"])
         params = optax.apply_updates(state["params"], changes)
-        return {"params": params, "moments": moments}, {"loss": loss, "lost": batch.sample.lost.sum()}
+        return {"params": params, "moments": moments}, {"loss": loss, "lost": lost}
 
     def seeds(self, first: int, count: int) -> np.ndarray:
-        """The seeds of some steps: int32[count, batch]. Each epoch has an order of its own."""
-        recipe, found, parts = self.recipe, 0, []
-        per_epoch = -(-len(self.data.train) // recipe.batch)
+        """The seeds of some steps: int32[count, batch of all devices]. Each epoch has an order of its own."""
+        recipe, found, parts, size = self.recipe, 0, [], self.recipe.batch * self.devices
+        per_epoch = -(-len(self.data.train) // size)
         while found < count:
             epoch, at = divmod(first + found, per_epoch)
-            batches = seed_batches(self.data.train, recipe.batch, seed=recipe.seed, epoch=epoch)
+            batches = self._epoch(epoch, size)
             parts.append(batches[at : at + count - found])
             found += len(parts[-1])
         return np.concatenate(parts)
 
+    @functools.lru_cache(maxsize=1)  # noqa: B019: one trainer lives as long as the process
+    def _epoch(self, epoch: int, size: int) -> np.ndarray:
+        return seed_batches(self.data.train, size, seed=self.recipe.seed, epoch=epoch)
+
     def run(self, state: dict[str, Any], first: int, count: int) -> tuple[dict[str, Any], dict[str, Array]]:
         """`count` steps from step `first` on; results are not waited for."""
-        data, key = self.data, jax.random.key(self.recipe.seed + 1)
+        key, (topology, features, labels) = jax.random.key(self.recipe.seed + 1), self.inputs
         keys, seeds = step_keys(key, first, count), jnp.asarray(self.seeds(first, count))
         if self.recipe.pipeline and count == self.recipe.pipeline:
-            return self.steps(state, data.topology, data.features, keys, seeds, data.labels)
+            return self.steps(state, topology, features, keys, seeds, labels)
         outs = []
         for n in range(count):
-            state, out = self.one(state, data.topology, data.features, keys[n], seeds[n], data.labels)
+            state, out = self.one(state, topology, features, keys[n], seeds[n], labels)
             outs.append(out)
         return state, jax.tree.map(lambda *some: jnp.stack(some), *outs)
 
     def accuracy(self, params: Any, batches: int) -> float:
         """The share of correct validation papers in some sampled batches."""
-        data = self.data
-        seeds = seed_batches(data.valid, self.recipe.batch, seed=self.recipe.seed)[:batches]
-        found = [self._correct(params, data.topology, data.features, jax.random.key(n), jnp.asarray(some), data.labels)
+        topology, features, labels = self.data.topology, self.data.features, self.data.labels
+        params = params if self.mesh is None else distributed.local(params)
+        seeds = seed_batches(self.data.valid, self.recipe.batch, seed=self.recipe.seed)[:batches]
+        found = [self._correct(params, topology, features, jax.random.key(n), jnp.asarray(some), labels)
                  for n, some in enumerate(seeds)]  # fmt: skip
         right, valid = (sum(int(x[side]) for x in found) for side in (0, 1))
         return right / max(1, valid)
@@ -526,7 +593,8 @@ def train(trainer: RGATTrainer, options: argparse.Namespace) -> tuple[dict[str, 
         warm = True
         if done - reported >= options.report or done >= options.steps:
             reported = done
-            rate = f"{1e3 * seconds / count:.1f} ms a step, {trainer.recipe.batch * count / seconds:,.0f} seeds/s"
+            of_all = trainer.recipe.batch * trainer.devices * count / seconds
+            rate = f"{1e3 * seconds / count:.1f} ms a step, {of_all:,.0f} seeds/s"
             line = f"step {done}/{options.steps}, loss {losses.mean():.4f}, {rate}"
             if options.eval_batches:
                 curves["accuracy"].append([done, trainer.accuracy(state["params"], options.eval_batches)])
@@ -552,7 +620,8 @@ def results(trainer: RGATTrainer, curves: dict[str, Any], total_seconds: float) 
         "loss": curves["loss"],
         "accuracy": curves["accuracy"],
         "step_ms": None if step is None else 1e3 * step,
-        "seeds_per_second": None if step is None else trainer.recipe.batch / step,
+        "devices": trainer.devices,
+        "seeds_per_second": None if step is None else trainer.recipe.batch * trainer.devices / step,
         "total_s": total_seconds,
     }
 
@@ -564,7 +633,7 @@ def table(found: dict[str, Any], out: Path) -> str:
     rows = {
         "graph": f"{found['data']}: {nodes:,} nodes, {edges:,} edges, {len(found['edges'])} relations",
         "model": f"R-GAT, {model['layers']} layers, {model['heads']} heads, {model['hidden']} wide",
-        "steps": f"{len(loss):,} of {recipe['batch']:,} seeds, fan-out {', '.join(map(str, recipe['fan_outs']))}",
+        "steps": f"{len(loss):,} of {found['devices']} x {recipe['batch']:,} seeds, fan-out {', '.join(map(str, recipe['fan_outs']))}",
         "loss": f"{loss[0]:.4f} to {np.mean(loss[-10:]):.4f}" if loss else "-",
         "validation": f"{100 * found['accuracy'][-1][1]:.2f} %" if found["accuracy"] else "not measured",
         "time per step": f"{step:.2f} ms, {found['seeds_per_second']:,.0f} seeds/s" if step else "not measured",
@@ -612,7 +681,7 @@ def _parser() -> argparse.ArgumentParser:
         default="float8_e4m3fn",
         help="of the features' tables",
     )
-    group.add_argument("--device-gb", type=float, default=0.0, help="of features on the device: the most visited rows")
+    group.add_argument("--device-gb", type=float, default=0.0, help="of features on each device: the most visited rows")
     group = parser.add_argument_group("model")
     group.add_argument("--hidden", type=int, default=512, help="width of the layers")
     group.add_argument("--heads", type=int, default=4, help="heads of attention")
@@ -626,6 +695,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--pipeline", type=int, default=0, help="steps of one program whose parts overlap; 0: single")
     group.add_argument("--sigmas", type=float, default=5.0, help="room of samples above the mean size")
     group.add_argument("--offload", action="store_true", help="keep the layers' residuals in host memory")
+    group.add_argument("--gpus", type=int, default=0, help="devices of one host that train together; 0: one, no mesh")
     group.add_argument("--seed", type=int, default=0, help="of parameters and batches")
     group = parser.add_argument_group("run")
     group.add_argument("--report", type=int, default=10, help="steps between two lines")
@@ -636,7 +706,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_data(options: argparse.Namespace) -> IGBData:
+def make_data(options: argparse.Namespace, mesh: Mesh | None = None) -> IGBData:
     """The graph that the options name."""
     shared: dict[str, Any] = {
         "dtype": options.dtype,
@@ -645,7 +715,9 @@ def make_data(options: argparse.Namespace) -> IGBData:
         "fan_outs": options.fan_outs,
     }
     if options.data is None:
-        return random_data(options.scale, width=options.width, seed=options.seed, **shared)
+        return random_data(options.scale, width=options.width, seed=options.seed, mesh=mesh, **shared)
+    if mesh is not None and options.device_gb:
+        raise ValueError("`--device-gb` must be 0 with `--data` and `--gpus`: use `PeerTable` on rows of your own")
     return folder_data(options.data, size=options.size, num_classes=options.classes, cache=options.cache, **shared)
 
 
@@ -655,7 +727,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     began = time.perf_counter()
     try:
-        data = make_data(options)
+        mesh = distributed.make_mesh(options.gpus) if options.gpus else None
+        data = make_data(options, mesh)
         print(f"{data.name}: {time.perf_counter() - began:.1f} s to prepare\n{data.features}", flush=True)
         config = RGATConfig(
             edge_types=data.topology.edge_types,
@@ -669,7 +742,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             dtype=options.compute,
         )
         recipe = Recipe(**{name: getattr(options, name) for name in Recipe.__dataclass_fields__})
-        trainer = RGATTrainer(data, config, recipe)
+        trainer = RGATTrainer(data, config, recipe, mesh)
         _, curves = train(trainer, options)
     except (FileNotFoundError, ValueError) as error:
         parser.error(str(error))

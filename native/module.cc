@@ -58,6 +58,10 @@ void DefineKernels(nb::module_& m) {
         },
         "Loads a kernel compiled for these GPUs and keeps it under a key. Returns an empty string or the error.");
   m.def("has_kernel", &dejax::cuda::HasKernel);
+  m.def("enable_peers", &dejax::cuda::EnablePeers, nb::arg("ordinals"), nb::call_guard<nb::gil_scoped_release>(),
+        "Lets kernels of each of these GPUs read the memory of the others. Returns an empty string or the error.");
+  m.def("synchronize_all", &dejax::cuda::SynchronizeAll, nb::call_guard<nb::gil_scoped_release>(),
+        "Waits until all GPUs that this process uses are idle.");
   m.def("gathers_under_way", &dejax::GathersUnderWay,
         "The number of gathers that gather_start began and that were neither taken by gather_done nor dropped.");
   m.def("prepare_gather_errors", &dejax::PrepareGatherErrors,

@@ -206,8 +206,11 @@ def fill_rows(
         if not table.flags.writeable:
             raise ValueError("fill_rows: `table` must be writeable, got a read-only array")
 
+        # As integers, which numpy copies while other threads run; it holds the interpreter's lock for FP8.
+        words = table.view(f"u{dtype.itemsize}")
+
         def write(start: int, rows: np.ndarray) -> None:
-            table[start : start + len(rows)] = rows
+            words[start : start + len(rows)] = rows.view(words.dtype)
     else:
         write = table.write
 

@@ -15,6 +15,7 @@ from dejax.host_gather.drive import DriveTable
 from dejax.host_gather.gather import check_errors, gather
 from dejax.host_gather.gradient import RowGradient, value_and_grad
 from dejax.host_gather.host import HostTable
+from dejax.host_gather.peers import PeerTable
 from dejax.host_gather.pipeline import PendingRows, gather_done, gather_start, prefetched_scan
 from dejax.host_gather.placed import DeviceTable, SplitTable
 from dejax.host_gather.table import shardings
@@ -27,6 +28,7 @@ __all__ = [
     "HostTable",
     "Optimizer",
     "OptimizerState",
+    "PeerTable",
     "PendingRows",
     "RowGradient",
     "SplitTable",

@@ -76,6 +76,7 @@ def native_arguments(
             TICKET=int(ordered or ticket),
             CACHED=int(cached),
             SPLIT=int(spec.is_split),
+            PEERS=spec.peers,
             SOURCE=source,
             RESULT=result,
             MEAN=int(call.mean),
@@ -95,6 +96,7 @@ def native_arguments(
         "kernel": np.int64(kernel),
         "grid": np.int64(call.num_sms),
         # Short rows gain nothing from whole lines: most of a line would be other rows.
+        "peers": np.int64(spec.peers),
         "align": np.int64(_LINE if spec.row_bytes >= 2 * _LINE and spec.row_bytes % _LINE else 16),
     }
     shape = (flat.size // fan_out, *spec.row) if call.mean else (flat.size, *spec.row)

@@ -78,6 +78,7 @@ class TableSpec:
     marks: tuple[tuple[int, int], ...] = ()
     # Rows of the leaf, where the others lie in the device's memory (`SplitTable`); None where all lie in the leaf.
     leaf_rows: int | None = None
+    peers: int = 0  # memory blocks of a `PeerTable`, over which the rows beside those of the leaf are divided
     on_device: bool = False  # the leaf lies in the device's memory (`DeviceTable`)
     on_drive: bool = False  # the rows lie in files; the leaf is the number of their reader (`DriveTable`)
 
@@ -105,11 +106,17 @@ class TableSpec:
     @property
     def host_part(self) -> TableSpec:
         """The spec of the rows in host memory as a table of their own."""
-        return self if self.leaf_rows is None else dataclasses.replace(self, rows=self.leaf_rows, leaf_rows=None)
+        if self.leaf_rows is None:
+            return self
+        return dataclasses.replace(self, rows=self.leaf_rows, leaf_rows=None, peers=0)
 
     def device_part(self, rows: int) -> TableSpec:
         """The spec of `rows` rows in device memory as a table of their own."""
         return dataclasses.replace(self, rows=rows, leaf_rows=None, on_device=True, on_drive=False, sharers=1)
+
+    def with_peers(self, rows: int, peers: int) -> TableSpec:
+        """The spec of a read-only table with these rows in host memory, and others in `peers` blocks on devices."""
+        return dataclasses.replace(self, rows=rows, leaf_rows=self.rows, peers=peers, read_only=True)
 
     @property
     def host_bytes(self) -> int:

@@ -147,7 +147,7 @@ class SplitTable(LocalTable):
         """
         given = array if isinstance(array, np.ndarray) else np.asarray(array)
         spec = table_spec(given.shape, given.dtype, device, "SplitTable.from_numpy")
-        hot_ids, slots = _slots(spec.rows, on_device)
+        hot_ids, slots = slots_of_split(spec.rows, on_device)
         cold_ids = np.flatnonzero(slots < 0)
         table = HostTable.empty((len(cold_ids), *spec.row), spec.dtype, device=device)
         block = max(1, _BLOCK_BYTES // max(1, spec.row_bytes))
@@ -180,7 +180,7 @@ class SplitTable(LocalTable):
         ids = np.asarray(on_device).reshape(-1)
         if len(ids) != len(hot):
             raise ValueError(f"SplitTable: `on_device` must have an id for each of {len(hot)} rows, got {len(ids)}")
-        _, slots = _slots(len(table) + len(hot), ids)
+        _, slots = slots_of_split(len(table) + len(hot), ids)
         writable = not (table.read_only or hot.read_only)
         return cls(table, hot.words, jax.device_put(slots, next(iter(hot.words.devices()))), writable)
 
@@ -192,7 +192,7 @@ def _device_spec(spec: TableSpec, writable: bool) -> TableSpec:
     return dataclasses.replace(spec, on_device=True, read_only=not writable)
 
 
-def _slots(rows: int, on_device: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+def slots_of_split(rows: int, on_device: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     """(int64[device rows], int32[rows]): the ids as given, and the slots of all rows."""
     hot = distinct_ids("SplitTable", "on_device", on_device, rows)
     is_hot = np.zeros(rows, bool)

@@ -203,7 +203,7 @@ class LocalTable(Table):
         spec, leaf = self._spec, checked_leaf(self._leaf, self._spec, what)
         if self._hot is None:
             return TableOperands(spec, leaf, jnp.zeros((0,), spec.words.dtype), jnp.zeros((0,), jnp.int32))
-        if spec.leaf_rows is not None:
+        if spec.leaf_rows is not None and not spec.peers:
             check_array(what, self._hot, spec.device_part(spec.rows - spec.leaf_rows).leaf)
         return TableOperands(spec, leaf, self._hot, self._slots)
 

@@ -18,6 +18,8 @@ struct GatherParams {
   const int* slots;   // the cache row of each row; negative for none: -1, or with SPLIT ~(its row of the table)
   const char* cache;
   const char* cache_end;
+  const unsigned long long* peers;  // with PEERS: the addresses of the blocks that the cache is divided into
+  long long peer_bytes;             // of each block
   const float* scale;
   char* out;
   unsigned long long* ticket;

@@ -7,6 +7,7 @@ batch run. Its results are those of single steps.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from dejax import _compat
 from dejax._int32 import entering_jit
 from dejax._pytrees import pytree
 from dejax.host_gather import gather_done, shardings
@@ -100,16 +103,26 @@ class TrainingSteps:
     (True, 11.0)
     """
 
-    def __init__(self, function: Callable[..., Any], pipelined: bool, donate: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        pipelined: bool,
+        donate: bool,
+        mesh: Mesh | None = None,
+        axis: str = "data",
+    ) -> None:
         self.pipelined = pipelined
-        self._function, self._donate = function, donate
+        self._function, self._donate, self._mesh = function, donate, mesh
+        if mesh is not None:
+            self._function = _over_mesh(function, pipelined, mesh, axis)
         self._jitted: dict[Any, Any] = {}
 
     def __call__(self, state: Any, *arguments: Any) -> tuple[Any, Any]:
         """The state after the step or steps, and the results of `update`: of several steps stacked, [steps, ...]."""
         # Results are committed to the tables' device. Commit the first state, too: otherwise jax would compile the
         # program again for the second call.
-        state = jax.tree.map(_placed, entering_jit(self._what, state), is_leaf=is_table_of_host)
+        place = functools.partial(_placed, mesh=self._mesh)
+        state = jax.tree.map(place, entering_jit(self._what, state), is_leaf=is_table_of_host)
         found: tuple[Any, Any] = self._for(state)(state, *self._checked(arguments))
         return found
 
@@ -140,7 +153,14 @@ class TrainingSteps:
 
 
 def sampled_step(
-    update: Update, sample: Sample, *, dtype: Any = None, joined: bool = False, donate: bool = True
+    update: Update,
+    sample: Sample,
+    *,
+    dtype: Any = None,
+    joined: bool = False,
+    donate: bool = True,
+    mesh: Mesh | None = None,
+    axis: str = "data",
 ) -> TrainingSteps:
     """Makes a jitted training step that samples a batch, reads its features, and calls your function `update`.
 
@@ -154,6 +174,12 @@ def sampled_step(
             first layer takes all nodes at once, because `batch.blocks[0].join(batch.x)` then copies nothing. All node
             types of the sample need features of one width.
         donate: whether the step may reuse the memory of the given state.
+        mesh: devices of one process; None means one device without a mesh. The seeds are then divided along their first
+            axis, and each device samples, reads and calls `update` with its part and with a key of its own (`fold_in`
+            of the device's number). `update` must average the gradients (`jax.lax.pmean(gradients, axis)`) and return
+            equal states and results on all devices. Give the topology, the features and `rest` to all devices by
+            `dejax.distributed.share`.
+        axis: name of the axis of the mesh.
 
     Returns:
         A function `(state, topology, features, key, seeds, *rest) -> (state, out)`. `features` is a FeatureStore.
@@ -176,7 +202,7 @@ def sampled_step(
             x = _joined("sampled_step", drawn.sample.layout, x)
         return update(state, _batch(drawn, x), *rest)
 
-    return TrainingSteps(step, False, donate)
+    return TrainingSteps(step, False, donate, mesh, axis)
 
 
 def pipelined_steps(
@@ -188,6 +214,8 @@ def pipelined_steps(
     donate: bool = True,
     num_sms: int | None = None,
     edges_ahead: bool | None = None,
+    mesh: Mesh | None = None,
+    axis: str = "data",
 ) -> TrainingSteps:
     """Makes a jitted function of several training steps whose sampling, reads of features and computation overlap.
 
@@ -201,7 +229,8 @@ def pipelined_steps(
     of two batches lie on the device.
 
     Args:
-        update, sample, dtype, joined, donate: as in `sampled_step`. `sample` is also called with seeds of -1, for the
+        update, sample, dtype, joined, donate, mesh, axis: as in `sampled_step`; on a mesh the second axis of the seeds
+            is divided, [steps, seeds]. `sample` is also called with seeds of -1, for the
             batches after the last one.
         num_sms: number of GPU multiprocessors for the overlapped read; by default as in
             `dejax.host_gather.gather_start`.
@@ -234,7 +263,7 @@ def pipelined_steps(
         reading = {"dtype": dtype} if num_sms is None else {"dtype": dtype, "num_sms": num_sms}
         return _Pipeline(update, sampling, features, reading, joined, rest).run(state, keys, seeds)
 
-    return TrainingSteps(steps, True, donate)
+    return TrainingSteps(steps, True, donate, mesh, axis)
 
 
 def step_keys(key: ArrayLike, first: int | Array, steps: int) -> Array:
@@ -429,7 +458,34 @@ def _at(tree: Any, step: int) -> Any:
     return jax.tree.map(lambda some: some[step], tree)
 
 
-def _placed(leaf: Any) -> Any:
+def _over_mesh(function: Callable[..., Any], pipelined: bool, mesh: Mesh, axis: str) -> Callable[..., Any]:
+    """`function` on each device of a mesh, with the device's part of the seeds and keys of its own."""
+    if axis not in mesh.shape:
+        raise ValueError(f"`axis` must be one of the mesh's axes, {', '.join(map(str, mesh.axis_names))}, got {axis!r}")
+    everywhere, of_seeds = PartitionSpec(), PartitionSpec(None, axis) if pipelined else PartitionSpec(axis)
+
+    def own(state: Any, topology: Any, features: Any, keys: Array, seeds: Any, *rest: Any) -> Any:
+        state, topology, features, rest = _compat.own_empty_arrays((state, topology, features, rest))
+        number = jax.lax.axis_index(axis)
+        keys = (
+            jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
+            if pipelined
+            else jax.random.fold_in(keys, number)
+        )
+        return function(state, topology, features, keys, seeds, *rest)
+
+    def all_devices(*arguments: Any) -> Any:
+        specs = [everywhere] * len(arguments)
+        specs[4] = of_seeds
+        run = jax.shard_map(own, mesh=mesh, in_specs=tuple(specs), out_specs=everywhere, check_vma=False)
+        return run(*arguments)
+
+    return all_devices
+
+
+def _placed(leaf: Any, mesh: Mesh | None = None) -> Any:
+    if mesh is not None and isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
     if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array) or getattr(leaf, "committed", True):
         return leaf
     return jax.device_put(leaf, next(iter(leaf.devices())))
@@ -479,6 +535,11 @@ def _check_features(what: str, features: Any) -> None:
         raise TypeError(
             f"{what}: `features` must be a FeatureStore, got {type(features).__name__}; make one with "
             "FeatureStore.from_arrays or FeatureStore().with_table"
+        )
+    if divided := [name for name, node in features.types.items() if node.table._is_divided]:
+        raise ValueError(
+            f"{what}: the tables of `features` must be read by each device alone, got a ShardedTable of {divided[0]!r}; "
+            "use a PeerTable, or dejax.distributed.data_parallel"
         )
     if features.trainable:
         raise ValueError(

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dejax.datasets._parallel import for_blocks
 from dejax.datasets.igb_shape import random_csc
 from dejax.minibatch._building import SHARED_LIMIT, ListArrays, aligned, described
 from dejax.minibatch._checks import EdgeType, checked_counts, checked_edge_type
 from dejax.minibatch.topology import HeteroTopology
 
 __all__ = ["random_topology"]
+_BLOCK = 1 << 20
 
 
 def random_topology(
@@ -79,8 +81,19 @@ def _part(wanted: Mapping[EdgeType, tuple[int, int]], counts: Mapping[str, int],
         offsets, _ = random_csc(
             counts[source], counts[target], edges, seed, out=part.senders[begin : begin + edges], progress=progress
         )
-        part.starts[group : group + len(offsets)] = offsets + begin
-        longest = int(np.diff(offsets).max(initial=0))
+        longest = _written(part.starts[group : group + len(offsets)], offsets, begin)
         part.places.append((group, begin, edges, longest))
         group, begin = group + len(offsets), begin + edges
     return part
+
+
+def _written(starts: np.ndarray, offsets: np.ndarray, begin: int) -> int:
+    """Writes offsets, from `begin` on, on all cores; the largest difference of two."""
+    longest = np.zeros(-(-len(offsets) // _BLOCK), np.int64)
+
+    def write(number: int, start: int, stop: int) -> None:
+        starts[start:stop] = offsets[start:stop] + begin
+        longest[number] = np.diff(offsets[start : stop + 1]).max(initial=0)
+
+    for_blocks(write, len(offsets), _BLOCK, progress=False)
+    return int(longest.max(initial=0))

@@ -354,6 +354,7 @@ class HeteroTopology:
         fan_outs: Sequence[int | Mapping[EdgeType, int]],
         *,
         batch_size: int | None = None,
+        devices: Sequence[jax.Device] = (),
     ) -> dict[str, np.ndarray]:
         """Computes how often a batch visits each node, like `dejax.minibatch.expected_visits`, on jax's device.
 
@@ -361,6 +362,7 @@ class HeteroTopology:
 
         Args:
             seeds, fan_outs, batch_size: as in `dejax.minibatch.expected_visits`.
+            devices: devices that share the work; by default jax's default device alone.
 
         Returns:
             For each node type float64[nodes].
@@ -376,7 +378,8 @@ class HeteroTopology:
         def sent(edge_type: EdgeType, reached: Array, fan_out: int) -> Array:
             relation = self.relations[self.number_of(edge_type)]
             starts, count = jax.numpy.asarray(self._starts(edge_type)), self.num_nodes[edge_type[0]]
-            return visits.sent_by_csc(starts, self._senders_in_pieces(relation), reached, fan_out, count)
+            pieces = self._senders_in_pieces(relation)
+            return visits.sent_by_csc(starts, pieces, reached, fan_out, count, devices)
 
         by_seeds = visits.seed_visits(seeds, self.num_nodes, batch_size)
         reached = {name: jax.numpy.asarray(found, "float32") for name, found in by_seeds.items() if found.any()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -110,7 +111,12 @@ def visits_by_hops(
 
 
 def sent_by_csc(
-    starts: Array, senders: Iterable[np.ndarray | Array], reached: Array, fan_out: int, num_senders: int
+    starts: Array,
+    senders: Iterable[np.ndarray | Array],
+    reached: Array,
+    fan_out: int,
+    num_senders: int,
+    devices: Sequence[jax.Device] = (),
 ) -> Array:
     """The visits of the senders of one relation: float32[num_senders].
 
@@ -120,15 +126,19 @@ def sent_by_csc(
         reached: float32[receivers], visits of the receivers.
         fan_out: edges that are drawn of each receiver; -1 for all.
         num_senders: number of senders.
+        devices: that take turns with the pieces; none means jax's default device. The result lies on the first one.
     """
     total, begin = jnp.zeros(num_senders, jnp.float32), 0
     if fan_out == 0:
         return total
     weight = _weights(starts, reached, fan_out)
-    for piece in senders:
-        total = _add_piece(total, weight, starts, jnp.asarray(piece), begin)
+    on: Sequence[Any] = devices or [None]
+    held = [[total, weight, starts] if each is None else jax.device_put([total, weight, starts], each) for each in on]
+    for number, piece in enumerate(senders):
+        own = held[number % len(on)]
+        own[0] = _add_piece(*own, jax.device_put(piece, on[number % len(on)]), begin)
         begin += len(piece)
-    return total
+    return functools.reduce(jnp.add, [jax.device_put(own[0], on[0]) for own in held])
 
 
 def _share_drawn(module: Any, degree: Any, fan_out: int) -> Any:
@@ -182,7 +192,8 @@ def hot_rows(
         if values.dtype.kind == "f" and np.isnan(values).any():
             raise ValueError(f"hot_rows: `visits` of {name!r} must be numbers, got NaN; replace them by 0")
     room = device_bytes - slot_bytes * sum(len(values) for values in counts.values())
-    ascending = {name: np.sort(values[values > 0]) for name, values in counts.items()}
+    with ThreadPoolExecutor(max(1, len(counts))) as pool:  # numpy sorts on one core
+        ascending = dict(zip(counts, pool.map(lambda own: np.sort(own[own > 0]), counts.values()), strict=True))
 
     def bytes_above(bound: float) -> int:
         above = {name: len(x) - int(np.searchsorted(x, bound, side="right")) for name, x in ascending.items()}

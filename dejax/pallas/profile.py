@@ -20,6 +20,8 @@ class Record:
     duration_ns: float
     details: str = ""
     """Of a kernel: its registers, shared memory, grid and block, as the profiler writes them."""
+    device: str = ""
+    """The name of the device, as the profiler writes it."""
 
 
 def record(run: Callable[[], Any]) -> list[Record]:
@@ -35,7 +37,13 @@ def record(run: Callable[[], Any]) -> list[Record]:
         with jax.profiler.trace(folder, profiler_options=options):
             run()
         return [
-            Record(event.name, event.start_ns, event.duration_ns, str(dict(event.stats).get("kernel_details", "")))
+            Record(
+                event.name,
+                event.start_ns,
+                event.duration_ns,
+                str(dict(event.stats).get("kernel_details", "")),
+                plane.name,
+            )
             for path in Path(folder).rglob("*.xplane.pb")
             for plane in jax.profiler.ProfileData.from_file(str(path)).planes
             if plane.name.startswith("/device:GPU")

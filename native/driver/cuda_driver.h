@@ -87,6 +87,7 @@ enum Part : unsigned { kOptional = 0, kCore = 1, kTables = 2, kOffload = 4 };
   X(kOffload, mem_free, "cuMemFree_v2", DevicePointer)                                                                 \
   X(kOffload, copy_device_to_host, "cuMemcpyDtoHAsync_v2", void* to, DevicePointer from, size_t bytes, Stream)         \
   X(kOffload, copy_host_to_device, "cuMemcpyHtoDAsync_v2", DevicePointer to, const void* from, size_t bytes, Stream)   \
+  X(kOptional, ctx_enable_peer_access, "cuCtxEnablePeerAccess", Context, unsigned flags)                               \
   X(kOptional, launch_host_func, "cuLaunchHostFunc", Stream, void (*function)(void*), void* argument)                  \
   X(kOffload, memset_d32, "cuMemsetD32Async", DevicePointer, unsigned value, size_t count, Stream)                     \
   /* The first is of CUDA 13, the second of CUDA 12.8. */                                                              \

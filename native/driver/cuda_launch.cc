@@ -87,6 +87,35 @@ std::vector<Context> ActiveContexts() {
   return contexts;
 }
 
+std::string EnablePeers(const std::vector<int>& ordinals) {
+  constexpr Result kAlreadyEnabled = 704;  // CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
+  std::string why;
+  const Driver* driver = FindDriver(kTables, &why);
+  if (driver == nullptr) return why;
+  if (driver->ctx_enable_peer_access == nullptr) return "libcuda.so.1 has no cuCtxEnablePeerAccess";
+  for (int reader : ordinals) {
+    for (int owner : ordinals) {
+      if (reader == owner) continue;
+      Context own = PrimaryContext(reader, &why), other = PrimaryContext(owner, &why);
+      if (own == nullptr || other == nullptr) return why;
+      const ContextScope scope(own);
+      const Result result = driver->ctx_enable_peer_access(other, 0);
+      if (result != 0 && result != kAlreadyEnabled) {
+        return "device " + std::to_string(reader) + " cannot read the memory of device " + std::to_string(owner) + ": " +
+               ErrorName(result);
+      }
+    }
+  }
+  return "";
+}
+
+void SynchronizeAll() {
+  for (Context context : ActiveContexts()) {
+    const ContextScope scope(context);
+    Check(GetDriver(kTables).ctx_synchronize(), "cuCtxSynchronize");
+  }
+}
+
 std::string AddKernel(int64_t key, std::string image, const std::string& name, const std::vector<int>& ordinals) {
   std::string why;
   const Driver* driver = FindDriver(kTables, &why);

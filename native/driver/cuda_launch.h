@@ -16,6 +16,12 @@ Context PrimaryContext(int ordinal, std::string* why);
 // The contexts of all devices that this process, including its other libraries, already uses.
 std::vector<Context> ActiveContexts();
 
+// Lets kernels of each of these devices read the memory of the others. Returns an empty string or the error.
+std::string EnablePeers(const std::vector<int>& ordinals);
+
+// Waits until all devices that this process uses are idle.
+void SynchronizeAll();
+
 // Loads a kernel that was compiled for these devices, and keeps it under `key`. Returns an empty string or the error.
 std::string AddKernel(int64_t key, std::string image, const std::string& name, const std::vector<int>& ordinals);
 bool HasKernel(int64_t key, const std::vector<int>& ordinals);

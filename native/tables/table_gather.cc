@@ -27,6 +27,8 @@ struct GatherRows {
   int64_t table_rows;     // without `slots`
   const uint8_t* beyond;  // the rows after them
   const uint8_t* cache;
+  const uint64_t* peers;  // the addresses of the blocks of the cache; null for one block
+  int64_t num_peers;
   const int32_t* slots;  // where rows lie, as in table_gather.h; null if all lie in the table
   const void* ids;
   const float* scale;
@@ -54,6 +56,9 @@ const uint8_t* At(const GatherRows& g, int64_t row) {
     return row < g.table_rows ? g.table + row * g.row_bytes : g.beyond + (row - g.table_rows) * g.row_bytes;
   }
   const int64_t slot = g.slots[row];
+  if (slot >= 0 && g.peers != nullptr) {
+    return reinterpret_cast<const uint8_t*>(g.peers[slot % g.num_peers]) + slot / g.num_peers * g.row_bytes;
+  }
   return slot >= 0 ? g.cache + slot * g.row_bytes : g.table + ~slot * g.row_bytes;
 }
 
@@ -231,6 +236,8 @@ void Gather(const GatherCall& call, ffi::AnyBuffer out) {
   GatherRows g = {};
   g.table = static_cast<const uint8_t*>(call.table.untyped_data());
   g.cache = static_cast<const uint8_t*>(call.cache.untyped_data());
+  g.peers = how.peers > 0 ? static_cast<const uint64_t*>(call.cache.untyped_data()) : nullptr;
+  g.num_peers = how.peers;
   g.slots = how.split ? static_cast<const int32_t*>(call.slots.untyped_data()) : nullptr;
   g.ids = call.ids.untyped_data();
   g.scale = call.scale.typed_data();

@@ -43,6 +43,7 @@ inline int64_t ElementBytes(int64_t type) {
 //   clip: an id out of range means the nearest row, otherwise a row of fill;
 //   raises: an id out of range is an error;
 //   split: a row lies either in the table or in the cache;
+//   peers: 0, or with `split` the number of memory blocks that the cache is divided into;
 //   fill_value: for converted elements; fill [16]: repeated elements, for moved bytes;
 //   kernel, grid (blocks), align: of the CUDA kernel.
 struct GatherAttributes {
@@ -50,7 +51,7 @@ struct GatherAttributes {
   bool mean, clip, raises, split;
   float fill_value;
   xla::ffi::Span<const uint8_t> fill;
-  int64_t kernel, grid, align;
+  int64_t kernel, grid, align, peers;
 };
 #define DEJAX_GATHER_ATTRIBUTES                                                                                      \
   ::xla::ffi::StructMember<int64_t>("source"), ::xla::ffi::StructMember<int64_t>("result"),                          \
@@ -59,14 +60,16 @@ struct GatherAttributes {
       ::xla::ffi::StructMember<bool>("raises"), ::xla::ffi::StructMember<bool>("split"),                             \
       ::xla::ffi::StructMember<float>("fill_value"),                                                                 \
       ::xla::ffi::StructMember<::xla::ffi::Span<const uint8_t>>("fill"), ::xla::ffi::StructMember<int64_t>("kernel"), \
-      ::xla::ffi::StructMember<int64_t>("grid"), ::xla::ffi::StructMember<int64_t>("align")
+      ::xla::ffi::StructMember<int64_t>("grid"), ::xla::ffi::StructMember<int64_t>("align"),                         \
+      ::xla::ffi::StructMember<int64_t>("peers")
 
 // The operands of a gather:
 //   table [rows, width] of unsigned integers; with `split` only the rows that are not in the cache;
 //   ids [n] int32 or int64;
 //   perm [n] int32, the result row of each id, or [0] for ids in the order given (not read on the CPU);
 //   slots [rows] int32 and cache [cached, width], or [0] (read on the CPU only with `split`): the row of the cache that
-//   holds each row, or a negative number: with `split` ~(its row of the table);
+//   holds each row, or a negative number: with `split` ~(its row of the table). With `peers` the cache is uint32[peers, 2],
+//   the addresses of blocks of equal size, and its row i is row i / peers of block i % peers;
 //   scale float32 [0], [1] or [rows].
 struct GatherCall {
   xla::ffi::AnyBuffer table, ids, perm, slots, cache;
@@ -80,6 +83,12 @@ struct GatherCall {
   // Rows of the table; with `split` those of the cache count, too.
   int64_t num_rows() const {
     return how.split ? static_cast<int64_t>(slots.element_count()) : static_cast<int64_t>(table.dimensions()[0]);
+  }
+
+  // With `peers`: the bytes of each block of the cache.
+  int64_t peer_bytes() const {
+    const int64_t rows = num_rows() - static_cast<int64_t>(table.dimensions()[0]);
+    return (rows + how.peers - 1) / how.peers * how.row_bytes;
   }
 
   // What does not fit, or null. A result row has `row_bytes` if bytes are moved, else one element for each of the table's.
@@ -104,6 +113,10 @@ struct GatherCall {
     if (bytes(table) != table.dimensions()[0] * how.row_bytes) return "the table has other rows";
     if (count(perm) != 0 && count(perm) != num_ids()) return "each id needs a place";
     if (scales > 1 && scales != rows) return "there must be a scale for each row, or one";
+    if (how.peers != 0) {
+      const bool fits = how.peers > 0 && how.split && count(slots) == rows && bytes(cache) == 8 * how.peers;
+      return fits ? nullptr : "the blocks of the cache do not fit";
+    }
     if (count(slots) != 0 && (count(slots) != rows || (how.row_bytes > 0 && bytes(cache) % how.row_bytes != 0))) {
       return "the cache does not fit";
     }

@@ -51,8 +51,13 @@ GatherParams Params(const GatherCall& call, void* out, void* ticket) {
   p.ids = call.ids.untyped_data();
   p.perm = call.perm.element_count() > 0 ? static_cast<const int*>(call.perm.untyped_data()) : nullptr;
   p.slots = static_cast<const int*>(call.slots.untyped_data());
-  p.cache = static_cast<const char*>(call.cache.untyped_data());
-  p.cache_end = p.cache + call.cache.size_bytes();
+  if (call.how.peers > 0) {
+    p.peers = static_cast<const unsigned long long*>(call.cache.untyped_data());
+    p.peer_bytes = call.peer_bytes();
+  } else {
+    p.cache = static_cast<const char*>(call.cache.untyped_data());
+    p.cache_end = p.cache + call.cache.size_bytes();
+  }
   p.scale = call.scale.typed_data();
   p.out = static_cast<char*>(out);
   p.ticket = static_cast<unsigned long long*>(ticket);

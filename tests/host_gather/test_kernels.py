@@ -70,7 +70,7 @@ def compiled(folder: Path, file: str, call: str, types: str, **definitions: int 
 
 def gather_kernel(folder: Path, rows: np.ndarray, codes: tuple[int, int], **macros: int) -> Callable[..., None]:
     """`gather.cu` for rows like these, with the element codes of rows and result. Macros that are not given are 0."""
-    off = dict.fromkeys(("SORTED", "TICKET", "CACHED", "SPLIT", "MEAN"), 0)
+    off = dict.fromkeys(("SORTED", "TICKET", "CACHED", "SPLIT", "PEERS", "MEAN"), 0)
     forms = {
         "ID": "int",
         "UNIT": _spec.store_unit(rows[0].nbytes),

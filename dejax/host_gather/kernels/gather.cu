@@ -5,6 +5,8 @@
 //   TICKET        warps take their work in strict order from a counter, not by a fixed stride
 //   CACHED        `slots` tells which rows lie on the device, in `cache`
 //   SPLIT         (with CACHED) the table has only the other rows; `slots` tells where
+//   PEERS         (with SPLIT) 0, or the number of devices over whose memory the cache is divided: row i of the cache is
+//                 row i / PEERS of block i % PEERS, which is read at its address over the link between the devices
 //   SOURCE, RESULT  element types: -1 moves bytes
 //   MEAN          a result row is the mean of the rows of `fan_out` ids
 //   POSITION      int, or long long where a gather has 2^31 chunks: a division of 64 bits takes as many instructions as
@@ -62,9 +64,16 @@ __device__ __forceinline__ const char* Locate(const GatherParams& p, ID id, cons
 #if CACHED
   const int slot = p.slots[i];
   if (slot >= 0) {
+#if PEERS
+    const char* block = reinterpret_cast<const char*>(p.peers[slot % PEERS]);
+    *begin = block;
+    *end = block + p.peer_bytes;
+    return block + static_cast<long long>(slot / PEERS) * p.row_bytes;
+#else
     *begin = p.cache;
     *end = p.cache_end;
     return p.cache + static_cast<long long>(slot) * p.row_bytes;
+#endif
   }
 #if SPLIT
   i = ~slot;
