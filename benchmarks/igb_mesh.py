@@ -105,9 +105,10 @@ def measured(name: str, trainer: RGATTrainer, run: Any, args: argparse.Namespace
         lost += int(np.asarray(outs["lost"]).sum())
         losses += np.asarray(outs["loss"]).tolist()
     ms = statistics.median(times[1:])
+    rate = args.seeds / ms * 1e3
     result = {
         "case": name, "devices": trainer.devices, "step_ms": round(ms, 3), "all_ms": [round(t, 3) for t in times],
-        "seeds_per_s": round(trainer.devices * args.seeds / ms * 1e3), "seeds_per_s_and_gpu": round(args.seeds / ms * 1e3),
+        "seeds_per_s": round(trainer.devices * rate), "seeds_per_s_and_gpu": round(rate),
         "lost": lost, "loss": [losses[0], losses[-1]],
     }  # fmt: skip
     if args.no_profile:

@@ -22,7 +22,6 @@ and dropout. Logits are a linear map of the seeds' last values. 15, 10 and 5 nei
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import os
@@ -314,9 +313,9 @@ def random_data(
 
     with ThreadPoolExecutor(len(shape.num_nodes)) as pool:
         tables = pool.map(table_of, itertools.count(), shape.num_nodes)
-        store = functools.reduce(
-            lambda store, each: store.with_table(*each), zip(shape.num_nodes, tables), FeatureStore()
-        )
+        store = FeatureStore()
+        for name, table in zip(shape.num_nodes, tables, strict=True):
+            store = store.with_table(name, table)
     labels = jax.random.randint(jax.random.key(seed), (papers,), 0, NUM_CLASSES, jnp.int32)
     clock["features"] = time.perf_counter()
     seconds = {part: round(end - start, 2) for (_, start), (part, end) in itertools.pairwise(clock.items())}
@@ -446,6 +445,7 @@ class RGATTrainer:
     ) -> None:
         self.data, self.config, self.recipe, self.mesh = data, config, recipe, mesh
         self.devices = 1 if mesh is None else mesh.size
+        self._epochs: dict[int, np.ndarray] = {}  # the batches of the present epoch
         self.optimizer = optax.adam(recipe.rate)
         rng = np.random.default_rng([recipe.seed, 11])
         batches = [(SEED_TYPE, rng.choice(data.train, recipe.batch).astype(np.int32)) for _ in range(20)]
@@ -506,18 +506,16 @@ class RGATTrainer:
 
     def seeds(self, first: int, count: int) -> np.ndarray:
         """The seeds of some steps: int32[count, batch of all devices]. Each epoch has an order of its own."""
-        recipe, found, parts, size = self.recipe, 0, [], self.recipe.batch * self.devices
+        found, parts, size = 0, [], self.recipe.batch * self.devices
         per_epoch = -(-len(self.data.train) // size)
         while found < count:
             epoch, at = divmod(first + found, per_epoch)
-            batches = self._epoch(epoch, size)
+            if epoch not in self._epochs:
+                self._epochs = {epoch: seed_batches(self.data.train, size, seed=self.recipe.seed, epoch=epoch)}
+            batches = self._epochs[epoch]
             parts.append(batches[at : at + count - found])
             found += len(parts[-1])
         return np.concatenate(parts)
-
-    @functools.lru_cache(maxsize=1)  # noqa: B019: one trainer lives as long as the process
-    def _epoch(self, epoch: int, size: int) -> np.ndarray:
-        return seed_batches(self.data.train, size, seed=self.recipe.seed, epoch=epoch)
 
     def run(self, state: dict[str, Any], first: int, count: int) -> tuple[dict[str, Any], dict[str, Array]]:
         """`count` steps from step `first` on; results are not waited for."""
@@ -633,7 +631,8 @@ def table(found: dict[str, Any], out: Path) -> str:
     rows = {
         "graph": f"{found['data']}: {nodes:,} nodes, {edges:,} edges, {len(found['edges'])} relations",
         "model": f"R-GAT, {model['layers']} layers, {model['heads']} heads, {model['hidden']} wide",
-        "steps": f"{len(loss):,} of {found['devices']} x {recipe['batch']:,} seeds, fan-out {', '.join(map(str, recipe['fan_outs']))}",
+        "steps": f"{len(loss):,} of {found['devices']} x {recipe['batch']:,} seeds, "
+        f"fan-out {', '.join(map(str, recipe['fan_outs']))}",
         "loss": f"{loss[0]:.4f} to {np.mean(loss[-10:]):.4f}" if loss else "-",
         "validation": f"{100 * found['accuracy'][-1][1]:.2f} %" if found["accuracy"] else "not measured",
         "time per step": f"{step:.2f} ms, {found['seeds_per_second']:,.0f} seeds/s" if step else "not measured",

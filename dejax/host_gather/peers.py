@@ -22,10 +22,11 @@ from dejax.host_gather.table import LocalTable, numpy_copy
 class PeerTable(LocalTable):
     """A table with some rows divided over the memory of several devices of one host, and all others in host memory.
 
-    Each device reads rows from its own memory, from the memory of the other devices, and from host memory, by one kernel
-    that reads where the row lies: GPUs need no exchange, no capacity and no common moment. Devices must be of one
-    process, and GPUs must be able to read each other's memory, as those of one host with NVLink can. Use it wherever a
-    `HostTable` can be read; `dejax.distributed.share` gives it to all devices of a mesh. It is read-only, and a pytree.
+    Each device reads rows from its own memory, from the memory of the other devices, and from host memory, by one
+    kernel that reads each row where it lies: there is no exchange, no capacity and no waiting for each other. Devices
+    must be of one process, and GPUs must be able to read each other's memory, as those of one host with NVLink can. Use
+    it wherever a `HostTable` can be read; `dejax.distributed.share` gives it to all devices of a mesh. It is read-only,
+    and a pytree.
 
     In contrast, a `SplitTable` on a mesh keeps a copy of its device rows on every device, and the rows of a
     `dejax.distributed.ShardedTable` cross between devices by an exchange in which all take part.
@@ -57,8 +58,8 @@ class PeerTable(LocalTable):
 
         Args:
             table: [host rows, *row], the rows whose ids are not in `on_devices`, by ascending id.
-            blocks: for each device [block, *row], all of one size; row k of block d is row `on_devices[k * len(blocks) +
-                d]` of the result. Rows beyond the last id are padding.
+            blocks: for each device [block, *row], all of one size; row k of block d of n is row `on_devices[k * n + d]`
+                of the result. Rows beyond the last id are padding.
             on_devices: int[device rows], distinct ids below the total number of rows.
 
         Raises:
@@ -75,8 +76,8 @@ class PeerTable(LocalTable):
             )
         if not count or not len(ids) or any(len(block) != wanted for block in blocks):
             raise ValueError(
-                f"PeerTable: `blocks` must be one or more tables of ceil({len(ids)} ids / {count} blocks) = {wanted} rows "
-                f"each, 1 at least, got {[len(block) for block in blocks]} rows"
+                f"PeerTable: each of `blocks` must have {max(1, wanted)} rows, for {len(ids)} ids in {count} blocks, "
+                f"got {[len(block) for block in blocks]} rows"
             )
         if table._spec.platform == "cuda":
             devices = [next(iter(block.words.devices())).local_hardware_id for block in blocks]

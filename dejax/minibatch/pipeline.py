@@ -467,11 +467,11 @@ def _over_mesh(function: Callable[..., Any], pipelined: bool, mesh: Mesh, axis: 
     def own(state: Any, topology: Any, features: Any, keys: Array, seeds: Any, *rest: Any) -> Any:
         state, topology, features, rest = _compat.own_empty_arrays((state, topology, features, rest))
         number = jax.lax.axis_index(axis)
-        keys = (
-            jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
-            if pipelined
-            else jax.random.fold_in(keys, number)
-        )
+
+        def of_device(key: Array) -> Array:
+            return jax.random.fold_in(key, number)
+
+        keys = jax.vmap(of_device)(keys) if pipelined else of_device(keys)
         return function(state, topology, features, keys, seeds, *rest)
 
     def all_devices(*arguments: Any) -> Any:
@@ -538,8 +538,8 @@ def _check_features(what: str, features: Any) -> None:
         )
     if divided := [name for name, node in features.types.items() if node.table._is_divided]:
         raise ValueError(
-            f"{what}: the tables of `features` must be read by each device alone, got a ShardedTable of {divided[0]!r}; "
-            "use a PeerTable, or dejax.distributed.data_parallel"
+            f"{what}: each device must read the tables of `features` alone, got one of {divided[0]!r} that devices "
+            "exchange; use a PeerTable, or dejax.distributed.data_parallel"
         )
     if features.trainable:
         raise ValueError(

@@ -128,17 +128,23 @@ def sent_by_csc(
         num_senders: number of senders.
         devices: that take turns with the pieces; none means jax's default device. The result lies on the first one.
     """
-    total, begin = jnp.zeros(num_senders, jnp.float32), 0
+    on = list[Any](devices) or [None]
     if fan_out == 0:
-        return total
-    weight = _weights(starts, reached, fan_out)
-    on: Sequence[Any] = devices or [None]
-    held = [[total, weight, starts] if each is None else jax.device_put([total, weight, starts], each) for each in on]
-    for number, piece in enumerate(senders):
-        own = held[number % len(on)]
-        own[0] = _add_piece(*own, jax.device_put(piece, on[number % len(on)]), begin)
-        begin += len(piece)
-    return functools.reduce(jnp.add, [jax.device_put(own[0], on[0]) for own in held])
+        return jnp.zeros(num_senders, jnp.float32)
+    pieces = list(senders)
+    begins = np.cumsum([0, *map(len, pieces)]).tolist()
+    given = _weights(starts, reached, fan_out), starts
+
+    def added(number: int) -> Array:
+        own = jnp.zeros(num_senders, jnp.float32, device=on[number])
+        weight, starts = given if on[number] is None else jax.device_put(given, on[number])
+        for at in range(number, len(pieces), len(on)):
+            own = _add_piece(own, weight, starts, jax.device_put(pieces[at], on[number]), begins[at])
+        return own
+
+    with ThreadPoolExecutor(len(on)) as pool:  # a thread copies pieces to its device
+        found = list(pool.map(added, range(len(on))))
+    return functools.reduce(jnp.add, [jax.device_put(own, on[0]) for own in found])
 
 
 def _share_drawn(module: Any, degree: Any, fan_out: int) -> Any:

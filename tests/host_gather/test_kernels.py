@@ -28,6 +28,9 @@ extern "C" void run(const char* table, long long rows, int row_bytes, const int*
   GatherParams p = {};
   unsigned long long ticket = 0;
   p.table = table, p.table_end = table + rows * row_bytes, p.ids = ids, p.perm = perm, p.slots = slots;
+#if PEERS
+  p.peers = reinterpret_cast<const unsigned long long*>(cache), p.peer_bytes = cache_bytes;
+#endif
   p.cache = cache, p.cache_end = cache + cache_bytes, p.scale = scale, p.scale_count = scale_count, p.out = out;
   p.ticket = &ticket, p.n = n, p.rows = rows, p.row_bytes = row_bytes, p.fan_out = fan_out, p.clip = clip;
   p.fill_value = fill_value;
@@ -91,7 +94,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "out", "sort", "ticket", "cached", "clip"),  # cached: 2 for a split table
+    ("width", "dtype", "out", "sort", "ticket", "cached", "clip"),  # cached: 2 for a split table, 3 for one of blocks
     [
         pytest.param(128, np.float32, None, False, False, False, False, marks=pytest.mark.slow),
         (100, np.float32, None, True, True, False, False),
@@ -100,6 +103,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
         pytest.param(25, np.float32, None, True, True, False, True, marks=pytest.mark.slow),
         (129, np.float32, None, True, True, True, True),
         (33, np.int8, None, False, True, True, False),
+        (33, np.int8, None, False, True, 3, False),
         pytest.param(37, np.int8, ml_dtypes.bfloat16, True, True, False, False, marks=pytest.mark.slow),
         pytest.param(1, np.float32, np.float16, False, False, False, True, marks=pytest.mark.slow),
         pytest.param(64, np.int8, np.float32, True, True, False, False, marks=pytest.mark.slow),
@@ -120,14 +124,17 @@ def test_gather(
     rows = aligned(RNG.integers(-100, 100, (37, width)).astype(dtype))
     result = np.dtype(out or dtype)
     codes = (_spec.ELEMENT_CODES[rows.dtype.name], _spec.RESULT_CODES[result.name]) if out else (-1, -1)
-    split = int(cached) // 2
-    run = gather_kernel(
-        tmp_path, rows, codes, SORTED=int(sort), TICKET=int(ticket), CACHED=int(cached > 0), SPLIT=split
-    )
+    split, peers = int(cached) // 2, 2 * (cached == 3)
+    macros = {"SORTED": int(sort), "TICKET": int(ticket), "CACHED": int(cached > 0), "SPLIT": split, "PEERS": peers}
+    run = gather_kernel(tmp_path, rows, codes, **macros)
     order = np.argsort(IDS, kind="stable").astype(np.int32) if sort else np.arange(len(IDS), dtype=np.int32)
     slots = np.full(37, -1, np.int32)
     slots[[0, 7, 36]] = [2, 0, 1]
     cache = aligned(rows[[7, 36, 0]])
+    cache_bytes = cache.nbytes
+    if peers:  # row i is row i // 2 of block i % 2
+        blocks = [aligned(cache[[0, 2]]), aligned(cache[[1, 1]])]
+        cache, cache_bytes = np.array([block.ctypes.data for block in blocks], np.uint64), blocks[0].nbytes
     table = rows
     if split:
         slots[slots < 0] = ~np.arange(34, dtype=np.int32)
@@ -145,7 +152,7 @@ def test_gather(
         1,
         slots,
         cache,
-        cache.nbytes,
+        cache_bytes,
         nothing,
         0,
         align,
