@@ -11,7 +11,8 @@ from flax import nnx
 
 from dejax import offload
 from dejax._int32 import entering_jit
-from dejax.host_gather import adam
+from dejax.distributed import ShardedTable, make_mesh, share
+from dejax.host_gather import DeviceTable, HostTable, PeerTable, adam
 from dejax.minibatch import (
     FeatureStore,
     HeteroTopology,
@@ -189,6 +190,63 @@ def test_edges_that_are_read_ahead_give_the_same_samples(drawn, steps):
     got = ahead(jnp.zeros(()), topology, store, keys, seeds)
     jax.tree.map(lambda a, *some: np.testing.assert_array_equal(a, np.stack(some)), got[1], *outs)
     np.testing.assert_array_equal(got[0], state)
+
+
+def divided_over(devices, rows):
+    """Every other row in host memory, the others divided over the memory of the devices."""
+    ids, blocks = np.arange(0, len(rows), 2), []
+    for number, device in enumerate(devices):
+        own = rows[ids[number :: len(devices)]]
+        padding = np.zeros((-(-len(ids) // len(devices)) - len(own), *rows.shape[1:]), rows.dtype)
+        blocks.append(DeviceTable.from_numpy(np.concatenate([own, padding]), device=device))
+    return PeerTable.from_parts(HostTable.from_numpy(rows[1::2]), blocks, ids)
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("pipelined", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_each_device_of_a_mesh_has_its_own_seeds_and_keys(pipelined):
+    mesh, rng = make_mesh(2), np.random.default_rng(4)
+    rows = {name: rng.standard_normal((count, 4)).astype(np.float32) for name, count in COUNTS.items()}
+    topology, store = topology_of(on_host=True), FeatureStore.from_arrays(rows)
+    divided = store.with_table("paper", divided_over(mesh.devices.flat, rows["paper"]))
+    seeds, keys = rng.integers(0, COUNTS["paper"], (3, 8)).astype(np.int32), step_keys(jax.random.key(3), 0, 3)
+
+    def weighted(batch):
+        return sum((x * jnp.arange(1.0, len(x) + 1)[:, None]).sum() for x in batch.x.values())
+
+    def of_all(state, batch):
+        total = jax.lax.psum(weighted(batch), "data")
+        return state + total, total
+
+    one = sampled_step(lambda state, batch: (state, weighted(batch)), plain, donate=False)
+    want = [
+        sum(
+            float(one(0.0, topology, store, jax.random.fold_in(key, part), some[4 * part : 4 * part + 4])[1])
+            for part in range(2)
+        )
+        for key, some in zip(keys, seeds, strict=True)
+    ]
+    inputs, state, found = share((topology, divided), mesh), jnp.zeros(()), []
+    if pipelined:
+        state, found = pipelined_steps(of_all, plain, edges_ahead=True, mesh=mesh)(state, *inputs, keys, seeds)
+    else:
+        step = sampled_step(of_all, plain, mesh=mesh)
+        for key, some in zip(keys, seeds, strict=True):
+            state, out = step(state, *inputs, key, some)
+            found.append(out)
+    np.testing.assert_allclose(np.asarray(found), want, rtol=1e-5)
+    np.testing.assert_allclose(float(state), sum(want), rtol=1e-5)
+
+
+@pytest.mark.devices(2)
+def test_a_mesh_refuses_what_devices_exchange_and_unknown_axes():
+    mesh = make_mesh(2)
+    store = FeatureStore().with_table("paper", ShardedTable.zeros((COUNTS["paper"], 4), mesh))
+    step = sampled_step(lambda state, batch: (state, None), plain, mesh=mesh)
+    with pytest.raises(ValueError, match="each device must read the tables of `features` alone, got one of 'paper'"):
+        step(jnp.zeros(()), *share((topology_of(), store), mesh), jax.random.key(0), np.zeros(2, np.int32))
+    with pytest.raises(ValueError, match="`axis` must be one of the mesh's axes, data, got 'seeds'"):
+        sampled_step(lambda state, batch: (state, None), plain, mesh=mesh, axis="seeds")
 
 
 def test_a_sample_is_cut_at_each_read_that_needs_another_one():

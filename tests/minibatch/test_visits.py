@@ -54,7 +54,7 @@ def test_topologies_expect_the_same_visits(fan_outs, on_host: bool, monkeypatch)
     graph = HeteroTopology.from_edges(EDGES, NODES, on_host=on_host)
     seeds = {"a": [1, 4, 4], "b": [2]}
     for size in (None, 2):
-        found = graph.expected_visits(seeds, fan_outs, batch_size=size, devices=size and jax.devices()[:2] or ())
+        found = graph.expected_visits(seeds, fan_outs, batch_size=size, devices=(size and jax.devices()[:2]) or ())
         want = expected_visits(EDGES, NODES, seeds, fan_outs, batch_size=size)
         assert set(found) == set(want)
         for name, values in want.items():
