@@ -13,6 +13,8 @@ import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike
 
+from dejax.datasets._parallel import available_cores
+
 Relation = tuple[str, str, str]
 _CHUNK = 1 << 24  # edges at once, for memory maps
 
@@ -198,14 +200,19 @@ def hot_rows(
         if values.dtype.kind == "f" and np.isnan(values).any():
             raise ValueError(f"hot_rows: `visits` of {name!r} must be numbers, got NaN; replace them by 0")
     room = device_bytes - slot_bytes * sum(len(values) for values in counts.values())
-    with ThreadPoolExecutor(max(1, len(counts))) as pool:  # numpy sorts on one core
-        ascending = dict(zip(counts, pool.map(lambda own: np.sort(own[own > 0]), counts.values()), strict=True))
+    cuts = [(name, first) for name, values in counts.items() for first in range(0, len(values), _CHUNK)]
+
+    def sorted_chunk(cut: tuple[str, int]) -> np.ndarray:
+        own = counts[cut[0]][cut[1] : cut[1] + _CHUNK]
+        return np.sort(own[own > 0])
+
+    with ThreadPoolExecutor(available_cores()) as pool:  # numpy sorts on one core
+        ascending = list(zip(cuts, pool.map(sorted_chunk, cuts), strict=True))
 
     def bytes_above(bound: float) -> int:
-        above = {name: len(x) - int(np.searchsorted(x, bound, side="right")) for name, x in ascending.items()}
-        return sum(count * row_bytes[name] for name, count in above.items())
+        return sum((len(x) - int(np.searchsorted(x, bound, side="right"))) * row_bytes[n] for (n, _), x in ascending)
 
-    low, high = 0.0, max((float(x[-1]) for x in ascending.values() if x.size), default=0.0)
+    low, high = 0.0, max((float(x[-1]) for _, x in ascending if x.size), default=0.0)
     if bytes_above(0.0) <= room:
         high = 0.0
     else:
@@ -217,7 +224,9 @@ def hot_rows(
         equal = np.flatnonzero(values == high) if high > 0 else np.zeros(0, np.int64)
         equal = equal[: max(0, room) // max(1, row_bytes[name])]
         room -= len(equal) * row_bytes[name]
-        chosen[name] = np.sort(np.concatenate([np.flatnonzero(values > high) if high or room >= 0 else equal, equal]))
+        taken = values > high if high or room >= 0 else np.zeros(len(values), bool)
+        taken[equal] = True
+        chosen[name] = np.flatnonzero(taken)
     return chosen
 
 
