@@ -177,7 +177,9 @@ def run(args: argparse.Namespace, save: Save) -> None:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=float, default=0.01, help="of IGB's numbers of nodes and edges")
     parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs; by default 1, 2, 4, ... as there are")
-    parser.add_argument("--places", nargs="+", choices=("host", "divided"), default=["host", "divided"])
+    parser.add_argument(
+        "--places", nargs="+", choices=("host", "divided"), default=["host", "divided"], help="of the rows of features"
+    )
     parser.add_argument("--device-gb", type=float, default=100.0, help="of features and slots on each GPU")
     parser.add_argument("--width", type=int, default=1024, help="elements of a row")
     parser.add_argument("--seeds", type=int, default=1024, help="seeds of a GPU and step")

@@ -1,7 +1,7 @@
 """Tables in host memory that compiled steps read and write in place.
 
 * `HostTable` holds the rows; `CachedTable` also keeps the most used rows on the device. `SplitTable` keeps some rows on
-  the device instead, `DeviceTable` all.
+  the device instead, `DeviceTable` all; `PeerTable` divides some over the memory of several devices.
 * `gather` reads rows by ids inside `jax.jit`, without a copy of the table on the device and without a host callback.
 * `scatter`, `scatter_add`, and the optimizers `sgd`, `adagrad` and `adam` write rows in place.
 * `gather_start`, `gather_done` and `prefetched_scan` overlap reads with compute.
