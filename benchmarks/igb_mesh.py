@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -127,6 +128,8 @@ def run(args: argparse.Namespace, save: Save) -> None:
         args.scale, args.seeds, args.steps, args.repeats, args.width = 2e-6, 16, 4, 1, 16
         args.gpus = args.gpus or [n for n in (1, 2) if n <= jax.device_count()]
     gpus = args.gpus or [n for n in (1, 2, 4, 8) if n <= jax.device_count()]
+    logging.basicConfig(format="# %(message)s")
+    logging.getLogger("examples.igb_rgat").setLevel(logging.INFO)
     found: dict[str, Any] = {"scale": args.scale, "devices": jax.device_count(), "made": [], "results": []}
 
     def say(kind: str, what: dict[str, Any]) -> None:

@@ -24,10 +24,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -70,6 +71,7 @@ BETWEEN_SLOPE = 0.01
 """Of the LeakyReLU between layers."""
 _STARTS_SHARE = 1 / 12  # of the device's memory, for the first edge of each receiver and relation
 _SLOT_BYTES, _PAGE = 4, 4096
+_LOG = logging.getLogger(__name__)
 _TRAIN_SHARE, _VALID_SHARE = 94_605_581 / 269_346_174, 0.1
 
 # -------------------------------------------------------------------------------------------------------- the model
@@ -278,13 +280,14 @@ def random_data(
         topology: of an earlier call with the same scale and seed, to draw other features only.
     """
     devices = [] if mesh is None else list(mesh.devices.flat)
-    clock = {"began": time.perf_counter()}
+    seconds: dict[str, float] = {}
+    parts = _timed(seconds)
     shape = IGBShape.of(scale)
     if topology is None:
         topology = random_topology(shape.num_nodes, relation_counts(shape), seed=seed, progress=progress)
-        clock["edges"] = time.perf_counter()
+        parts("edges")
         topology = _with_starts(topology)
-        clock["starts"] = time.perf_counter()
+        parts("starts")
     papers = shape.num_nodes[SEED_TYPE]
     train = np.arange(max(1, round(papers * _TRAIN_SHARE)), dtype=np.int32)
     valid = np.arange(len(train), len(train) + max(1, round(papers * _VALID_SHARE)), dtype=np.int32)
@@ -292,11 +295,11 @@ def random_data(
     hot: dict[str, np.ndarray] = {}
     if device_bytes:
         visits = topology.expected_visits({SEED_TYPE: train}, fan_outs, batch_size=batch, devices=devices)
-        clock["visits"] = time.perf_counter()
+        parts("visits")
         row_bytes = dict.fromkeys(visits, width * found.itemsize)
         slots = sum(shape.num_nodes.values()) * _SLOT_BYTES  # on each device
         hot = _rows_for_the_device(visits, row_bytes, (device_bytes - slots) * max(1, len(devices)) + slots)
-        clock["hot rows"] = time.perf_counter()
+        parts("hot rows")
 
     def table_of(number: int, name: str) -> HostTable | SplitTable | PeerTable:
         ids, seed_of_type = hot.get(name, np.zeros(0, np.int64)), seed * 64 + number
@@ -317,9 +320,20 @@ def random_data(
         for name, table in zip(shape.num_nodes, tables, strict=True):
             store = store.with_table(name, table)
     labels = jax.random.randint(jax.random.key(seed), (papers,), 0, NUM_CLASSES, jnp.int32)
-    clock["features"] = time.perf_counter()
-    seconds = {part: round(end - start, 2) for (_, start), (part, end) in itertools.pairwise(clock.items())}
+    parts("features")
     return IGBData(f"random graph, {scale:g} of IGB", topology, store, labels, NUM_CLASSES, train, valid, seconds)
+
+
+def _timed(seconds: dict[str, float]) -> Callable[[str], None]:
+    """A function that writes down, and logs, the time since its last call under a name."""
+    last = [time.perf_counter()]
+
+    def passed(name: str) -> None:
+        now = time.perf_counter()
+        seconds[name], last[0] = round(now - last[0], 2), now
+        _LOG.info("%s: %.1f s", name, seconds[name])
+
+    return passed
 
 
 def _random_host_table(shape: tuple[int, int], dtype: Any, seed: int, label: str, progress: bool | None) -> HostTable:
