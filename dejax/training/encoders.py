@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from dejax._optional import optional
+from dejax.segment import gather
 from dejax.training.rows import DAY, ColumnPlace, TablePlan
 
 with optional("flax", of="dejax.training"):
@@ -239,4 +240,4 @@ def _summed(table: Array, codes: Array) -> Array:
     if table.shape[0] <= _MOST_ONE_HOT:
         counts = jax.nn.one_hot(codes, table.shape[0], dtype=table.dtype).sum(1)
         return counts @ table
-    return jnp.where((codes >= 0)[:, :, None], table[codes], 0.0).sum(1)
+    return gather(table, codes.reshape(-1)).reshape(*codes.shape, -1).sum(1)

@@ -25,6 +25,7 @@ from dejax.minibatch import (
     softmax_cross_entropy,
 )
 from dejax.rgnn import Options, RelGraph
+from dejax.segment import gather
 from dejax.training.data import NODE
 from dejax.training.link_graph import EDGE, LinkGraph
 from dejax.training.models import LinkModel, decoder_of
@@ -241,11 +242,15 @@ class LinkTask(TrainingTask):
     def loss(
         self, model: Any, view: StepView, x: dict[str, Array], seeds: Any, data: Any, key: Array
     ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
-        """The loss of each edge against its negatives."""
+        """The loss of each edge against its negatives.
+
+        Rows are read by `gather`, whose gradient adds in a fixed order: many edges have one node, and on a GPU the
+        gradient of `x[ids]` would have other bits in each run.
+        """
         place_key, dropout_key = jax.random.split(key)
         node_type = data["node_type"][jnp.maximum(view.ids[NODE], 0)]
         every = model.encode(view.graphs, model.inputs(x[NODE], node_type), rngs=nnx.Rngs(dropout=dropout_key))
-        h = every[view.positions[NODE]]
+        h = gather(every, jnp.maximum(view.positions[NODE], 0))
         count, decoder = self.batch_size, self.decoder
         own, right, others = h[:count], h[count : 2 * count], h[count:]
         r, flipped = model.relation(jnp.maximum(seeds["relation"], 0)), jnp.asarray(_flipped(count))
@@ -258,7 +263,7 @@ class LinkTask(TrainingTask):
             there = mask[:, None] & other & (node_type == kind[:, None])
         else:
             places, there = self.negatives.places(place_key, seeds["true"], kind, seeds["wrong"])
-            negative = decoder.similarity(query[:, None], others[places])
+            negative = decoder.similarity(query[:, None], gather(others, places.reshape(-1)).reshape(*places.shape, -1))
         of_batch = softmax_cross_entropy if self.settings.loss == "softmax" else binary_cross_entropy
         loss = of_batch(positive, negative, mask=mask, negative_mask=there)
         if self.settings.n3:

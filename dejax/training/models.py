@@ -15,6 +15,7 @@ from dejax.minibatch.nnx import InputProjection
 from dejax.offload import offload
 from dejax.rgnn import Options, RelGraph
 from dejax.rgnn.nnx import HGTConv, RGATConv, RGCNConv, SAGEConv
+from dejax.segment import gather
 from dejax.training.settings import Settings
 
 with optional("flax", of="dejax.training"):
@@ -391,7 +392,7 @@ class LinkModel(nnx.Module):
 
     def inputs(self, x: Array, node_type: Array) -> Array:
         """The values that the first layer reads, from features or embeddings."""
-        return x if self.project is None else self.project(x) + self.types(node_type)
+        return x if self.project is None else self.project(x) + gather(self.types.embedding[...], node_type)
 
     def encode(self, graphs: Sequence[tuple[RelGraph, int | None]], x: Array, *, rngs: nnx.Rngs | None = None) -> Array:
         """[seeds, hidden] from the graph of each layer and how many of its rows are kept (None: all).
@@ -410,4 +411,4 @@ class LinkModel(nnx.Module):
 
     def relation(self, numbers: Array) -> Array | None:
         """The vectors of relations, for the decoder."""
-        return None if self.relations is None else self.relations[...][numbers]
+        return None if self.relations is None else gather(self.relations[...], numbers)
