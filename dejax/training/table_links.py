@@ -19,6 +19,7 @@ from dejax._optional import optional
 from dejax.datasets import HeteroDataset, Task
 from dejax.minibatch import FeatureStore, HeteroTopology, NegativePool, SampledBlocks, softmax_cross_entropy
 from dejax.rgnn import Options
+from dejax.segment import gather
 from dejax.training.metrics import Ranking
 from dejax.training.rows import TablePlan
 from dejax.training.settings import Settings
@@ -225,7 +226,7 @@ class TableLinkTask(TableTask):
         of_targets = view.positions[self._target]
         if self._target == self.examples.entity:
             of_targets = of_targets[count:]
-        return entities[view.positions[self.examples.entity][:count]], targets[of_targets]
+        return gather(entities, view.positions[self.examples.entity][:count]), gather(targets, of_targets)
 
     def loss(
         self, model: Any, view: StepView, x: dict[str, Array], seeds: Any, data: Any, key: Array

@@ -21,6 +21,7 @@ from dejax.training.report import summarise, table
 from dejax.training.rows import apart, as_days, pack
 from dejax.training.state import History
 from dejax.training.tables import is_latest
+from tests.training.test_contract import check_equal, stopped_and_whole
 
 DAY = 86_400
 NOW = 15_706 * DAY + 4_321  # a second of 2013
@@ -91,6 +92,19 @@ def trained():
     data = shop()
     trainer = Trainer(settings(), data)
     return data, trainer, fit(trainer, 0)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_same_numbers(tmp_path):
+    """With so many categories that their vectors are gathered; the gradient adds in a fixed order on GPUs, too."""
+    data = shop()
+    count = data.num_nodes["orders"]
+    names = tuple(str(code) for code in range(300))
+    codes = np.random.default_rng(1).integers(0, 300, count).astype(np.int32)
+    product = Column("category", codes, np.zeros(count, bool), categories=names)
+    columns = {"orders": {**data.columns["orders"], "product": product}}
+    trainer = Trainer(settings(epochs=3), dataclasses.replace(data, columns=columns))
+    check_equal(stopped_and_whole(trainer, 3, 1, tmp_path))
 
 
 def test_rows_hold_values_exactly_and_statistics_are_of_what_was_known():
