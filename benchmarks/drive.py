@@ -62,13 +62,15 @@ class Drive:
     def __init__(self, path: Path, blocks: int) -> None:
         self.path, self.blocks, self._loop = path, blocks, plain_loop()
 
-    def loop_rate(self, blocks: np.ndarray, block_bytes: int = ROW) -> float:
-        """Bytes per second of the plain loop."""
+    def loop_rate(self, blocks: np.ndarray, block_bytes: int = ROW) -> tuple[float, float]:
+        """Bytes per second, and processor seconds per GB, of the plain loop."""
         given = np.ascontiguousarray(blocks, np.int64)
+        cpu = time.process_time()
         seconds = self._loop(os.fsencode(self.path), block_bytes, given.ctypes.data, len(given), DEPTH)
         if seconds <= 0:
             raise OSError(f"the plain loop could not read {self.path} past the page cache")
-        return float(len(given) * block_bytes / seconds)
+        size = len(given) * block_bytes
+        return float(size / seconds), (time.process_time() - cpu) / (size / 1e9)
 
     def table(self, cache_rows: int) -> DriveTable:
         return DriveTable.from_file(self.path, (self.blocks, ROW), np.uint8, cache_bytes=cache_rows * ROW)
@@ -83,6 +85,12 @@ def first_bytes(table: DriveTable, ids: jax.Array) -> jax.Array:
         ids: int32[batches, rows]. The rows of a batch are read while those of the batch before are gathered.
     """
     return prefetched_scan(lambda carry, rows, _: (carry, rows[:, :8]), 0, table, ids)[1]
+
+
+def fill(table: DriveTable, rows: np.ndarray, batch: int) -> None:
+    """Reads rows until the cache is full: its memory has been used then, as after the first steps of a training."""
+    for start in range(0, len(rows) - batch + 1, batch):
+        first_bytes(table, jnp.asarray(rows[None, start : start + batch], jnp.int32)).block_until_ready()
 
 
 def table_rate(table: DriveTable, batches: list[np.ndarray]) -> tuple[float, float]:
@@ -100,12 +108,14 @@ def table_rate(table: DriveTable, batches: list[np.ndarray]) -> tuple[float, flo
 def cold(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
     """Random rows, none of which is in the cache."""
     rng, found = np.random.default_rng(1), []
+    cached = 4 * args.batch
     for _ in range(args.turns):
-        order = rng.permutation(drive.blocks)[: args.batch * (args.batches + 1)].reshape(-1, args.batch)
-        own = drive.loop_rate(order[1:].reshape(-1))
-        with drive.table(4 * args.batch) as table:
-            rate, cpu = table_rate(table, list(order))
-            found.append({"loop": own, "table": rate, "share": rate / own, "cpu_s_per_gb": cpu})
+        order = cached + rng.permutation(drive.blocks - cached)[: args.batch * (args.batches + 1)]
+        order = order.reshape(-1, args.batch)
+        own, own_cpu = drive.loop_rate(order[1:].reshape(-1))
+        with drive.table(cached) as table:
+            fill(table, np.arange(cached), args.batch)
+            found.append(beside(table_rate(table, list(order)), own, own_cpu))
             engine = table.stats()["engine"]
     return {"engine": engine, **median(found)}
 
@@ -115,11 +125,11 @@ def sequential(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
     found, blocks = [], min(drive.blocks, args.batch * args.batches * 4) // 32 * 32
     for turn in range(args.turns):
         first = turn * blocks % max(1, drive.blocks - blocks + 1) // 32 * 32
-        own = drive.loop_rate(np.arange(first // 32, (first + blocks) // 32), RUN)
+        own, own_cpu = drive.loop_rate(np.arange(first // 32, (first + blocks) // 32), RUN)
         ids = np.arange(first, first + blocks)
         with drive.table(4 * args.batch) as table:
-            rate, cpu = table_rate(table, [ids[-args.batch :], *np.split(ids, range(args.batch, blocks, args.batch))])
-        found.append({"loop": own, "table": rate, "share": rate / own, "cpu_s_per_gb": cpu})
+            taken = table_rate(table, [ids[-args.batch :], *np.split(ids, range(args.batch, blocks, args.batch))])
+        found.append(beside(taken, own, own_cpu))
     return median(found)
 
 
@@ -134,12 +144,11 @@ def mostly_cached(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
         visits[warm] = 1
         some = [rng.choice(warm, args.batch, replace=False) for _ in range(args.batches + 1)]
         mixed = [np.concatenate([ids[misses:], new]) for ids, new in zip(some, fresh, strict=True)]
-        own = drive.loop_rate(fresh[1:].reshape(-1))
+        own, _ = drive.loop_rate(fresh[1:].reshape(-1))
         cache = hot + 4 * args.batch
         stored = DriveTable.from_file(drive.path, (drive.blocks, ROW), np.uint8, cache_bytes=cache * ROW, visits=visits)
         with stored as table:
-            for start in range(0, hot, args.batch):
-                first_bytes(table, jnp.asarray(warm[None, start : start + args.batch], jnp.int32)).block_until_ready()
+            fill(table, warm, args.batch)
             cached = args.batch * ROW / table_rate(table, some)[0]
             before = table.stats()
             took = args.batch * ROW / table_rate(table, mixed)[0]
@@ -185,6 +194,12 @@ def memory(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
         "peak_resident_bytes": int(peak),
         "loss": float(loss),
     }
+
+
+def beside(taken: tuple[float, float], own: float, own_cpu: float) -> dict[str, float]:
+    """A table's rate and processor time with those of the loop."""
+    rate, cpu = taken
+    return {"loop": own, "table": rate, "share": rate / own, "cpu_s_per_gb": cpu, "loop_cpu_s_per_gb": own_cpu}
 
 
 def median(found: list[dict[str, float]]) -> dict[str, Any]:

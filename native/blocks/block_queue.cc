@@ -113,9 +113,7 @@ bool BlockQueue::Pop(ChunkJob* job) {
       job->interceptor = source_->interceptor();
       job->path = chunk.path;
       job->index = chunk.offset;
-      if (job->io->data != nullptr) {
-        job->data = job->io->data + static_cast<int64_t>(job->chunk) * options_.chunk_bytes;
-      }
+      job->data = job->io->MemoryOf(job->chunk, options_.chunk_bytes);
       job->bytes = chunk.bytes;
       return true;
     }

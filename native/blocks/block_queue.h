@@ -27,6 +27,8 @@ struct BlockIo {
   virtual ~BlockIo() = default;
   // With the mutex. Where nobody needs the block any more, its chunks end before they begin.
   virtual bool IsWanted() const { return true; }
+  // Where a chunk of at most `most` bytes lies in memory; null: in memory of the thread that reads it.
+  virtual char* MemoryOf(size_t chunk, int64_t most) { return data == nullptr ? nullptr : data + static_cast<int64_t>(chunk) * most; }
   // Without the mutex: a chunk was read into `data`. May throw std::runtime_error: then the read has failed.
   virtual void Arrived(size_t, const char*) {}
   // done: bytes that were written or read; 0 where the chunk was not wanted. error: why it failed; empty where it did not.
@@ -34,7 +36,7 @@ struct BlockIo {
 
   bool write = false;
   std::vector<Chunk>* chunks = nullptr;
-  char* data = nullptr;       // memory of whole pages; null: each chunk is read into memory of the thread that reads it
+  char* data = nullptr;       // memory of whole pages for all chunks, one after the other; null: each has its own
   int64_t bytes = 0;          // the block's own; a write fills the last page with zeros
   Event after[2];             // the GPU's work that must end first; null: none
   Context context = nullptr;  // of these events

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -209,6 +210,23 @@ def test_read_errors_name_file_and_row(engine: str) -> None:
     interceptor.slow(0.05)
     np.testing.assert_array_equal(table[np.arange(50)], ROWS)
     assert table.stats()["wait_seconds"] > 0.04
+
+
+def test_gathers_that_end_before_their_reads() -> None:
+    """A gather with a bad id, or a start without an end, leaves reads under way. They reach no other rows."""
+    rows = np.arange(400, dtype=np.float32)[:, None].repeat(6, 1)
+    table, alone = on_drive(rows, 4, threads=4), jax.jit(lambda table, ids: gather_start(table, ids).ticket)
+    interceptor = faults(table)
+    for k in range(4):
+        interceptor.slow(0.01)
+        with pytest.raises(Exception, match="id 500 is out of range"):
+            gather(table, np.append(np.arange(6) * 30 + k, 500), mode="raise").block_until_ready()
+        alone(table, np.array([70 + k, 71 + k])).block_until_ready()
+        interceptor.slow(0)
+        ids = np.array([200 + k, 350 - k])
+        for _ in range(3):
+            np.testing.assert_array_equal(table[ids], rows[ids])
+            time.sleep(0.02)
 
 
 def test_threads_share_a_table() -> None:

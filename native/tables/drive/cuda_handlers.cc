@@ -1,8 +1,9 @@
 // The handlers of handlers.h for CUDA. A start copies its ids to the host; a host function on a stream of its own then
 // begins the reads, while the compute stream goes on. The gather waits on the host, not on the GPU, until the rows are in
 // the cache, which is pinned; then the kernel that gathers from host memory reads them by their positions there.
-#include <cstdint>
+#include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -26,6 +27,7 @@ using cuda::DevicePointer;
 using offload::Event;
 using offload::EventPool;
 
+constexpr cuda::Result kNotReady = 600;  // CUDA_ERROR_NOT_READY
 constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
 constexpr unsigned kPortableAndMapped = 3;
 
@@ -65,6 +67,7 @@ struct Started {
   std::shared_ptr<char> ids;
   int64_t count = 0;
   bool wide = false, clip = false;
+  Event copied;  // the ids are on the host
 
   std::mutex mutex;
   std::condition_variable changed;
@@ -87,7 +90,12 @@ struct Started {
 
   RowReader::RequestPtr Request() {
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [this] { return begun; });
+    while (!changed.wait_for(lock, std::chrono::seconds(1), [this] { return begun; })) {
+      lock.unlock();  // a GPU that has failed calls no host function any more
+      const cuda::Result state = copied ? cuda::GetDriver().event_query(copied.get()) : 0;
+      if (state != kNotReady) cuda::Check(state, "the copy of ids to the host");
+      lock.lock();
+    }
     if (!error.empty()) throw std::runtime_error(error);
     return request;
   }
@@ -206,7 +214,8 @@ ffi::Error StartOnCuda(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table
     GiveBack(side);
     side.pending.DropOthers(run.run_id, [](const StartedPtr& lost) { lost->Drop(); });
     CopyIds(*started, ids, stream);  // in the order of compute: XLA may use the ids' memory again afterwards
-    offload::Wait(side.stream, side.events->Record(stream));
+    started->copied = side.events->Record(stream);
+    offload::Wait(side.stream, started->copied);
     auto owned = std::make_unique<StartedPtr>(started);
     cuda::Check(driver.launch_host_func(side.stream, &BeginOnHost, owned.get()), "cuLaunchHostFunc");
     static_cast<void>(owned.release());
@@ -234,6 +243,10 @@ StartedPtr TakeStarted(cuda::Context context, cuda::Stream stream, int64_t run, 
   started = MakeStarted(reader, ids, clip);
   CopyIds(*started, ids, stream);
   cuda::Check(cuda::GetDriver().stream_synchronize(stream), "cuStreamSynchronize");
+  {
+    std::lock_guard<std::mutex> lock(SideMutex());
+    GiveBack(SideOf(context));  // the cache has room again for the rows of gathers that have ended
+  }
   started->Begin();
   return started;
 }

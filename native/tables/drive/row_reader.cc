@@ -1,5 +1,6 @@
 #include "tables/drive/row_reader.h"
 
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -43,18 +44,24 @@ std::shared_ptr<char> AllocatePages(int64_t bytes) {
 
 }  // namespace
 
-// Reads of missing rows. A chunk has whole pages of one file, and some of the rows.
+// Reads of missing rows. A chunk has whole pages of one file, and some of the rows. Until it has ended, a load pins the
+// slots that it fills: a request may be released before.
 struct RowReader::Load : offload::BlockIo {
+  char* MemoryOf(size_t chunk, int64_t) override { return into[chunk]; }
   void Arrived(size_t chunk, const char* data) override;
   void ChunkEnded(size_t chunk, int64_t done, const std::string& why) override;
+  char* WholeRows(size_t chunk, int64_t row_bytes) const;
 
   RowReader* reader = nullptr;  // it ends its queue before it ends itself
   std::vector<Missing> rows;  // in the order of files and offsets
   std::vector<Chunk> of;      // `chunks` points to it
   std::vector<std::pair<size_t, size_t>> within;  // of each chunk: the first of its rows, and the one after the last
+  std::vector<char*> into;                        // of each chunk: where its rows go as they lie; null: row by row
   std::vector<int64_t> slots;                     // that it fills
+  std::shared_ptr<char> more;                     // the request's, which it fills
   // With the monitor's mutex.
   size_t left = 0;
+  int64_t read_bytes = 0, reads = 0;
   bool done = false;
   std::string error;
 };
@@ -80,6 +87,10 @@ std::shared_ptr<RowReader> RowReader::Find(int64_t number) {
 }
 
 void RowReader::Start() {
+  // A page at a time, the kernel would spend as much on a new page as on the read that fills it. Pinned memory has its pages.
+  const uintptr_t begin = offload::WholePages(reinterpret_cast<uintptr_t>(options_.cache));
+  const uintptr_t end = reinterpret_cast<uintptr_t>(options_.cache) + options_.slots * options_.layout.row_bytes;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
   offload::DiskOptions how;
   how.chunk_bytes = kChunkBytes;
   how.checksum = false;
@@ -171,9 +182,10 @@ void RowReader::LookUp(const Id* ids, int64_t count, bool clip, Request* request
         }
       } else if (const auto known = numbers.find(row); known != numbers.end()) {
         slot = cache_.slots() + known->second;
-      } else if ((slot = cache_.Insert(row)) >= 0) {
+      } else if ((slot = cache_.Insert(row)) >= 0) {  // with the load's pin
         loading_[slot] = load;
         load->slots.push_back(slot);
+        cache_.Pin(slot);
         load->rows.push_back({row, files_.PlaceOf(row), options_.cache + slot * row_bytes});
       } else {
         slot = cache_.slots() + static_cast<int64_t>(beyond.size());
@@ -184,7 +196,7 @@ void RowReader::LookUp(const Id* ids, int64_t count, bool clip, Request* request
     }
   }
   request->more_rows = static_cast<int64_t>(beyond.size());
-  if (!beyond.empty()) request->more = AllocatePages(request->more_rows * row_bytes);
+  if (!beyond.empty()) load->more = request->more = AllocatePages(request->more_rows * row_bytes);
   for (size_t k = 0; k < beyond.size(); ++k) {
     load->rows.push_back({beyond[k], files_.PlaceOf(beyond[k]), request->more.get() + static_cast<int64_t>(k) * row_bytes});
   }
@@ -249,6 +261,7 @@ void RowReader::Plan(Load* load) const {
       load->within.emplace_back(k, k + 1);
     }
   }
+  for (size_t k = 0; k < load->of.size(); ++k) load->into.push_back(load->WholeRows(k, row_bytes));
   load->chunks = &load->of;
   load->left = load->of.size();
 }
@@ -350,9 +363,21 @@ void RowReader::RequireSums(const Chunk& chunk, const char* data) const {
   }
 }
 
+// Where the rows of a chunk go, if the drive can put them there: rows of whole pages whose places follow one another.
+char* RowReader::Load::WholeRows(size_t chunk, int64_t row_bytes) const {
+  const auto [first, last] = within[chunk];
+  const bool whole = of[chunk].offset == rows[first].at.offset && of[chunk].bytes == static_cast<int64_t>(last - first) * row_bytes;
+  if (!whole || row_bytes % kPage != 0 || reinterpret_cast<uintptr_t>(rows[first].to) % kPage != 0) return nullptr;
+  for (size_t k = first + 1; k < last; ++k) {
+    if (rows[k].to != rows[k - 1].to + row_bytes || rows[k].at.offset != rows[k - 1].at.offset + row_bytes) return nullptr;
+  }
+  return rows[first].to;
+}
+
 void RowReader::Load::Arrived(size_t chunk, const char* data) {
   const Chunk& here = of[chunk];
   reader->RequireSums(here, data);
+  if (into[chunk] != nullptr) return;
   const int64_t row_bytes = reader->options_.layout.row_bytes;
   for (size_t k = within[chunk].first; k < within[chunk].second; ++k) {
     const Missing& row = rows[k];
@@ -369,11 +394,8 @@ void RowReader::Load::ChunkEnded(size_t chunk, int64_t bytes_done, const std::st
     const std::string row = chunk < within.size() ? "row " + std::to_string(rows[within[chunk].first].row) + ": " : "";
     error = row + why;
   }
-  {
-    std::lock_guard<std::mutex> lock(reader->mutex_);
-    reader->stats_.read_bytes += bytes_done;
-    reader->stats_.reads += bytes_done > 0;
-  }
+  read_bytes += bytes_done;
+  reads += bytes_done > 0;
   if (--left == 0) reader->Ended(this);
 }
 
@@ -388,13 +410,17 @@ void RowReader::Ended(Load* load) {
   }
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    stats_.read_bytes += load->read_bytes;
+    stats_.reads += load->reads;
     for (const int64_t slot : load->slots) {
       loading_[slot].reset();
+      cache_.Unpin(slot);
       if (!load->error.empty()) cache_.Forget(slot);
     }
   }
   load->done = true;
   load->slots = {};
+  load->more = nullptr;
   loaded_.notify_all();
 }
 
