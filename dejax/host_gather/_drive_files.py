@@ -99,6 +99,44 @@ def layout_of(reader: Any, spec: TableSpec) -> DriveLayout:
     return DriveLayout(spec.shape, spec.dtype, tuple(reader.paths), *reader.layout)
 
 
+class RowsAhead:
+    """Reads rows of a table on a drive into its cache, before the gathers that need them.
+
+    Args:
+        leaf: of a table of one device.
+        slots: for each row its place on the device, below 0 where it has none: `~k` of a split table for row k on the
+            drive. None: no rows lie on the device.
+        is_split: whether the table is a split one.
+    """
+
+    def __init__(self, leaf: Array, slots: np.ndarray | None, is_split: bool) -> None:
+        self._reader, self._slots, self._is_split = reader_of(leaf), slots, is_split
+
+    def begin(self, ids: np.ndarray) -> int | None:
+        """Begins to read as many of the rows as half of the cache holds. They stay there until `end`.
+
+        Args:
+            ids: int32[...]; those out of range have no row.
+
+        Returns:
+            What `end` takes.
+        """
+        if self._reader is None:
+            return None
+        if self._slots is not None:
+            ids = ids[(ids >= 0) & (ids < len(self._slots))]
+            places = self._slots[ids]
+            ids = ~places[places < 0] if self._is_split else ids[places < 0]
+        ids = np.ascontiguousarray(ids.reshape(-1)[: self._reader.slots // 2], np.int32)
+        number: int = self._reader.read_ahead(ids.ctypes.data, ids.size)
+        return number
+
+    def end(self, number: int | None) -> None:
+        """The rows may leave the cache."""
+        if number is not None:
+            self._reader.release(number)
+
+
 def keep_reader(leaf: Array, memory: Any) -> None:
     """Keeps the reader, which lives as long as the memory of its number, for an array of copies of the number."""
     weakref.finalize(leaf, lambda _: None, memory).atexit = False

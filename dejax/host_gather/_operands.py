@@ -79,6 +79,10 @@ class Table(abc.ABC):
     def __len__(self) -> int:
         return self.shape[0]
 
+    def _rows_ahead(self) -> Any:
+        """`RowsAhead` of the rows on a drive; None where none can be read before a gather asks for them."""
+        return None
+
     @property
     def _scales(self) -> tuple[Array | None, Array | None]:
         """The scales of rows and of columns that the table itself multiplies its rows by."""

@@ -15,6 +15,7 @@ from jax import Array
 
 from dejax._pytrees import of_this_process
 from dejax.host_gather import _sharing, _storage
+from dejax.host_gather._drive_files import RowsAhead
 from dejax.host_gather._ids import in_range
 from dejax.host_gather._leaf import GoneLeaf, TableLeaf, flattened_by_user
 from dejax.host_gather._lifetime import (
@@ -369,6 +370,12 @@ class LocalTable(Table):
     def _rows_at_once(self) -> int:
         """How many rows one gather should read at most; 0: any number."""
         return 0
+
+    def _rows_ahead(self) -> RowsAhead | None:
+        if not self._spec.on_drive or self._spec.shared:
+            return None
+        slots = None if self._slots is None else numpy_copy(self._slots)
+        return RowsAhead(self._concrete("gather"), slots, self._spec.is_split)
 
     def _with_marks(self, marks: tuple[tuple[int, int], ...]) -> Self:
         return self._with(spec=dataclasses.replace(self._spec, marks=marks))

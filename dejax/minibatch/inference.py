@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -274,26 +275,60 @@ class _Name:
 
 
 def _run(step: Any, values: Any, store: FeatureStore, plan: _Batches, sink: _Sink, bar: Progress) -> None:
-    """Computes all nodes of one type. A batch is prepared while the device computes the one before."""
-    waiting: tuple[int, int, Array] | None = None
-    for start in range(0, plan.count, plan.batch_size):
-        stop = min(start + plan.batch_size, plan.count)
-        rows = step(values, store, _Name(plan.kind), *plan.batch(start, stop))
-        if rows.ndim < 2 or rows.shape[0] != plan.batch_size:
-            raise ValueError(
-                f"infer_layers: a layer must return [{plan.batch_size}, width] for {plan.kind!r}, got {rows.shape}"
-            )
+    """Computes all nodes of one type. While a batch is computed, the next is prepared, and drives read its rows."""
+    drives = {name: of_type.table._rows_ahead() for name, of_type in store.types.items()}
+    batches = (_BatchUnderWay.of(plan, start, drives) for start in range(0, plan.count, plan.batch_size))
+    batch, upcoming, waiting = None, next(batches, None), None
+    try:
+        while upcoming is not None:
+            batch, upcoming = upcoming, next(batches, None)
+            batch.rows = step(values, store, _Name(plan.kind), *batch.arguments)
+            if batch.rows.ndim < 2 or batch.rows.shape[0] != plan.batch_size:
+                raise ValueError(
+                    f"infer_layers: a layer must return [{plan.batch_size}, width] for {plan.kind!r}, got "
+                    f"{batch.rows.shape}"
+                )
+            if waiting is not None:
+                waiting.finish(sink, bar)
+            waiting = batch
         if waiting is not None:
-            sink.write(*waiting)
-            bar.update(waiting[1] - waiting[0])
-        waiting = (start, stop, rows)
-    if waiting is not None:
-        sink.write(*waiting)
-        bar.update(waiting[1] - waiting[0])
-        return
+            waiting.finish(sink, bar)
+            return
+    finally:
+        for each in (batch, upcoming, waiting):
+            if each is not None:
+                each.ahead.close()
     # A type without nodes has a width, too.
     shape = jax.eval_shape(step.function, values, store, _Name(plan.kind), *plan.batch(0, 0))
     sink.write(0, 0, np.zeros(shape.shape, shape.dtype))
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _BatchUnderWay:
+    """A batch: its nodes, its arguments of a step, its rows of drives that were read ahead, and its result."""
+
+    start: int
+    stop: int
+    arguments: tuple[np.ndarray, dict[str, np.ndarray], dict[Relation, InferenceEdges]]
+    ahead: contextlib.ExitStack
+    rows: Any = None
+
+    @classmethod
+    def of(cls, plan: _Batches, start: int, drives: Mapping[str, Any]) -> _BatchUnderWay:
+        """drives: `RowsAhead` of each type, or None."""
+        stop, ahead = min(start + plan.batch_size, plan.count), contextlib.ExitStack()
+        nodes, ids, edges = plan.batch(start, stop)
+        for name, wanted in ((plan.kind, nodes), *ids.items()):
+            reader = drives.get(name)
+            if reader is not None:
+                ahead.callback(reader.end, reader.begin(wanted))
+        return cls(start, stop, (nodes, ids, edges), ahead)
+
+    def finish(self, sink: _Sink, bar: Progress) -> None:
+        """Waits for the result, and writes it."""
+        sink.write(self.start, self.stop, self.rows)
+        self.ahead.close()
+        bar.update(self.stop - self.start)
 
 
 class _Sink:

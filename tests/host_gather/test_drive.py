@@ -18,8 +18,10 @@ from dejax import _native
 from dejax.distributed import share
 from dejax.host_gather import (
     CachedTable,
+    DeviceTable,
     DriveTable,
     HostTable,
+    SplitTable,
     TableClosedError,
     gather,
     gather_done,
@@ -27,7 +29,7 @@ from dejax.host_gather import (
     prefetched_scan,
     scatter,
 )
-from dejax.minibatch import FeatureStore
+from dejax.minibatch import FeatureStore, infer_layers
 from tests.host_gather.rows import IDS, ROWS, file_of, on_drive
 
 RNG = np.random.default_rng(1)
@@ -99,6 +101,31 @@ def test_a_start_reads_while_the_step_computes() -> None:
         alone(table, ids).block_until_ready()
     assert table.stats()["requests_open"] <= 256
     np.testing.assert_array_equal(table[np.arange(50)], ROWS)
+
+
+def test_inference_reads_ahead() -> None:
+    table, hot = on_drive(ROWS, 40), np.array([4, 0, 49])
+    cold = np.setdiff1d(np.arange(50), hot)
+    split = SplitTable.from_parts(on_drive(ROWS[cold], 40), DeviceTable.from_numpy(ROWS[hot]), hot)
+    ids = np.array([3, -1, 49, 17, 4, 50, 30], np.int32)
+    for some in (table, CachedTable.from_ids(on_drive(ROWS, 40), hot), split):
+        ahead, reader = some._rows_ahead(), some._host_part
+        number = ahead.begin(ids)
+        read = reader.stats()["drive_rows"]
+        np.testing.assert_array_equal(some[ids], gather(HostTable.from_numpy(ROWS), ids))
+        assert reader.stats()["drive_rows"] == read
+        ahead.end(number)
+        assert reader.stats()["requests_open"] == 0
+    assert HostTable.from_numpy(ROWS)._rows_ahead() is None
+
+    def layer(weight, batch):
+        return batch.own * weight
+
+    table, store = on_drive(ROWS, 20), FeatureStore()
+    found = infer_layers([layer], [2.0], {}, {"a": 50}, store.with_table("a", table), batch_size=8)
+    np.testing.assert_array_equal(found["a"].numpy(), 2 * ROWS)
+    stats = table.stats()
+    assert stats["drive_rows"] == 50 and stats["cache_rows"] == 0 and stats["requests_open"] == 0
 
 
 def test_loops_read_ahead() -> None:

@@ -61,6 +61,16 @@ nb::dict StatsOfReader(RowReader& reader) {
   return d;
 }
 
+// Rows of int32 ids that a gather will need soon stay in the cache until they are released by the number.
+int64_t ReadAhead(RowReader& reader, uintptr_t ids, int64_t count) {
+  const RowReader::Use use(&reader);
+  return reader.Keep(reader.Begin(reinterpret_cast<const int32_t*>(ids), count, /*clip=*/false, /*ahead=*/true));
+}
+
+void ReleaseAhead(RowReader& reader, int64_t number) {
+  if (const auto request = reader.Take(number)) reader.Release(request);
+}
+
 }  // namespace
 
 void DefineRowReader(nb::module_& m) {
@@ -81,6 +91,8 @@ void DefineRowReader(nb::module_& m) {
                    })
       .def_prop_ro("slots", [](const RowReader& reader) { return reader.options().slots; })
       .def("stats", &StatsOfReader)
+      .def("read_ahead", &ReadAhead, Release())
+      .def("release", &ReleaseAhead, Release())
       .def("close", &RowReader::Close, Release());
 }
 

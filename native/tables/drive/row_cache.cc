@@ -40,7 +40,7 @@ int64_t RowCache::Insert(int64_t row) {
   }
   const bool in_main = IsWanted(row) || WasEvicted(row);
   (in_main ? main_ : small_).push_back(static_cast<int32_t>(slot));
-  slots_[slot] = {row, 1, 0, in_main};
+  slots_[slot] = {row, 1, 0, in_main, false};
   ++pinned_[in_main];
   places_.get()[row] = static_cast<int32_t>(slot) + 1;
   return slot;

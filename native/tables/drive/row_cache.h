@@ -24,11 +24,15 @@ class RowCache {
   }
   // A slot for a row that has none, pinned once; -1 where all slots are pinned.
   int64_t Insert(int64_t row);
-  // A row was asked for.
-  void Touch(int64_t slot) {
-    uint8_t& uses = slots_[slot].uses;
-    if (uses < kMostUses) ++uses;
+  // A row was asked for. False: for the first time after it was read ahead.
+  bool Touch(int64_t slot) {
+    Slot& found = slots_[slot];
+    if (found.ahead) return found.ahead = false;
+    if (found.uses < kMostUses) ++found.uses;
+    return true;
   }
+  // The row is read before it is asked for.
+  void MarkAhead(int64_t slot) { slots_[slot].ahead = true; }
   void Pin(int64_t slot) {
     Slot& pinned = slots_[slot];
     if (pinned.pins++ == 0) ++pinned_[pinned.in_main];
@@ -48,6 +52,7 @@ class RowCache {
     int32_t pins = 0;
     uint8_t uses = 0;
     bool in_main = false;
+    bool ahead = false;
   };
 
   bool IsWanted(int64_t row) const { return !wanted_.empty() && (wanted_[row / 64] >> (row % 64) & 1) != 0; }

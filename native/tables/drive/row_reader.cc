@@ -152,7 +152,8 @@ RowReader::Use::~Use() {
 
 // Finds a place for each id. What must be read goes to the load.
 template <typename Id>
-void RowReader::LookUp(const Id* ids, int64_t count, bool clip, Request* request, const std::shared_ptr<Load>& load) {
+void RowReader::LookUp(const Id* ids, int64_t count, bool clip, bool ahead, Request* request,
+                       const std::shared_ptr<Load>& load) {
   const int64_t rows = options_.layout.rows, row_bytes = options_.layout.row_bytes;
   std::vector<int64_t> beyond;  // rows without a slot
   std::unordered_map<int64_t, int64_t> numbers;
@@ -174,8 +175,7 @@ void RowReader::LookUp(const Id* ids, int64_t count, bool clip, Request* request
       int64_t slot = cache_.Find(row);
       if (slot >= 0) {
         cache_.Pin(slot);
-        cache_.Touch(slot);
-        ++hits;
+        hits += !ahead && cache_.Touch(slot);
         const auto other = loading_[slot].lock();  // who reads it: this request, another one, or nobody any more
         if (other && other != load && (request->loads.empty() || request->loads.back() != other)) {
           request->loads.push_back(other);
@@ -186,8 +186,9 @@ void RowReader::LookUp(const Id* ids, int64_t count, bool clip, Request* request
         loading_[slot] = load;
         load->slots.push_back(slot);
         cache_.Pin(slot);
+        if (ahead) cache_.MarkAhead(slot);
         load->rows.push_back({row, files_.PlaceOf(row), options_.cache + slot * row_bytes});
-      } else {
+      } else if (!ahead) {
         slot = cache_.slots() + static_cast<int64_t>(beyond.size());
         numbers[row] = static_cast<int64_t>(beyond.size());
         beyond.push_back(row);
@@ -209,14 +210,14 @@ void RowReader::LookUp(const Id* ids, int64_t count, bool clip, Request* request
 }
 
 template <typename Id>
-RowReader::RequestPtr RowReader::Begin(const Id* ids, int64_t count, bool clip) {
+RowReader::RequestPtr RowReader::Begin(const Id* ids, int64_t count, bool clip, bool ahead) {
   const auto request = std::make_shared<Request>();
   const auto load = std::make_shared<Load>();
   load->reader = this;
   request->places.resize(static_cast<size_t>(count), -1);
   if (options_.layout.row_bytes == 0) return request;
   try {
-    LookUp(ids, count, clip, request.get(), load);
+    LookUp(ids, count, clip, ahead, request.get(), load);
     Plan(load.get());
     if (load->rows.empty()) return request;
     request->loads.push_back(load);
@@ -229,8 +230,8 @@ RowReader::RequestPtr RowReader::Begin(const Id* ids, int64_t count, bool clip) 
   return request;
 }
 
-template RowReader::RequestPtr RowReader::Begin(const int32_t*, int64_t, bool);
-template RowReader::RequestPtr RowReader::Begin(const int64_t*, int64_t, bool);
+template RowReader::RequestPtr RowReader::Begin(const int32_t*, int64_t, bool, bool);
+template RowReader::RequestPtr RowReader::Begin(const int64_t*, int64_t, bool, bool);
 
 // The chunks of a load: whole pages, those of neighbouring rows together.
 void RowReader::Plan(Load* load) const {

@@ -67,9 +67,10 @@ class RowReader {
   static std::shared_ptr<RowReader> Find(int64_t number);
   ~RowReader();
 
-  // Begins to read. clip: ids out of range mean the nearest row.
+  // Begins to read. clip: ids out of range mean the nearest row. ahead: the rows are not used yet, but will be by another
+  // request; those for which the cache has no room are left to it.
   template <typename Id>
-  RequestPtr Begin(const Id* ids, int64_t count, bool clip);
+  RequestPtr Begin(const Id* ids, int64_t count, bool clip, bool ahead = false);
   // Returns when the rows are there. Throws std::runtime_error with file, row and cause.
   void Wait(const RequestPtr& request);
   void Release(const RequestPtr& request);
@@ -110,7 +111,7 @@ class RowReader {
   explicit RowReader(Options options);
   void Start();
   template <typename Id>
-  void LookUp(const Id* ids, int64_t count, bool clip, Request* request, const std::shared_ptr<Load>& load);
+  void LookUp(const Id* ids, int64_t count, bool clip, bool ahead, Request* request, const std::shared_ptr<Load>& load);
   void Plan(Load* load) const;
   void Push(const std::shared_ptr<Load>& load);
   void Fail(Load* load, const std::string& why);
