@@ -90,6 +90,9 @@ class Trainer:
         self.num_embedding_values = settings.hidden * sum(self.task.embedded.values())
         self._optimizer = _optimizer(settings, settings.epochs * self.task.steps_per_epoch)
         self._of_rows = adam(settings.lr)
+        # Compiled once for all seeds.
+        self._first_params = jax.jit(lambda key: nnx.state(self.task.model(key), nnx.Param))
+        self._first_opt_state = jax.jit(lambda params: self._optimizer.init(ravel_pytree(params)[0]))
         self.compile_seconds = 0.0
         self._programs: dict[int, Any] = {}
 
@@ -116,14 +119,14 @@ class Trainer:
 
     def _begin(self, seed: int) -> TrainState:
         key, own = jax.random.split(jax.random.key(seed))
-        params = jax.jit(lambda key: nnx.state(self.task.model(key), nnx.Param))(key)
+        params = self._first_params(key)
         embeddings = FeatureStore()
         for number, (kind, count) in enumerate(self.task.embedded.items()):
             embeddings = embeddings.embedding(kind, count, self.settings.hidden, seed=(seed << 8) + number)
         sums = {"loss": jnp.float32, "weight": jnp.float32, **({"correct": jnp.int32} if self.task.classes else {})}
         return TrainState(
             params=params,
-            opt_state=jax.jit(lambda params: self._optimizer.init(ravel_pytree(params)[0]))(params),
+            opt_state=self._first_opt_state(params),
             embeddings=embeddings,
             moments=embeddings.init(self._of_rows),
             step=jnp.zeros((), jnp.int32),
