@@ -100,8 +100,8 @@ class DriveLayout:
             path = self._beside(f"checksums{number}.npy")
             if self.folder is None or not os.path.exists(path):
                 raise ValueError(
-                    f"{self.folder or self.paths[0]} must have the checksums of its blocks to verify them; write the "
-                    "table with dejax.datasets.write_drive_table"
+                    f"{self.folder or self.paths[0]} must have checksums of its blocks to be verified, got none; "
+                    "write the table again with dejax.datasets.write_drive_table"
                 )
             sums = np.load(path, mmap_mode="r")
             if sums.shape != (self.blocks(number),) or sums.dtype != np.uint64:
@@ -168,7 +168,8 @@ class DriveLayout:
             return cls(shape, dtype, paths, 0, stripe_rows, stripe_bytes, str(own), found["scales"])
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{own} must have a table that dejax.datasets.write_drive_table finished: {NAME}: {error}"
+                f"{own} must hold a table that dejax.datasets.write_drive_table has finished, got an error in {NAME}: "
+                f"{error}; write the table again"
             ) from error
 
     def _beside(self, name: str) -> str:

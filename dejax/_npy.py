@@ -49,5 +49,8 @@ def mapped_npy(path: str | os.PathLike[str]) -> np.ndarray:
     except FileNotFoundError:
         raise
     except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{os.fspath(path)} must be a whole .npy file: {error}") from error
+        raise ValueError(
+            f"{os.fspath(path)} must be a complete .npy file, got an error: {error}; write the file again with "
+            "numpy.save"
+        ) from error
     return array.view(dtype_of_file(path, array.dtype))

@@ -121,5 +121,8 @@ def _from_json(value: Any) -> Any:
     module, name = value["class"]
     cls = getattr(importlib.import_module(module), name) if module.startswith("dejax.") else None
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-        raise ValueError(f"the exported function names the class {module}.{name}, which this dejax does not have")
+        raise ValueError(
+            f"the exported function must name classes of this dejax, got {module}.{name}; export the function again "
+            "with this version"
+        )
     return _made(cls, _from_json(value["fields"]))

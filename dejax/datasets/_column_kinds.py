@@ -60,7 +60,10 @@ class RawColumn:
         """
         values = as_numbers(self.values)
         if values.dtype.kind not in "biufmMO":
-            raise ValueError(f"the column {self.name} must have numbers, times or text, got {values.dtype}")
+            raise ValueError(
+                f"the column {self.name} must have numbers, times or text, got {values.dtype}; convert the column, or "
+                "give it the kind 'ignore'"
+            )
         kind = self._inferred(values) if kind is None else kind
         makers = {
             "number": self._numbers,
@@ -115,7 +118,10 @@ class RawColumn:
     def _numbers(self, values: np.ndarray) -> Column:
         missing, oddities = missing_in(values), ""
         if values.ndim != 1 or values.dtype.kind == "M":
-            raise ValueError(f"the column {self.name} must have numbers, one a row, got {values.dtype}")
+            raise ValueError(
+                f"the column {self.name} must have one number in each row, got {values.dtype}{list(values.shape)}; "
+                "convert the column, or leave its kind out"
+            )
         if values.dtype.kind == "O":
             known = self._that_decide(values).tolist()
             numerals = _Numerals.of(known[:: max(1, len(known) // _LOOKED_AT)])
@@ -148,7 +154,10 @@ class RawColumn:
         known = ~missing_in(values)
         odd = np.flatnonzero(known & unread)
         if len(odd) == known.sum() and len(odd):
-            raise ValueError(f"the column {self.name} must have {what}, got values such as {values[odd[0]]!r}")
+            raise ValueError(
+                f"the column {self.name} must have {what}, got values such as {values[odd[0]]!r}; convert the column, "
+                "or leave its kind out"
+            )
         parts = [f"text read as {what}"] if all(isinstance(value, str) for value in values[known]) else []
         if len(odd):
             shown = f"{len(odd):,} of {known.sum():,} not {what} such as {values[odd[0]]!r}"
@@ -201,14 +210,23 @@ class RawColumn:
         if values.ndim == 1 and values.dtype.kind == "O":
             widths = {len(value) for value in values[~missing]}
             if len(widths) != 1:
-                raise ValueError(f"the column {self.name} must have vectors of one width, got {sorted(widths)[:5]}")
+                raise ValueError(
+                    f"the column {self.name} must have vectors of one width, got the widths {sorted(widths)[:5]}; pad "
+                    "the vectors, or give the column the kind 'ignore'"
+                )
             none = np.zeros(widths.pop(), np.float32)
             values = np.stack([none if value is None else np.asarray(value) for value in values])
         if values.ndim != 2 or values.dtype.kind not in "biuf":
-            raise ValueError(f"the column {self.name} must have vectors of numbers, got {values.dtype}")
+            raise ValueError(
+                f"the column {self.name} must have a vector of numbers in each row, got "
+                f"{values.dtype}{list(values.shape)}; convert the column, or leave its kind out"
+            )
         values = values if values.dtype.kind == "f" else values.astype(np.float32)
         if any(np.isinf(part).any() for part in in_parts(values)):
-            raise ValueError(f"the column {self.name} must be finite, got infinity")
+            raise ValueError(
+                f"the column {self.name} must be finite, got infinity; replace infinity by a finite number, or the "
+                "whole vector by None"
+            )
         return self._column("vector", values, missing)
 
 
@@ -225,7 +243,10 @@ def _flat_lists(name: str, values: np.ndarray) -> tuple[list[Any], np.ndarray, n
     rows: list[list[Any]] = []
     for value in values.tolist():
         if value is not None and not isinstance(value, list | tuple | set | frozenset | np.ndarray):
-            raise ValueError(f"the column {name} must have a list of categories in each row, got {value!r}")
+            raise ValueError(
+                f"the column {name} must have a list of categories in each row, got {value!r}; convert the column, or "
+                "leave its kind out"
+            )
         found = [] if value is None else [entry for entry in value if entry is not None]
         rows.append(sorted(found, key=str) if isinstance(value, set | frozenset) else found)
     return [entry for row in rows for entry in row], np.array([len(row) for row in rows], np.int64), missing

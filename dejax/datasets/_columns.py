@@ -69,7 +69,7 @@ def _columns_given(table: str, given: Any) -> dict[str, Any]:
         return {str(column): given[column] for column in given.columns}
     raise ValueError(
         "tables must be mappings of columns, pandas DataFrames, or tables of Arrow's interchange (polars, DuckDB, "
-        f"Arrow), {table!r} is {type(given).__name__}"
+        f"Arrow), got {type(given).__name__} for the table {table!r}; convert it to a dict of columns"
     )
 
 
@@ -93,7 +93,9 @@ def _array_of(values: Any) -> np.ndarray:
             values[missing] = None
     array = values if isinstance(values, np.ndarray) else objects_of(list(values))
     if array.ndim not in (1, 2) or (array.ndim == 2 and array.dtype.kind not in "biuf"):
-        raise ValueError(f"a column must have one value a row, or a row of numbers, got shape {list(array.shape)}")
+        raise ValueError(
+            f"a column must have one value, or one vector of numbers, in each row, got shape {list(array.shape)}"
+        )
     return objects_of(list(array)) if array.dtype.kind in "OUS" else array
 
 

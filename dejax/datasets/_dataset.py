@@ -125,9 +125,14 @@ class EntityDataset:
             nodes = getattr(self, f"{split}_nodes")
             unlabelled = np.flatnonzero(self.labels[nodes] == UNLABELLED)
             if unlabelled.size:
-                raise ValueError(f"{split}_nodes must be labelled, but node {nodes[unlabelled[0]]} has no label (-1)")
+                raise ValueError(
+                    f"nodes of {split}_nodes must have labels, got node {nodes[unlabelled[0]]} without one (-1); "
+                    "leave it out"
+                )
             if len(np.unique(nodes)) != len(nodes) or seen[nodes].any():
-                raise ValueError(f"{split}_nodes has a node twice, or one of another split; splits must be disjoint")
+                raise ValueError(
+                    f"nodes of {split}_nodes must be distinct, and in no other split, got a node twice; remove it"
+                )
             seen[nodes] = True
 
     @property
@@ -243,12 +248,15 @@ class EntityDataset:
             with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
                 header: dict[str, Any] = json.loads(file["header"].tobytes())
                 if header.pop("format", None) != _FORMAT:
-                    raise ValueError(f"it is not of format {_FORMAT}")
+                    raise ValueError(f"the file is not of format {_FORMAT}")
                 fields: dict[str, Any] = {name: file[name] for name in file.files if name != "header"}
         except FileNotFoundError:
             raise
         except Exception as error:  # a truncated zip raises many types
-            raise ValueError(f"{path} is not a saved EntityDataset ({error}); delete it") from error
+            raise ValueError(
+                f"{path} must be a file that EntityDataset.save wrote, got another or a damaged one ({error}); save "
+                "the data set again"
+            ) from error
         names = {key: tuple(value) for key, value in header.items() if isinstance(value, list)}
         return cls(**{"features": None, **header, **names, **fields})
 
@@ -256,7 +264,7 @@ class EntityDataset:
 def _as_ids(name: str, values: Any) -> np.ndarray:
     values = np.asarray(values)
     if values.ndim != 1:
-        raise ValueError(f"{name} must have rank 1, got shape {list(values.shape)}")
+        raise ValueError(f"{name} must have one axis, got shape {list(values.shape)}; flatten it first")
     if values.dtype == np.int32:
         return values
     if values.size and not np.issubdtype(values.dtype, np.integer):
@@ -270,7 +278,7 @@ def _check_range(name: str, values: np.ndarray, low: int, high: int, bound: str)
     if not values.size or (values.min() >= low and values.max() < high):
         return
     position = int(np.flatnonzero((values < low) | (values >= high))[0])
-    raise IndexError(f"{name}[{position}] is {values[position]}, expected {low} <= id < {bound} = {high}")
+    raise IndexError(f"{name}[{position}] must be from {low} to {bound} - 1 = {high - 1}, got {values[position]}")
 
 
 def _ranked(what: str, ids: np.ndarray, names: tuple[str, ...], rows: int) -> list[str]:

@@ -76,7 +76,10 @@ class Events:
                 shown = ", ".join(".".join(key) for key in relations)
                 raise ValueError(f"task {task!r} must name foreign keys, {shown}; got {'.'.join(wanted)}")
         if table not in data.node_times:
-            raise ValueError(f"task {task!r} must have events with times, the table {table!r} has none")
+            raise ValueError(
+                f"events of task {task!r} must have times, got the table {table!r} without times; name its column in "
+                "`time_columns` of from_tables"
+            )
         rows, entities = data.edges[relations[table, column]]
         ends = np.zeros(len(rows), np.int32)
         other = None

@@ -42,7 +42,10 @@ class Splitting:
         if self.splits is not None:
             names = np.asarray(self.splits)
             if len(names) != len(times) or not np.isin(names, SPLITS).all():
-                raise ValueError(f"splits of task {task!r} must be train, valid or test, one for each example")
+                raise ValueError(
+                    f"splits of task {task!r} must be 'train', 'valid' or 'test' for each of {len(times)} examples, "
+                    f"got {len(names)} names such as {sorted(set(names.tolist()))[:4]}"
+                )
             found = {split: np.flatnonzero(names == split) for split in SPLITS}
         elif not has_times(data) and (self.valid_from, self.test_from) == (None, None):
             order = np.random.default_rng(0).permutation(len(times))
@@ -51,8 +54,9 @@ class Splitting:
         else:
             if self.valid_from is None or self.test_from is None:
                 raise ValueError(
-                    f"task {task!r} must have `valid_from` and `test_from`, between which examples are for validation: "
-                    "data with times is split by time"
+                    f"task {task!r} must have `valid_from` and `test_from`, got {self.valid_from!r} and "
+                    f"{self.test_from!r}; data with times are split by time, and the examples between the two are for "
+                    "validation"
                 )
             span = np.concatenate([times, *_dated(data)])
             valid, test = (
@@ -103,7 +107,10 @@ def cutoffs_of(data: HeteroDataset, task: str, times: Any) -> np.ndarray:
     found = TimeColumn.of(f"of the cutoffs of task {task!r}", array_of(times))
     if found.missing.any():
         row = int(found.missing.argmax())
-        raise ValueError(f"times of task {task!r} must have a cutoff for each example, example {row} has none")
+        raise ValueError(
+            f"times of task {task!r} must have a cutoff for each example, got none for example {row}; leave that "
+            "example out"
+        )
     if found.kind is not None and found.unit != data.time_unit:
         kinds = {"s": "times", "": "numbers"}
         raise ValueError(
@@ -130,15 +137,18 @@ def entity_rows(data: HeteroDataset, task: str, table: str, keys: Any, missing_k
         raise ValueError(f"missing_keys must be 'error' or 'drop', got {missing_keys!r}")
     given = array_of(keys)
     if missing_in(given).any():
-        raise ValueError(f"keys of task {task!r} must not be missing, key {int(missing_in(given).argmax())} is")
+        raise ValueError(
+            f"keys of task {task!r} must not be missing, got none for example {int(missing_in(given).argmax())}; "
+            "leave that example out"
+        )
     primary = data.keys.get(table, np.arange(data.num_nodes[table]))
     rows = rows_of_keys(f"keys of task {task!r}", given, f"{table}'s keys", primary)
     unknown = rows < 0
     if unknown.any() and missing_keys == "error":
         of = "the primary key" if table in data.keys else f"a row number below {data.num_nodes[table]}"
         raise ValueError(
-            f"keys of task {task!r} must be values of {of} of {table!r}: {int(unknown.sum())} of {len(rows)} such as "
-            f"{given[unknown][:1].tolist()[0]!r} are not; pass missing_keys='drop' to leave these examples out"
+            f"keys of task {task!r} must be values of {of} of {table!r}, got {int(unknown.sum())} of {len(rows)} "
+            f"others such as {given[unknown][:1].tolist()[0]!r}; pass missing_keys='drop' to leave these examples out"
         )
     return rows
 
@@ -155,7 +165,7 @@ def label_values(task: str, labels: Any, kind: str | None) -> tuple[TaskKind, np
     given = array_of(labels)
     missing = missing_in(given)
     if given.ndim != 1 or given.dtype.kind in "mM":
-        raise ValueError(f"labels of task {task!r} must be numbers, booleans or text, got {given.dtype}")
+        raise ValueError(f"labels of task {task!r} must be numbers, booleans or text, got {given.dtype}; convert them")
     known = given[~missing]
     is_text = given.dtype.kind == "O" and not all(isinstance(value, bool | int | float) for value in known.tolist())
     names = (
@@ -169,7 +179,7 @@ def label_values(task: str, labels: Any, kind: str | None) -> tuple[TaskKind, np
             raise ValueError(f"labels of task {task!r} must be numbers for a regression, got {known[0]!r}")
         values = np.where(missing, 0, given).astype(np.float32)
         if not np.isfinite(values).all():
-            raise ValueError(f"labels of task {task!r} must be finite, got infinity")
+            raise ValueError(f"labels of task {task!r} must be finite, got infinity; leave those examples out")
         return "regression", values, missing, ()
     if kind not in ("binary", "classes") or (kind == "binary" and len(names) > 2):
         raise ValueError(
@@ -219,7 +229,7 @@ def finished(data: HeteroDataset, task: Task) -> Task:
         )
     for table in filter(None, (task.entity, task.target)):
         if not data.num_nodes[table]:
-            raise ValueError(f"task {task.name!r} must have rows in the table {table!r}, which is empty")
+            raise ValueError(f"tables of task {task.name!r} must have rows, got the empty table {table!r}")
     example = task.times[0].item()
     first = min((rows.min().item() for rows in _dated(data) if rows.size), default=None)
     if first is not None:

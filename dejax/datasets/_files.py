@@ -174,7 +174,7 @@ def _read_digests(home: Path) -> dict[str, str] | None:
 
 def _check_digest(path: Path, expected: str | None, remedy: str) -> None:
     if expected is not None and (actual := sha256(path)) != expected:
-        raise ValueError(f"{path.name}: expected SHA-256 {expected}, got {actual}; {remedy}")
+        raise ValueError(f"{path.name} must have the SHA-256 digest {expected}, got {actual}; {remedy}")
 
 
 def _download(name: str, url: str, path: Path, progress: bool | None) -> None:

@@ -122,10 +122,16 @@ class HeteroDataset:
         for name in _BY_EDGE:
             for relation, values in getattr(self, name).items():
                 if relation not in self.edges or len(values) != len(self.edges[relation][0]):
-                    raise ValueError(f"{name} must have an entry for each edge of a relation, got other for {relation}")
+                    raise ValueError(
+                        f"{name} must be given for relations of `edges`, with an entry for each edge, got {relation} "
+                        f"with {len(values)} entries"
+                    )
         for relation in (*self.target_relations, *self.valid_edges, *self.test_edges):
             if relation not in self.edges:
-                raise ValueError(f"edges must have every relation of the task, they lack {relation}")
+                raise ValueError(
+                    "edges must have every relation of target_relations, valid_edges and test_edges, got none of "
+                    f"{relation}; give empty lists where a relation has no edges"
+                )
         for kind, columns in self.columns.items():
             self._check_type("columns", kind)
             for column, found in columns.items():
@@ -154,7 +160,9 @@ class HeteroDataset:
     def _check_labels(self, check: bool) -> None:
         for kind, labels in self.labels.items():
             if kind not in self.num_classes:
-                raise ValueError(f"num_classes must have the type {kind!r}, which has labels")
+                raise ValueError(
+                    f"num_classes must have the number of classes of each type that has labels, got none for {kind!r}"
+                )
             if check:
                 _check_range(f"labels of {kind!r}", labels, self.num_classes[kind], "class", low=UNLABELLED)
         for split, by_type in self.splits.items():
@@ -162,14 +170,20 @@ class HeteroDataset:
                 raise ValueError(f"splits must be named {', '.join(SPLITS)}, got {split!r}")
             for kind, nodes in by_type.items():
                 if kind not in self.labels:
-                    raise ValueError(f"splits must name types with labels, {split!r} names {kind!r}")
+                    raise ValueError(
+                        f"splits must name types that have labels, got {kind!r} in {split!r}; give `labels` for this "
+                        "type, or leave it out"
+                    )
                 if not check:
                     continue
                 _check_range(f"the split {split!r} of {kind!r}", nodes, self.num_nodes[kind], kind)
                 unlabelled = np.flatnonzero(np.asarray(self.labels[kind][nodes]) == UNLABELLED)
                 if unlabelled.size:
                     node = nodes[unlabelled[0]]
-                    raise ValueError(f"splits must be labelled, but node {node} of {kind!r} has no label (-1)")
+                    raise ValueError(
+                        f"nodes of splits must have labels, got node {node} of {kind!r} in {split!r} without one "
+                        "(-1); leave it out"
+                    )
 
     # -------------------------------------------------------------------------------------------- looking
 
@@ -277,7 +291,9 @@ class HeteroDataset:
         for name in symmetric:
             found = [relation for relation in edges if relation[1] == name]
             if not found or any(relation[0] != relation[2] for relation in found):
-                raise ValueError(f"with_reverse: `symmetric` must name relations within one type, got {name!r}")
+                raise ValueError(
+                    f"with_reverse: `symmetric` must name relations between nodes of one type, got {name!r}"
+                )
             for relation in found:
                 if relation in self.edge_features:
                     raise ValueError(
@@ -294,7 +310,10 @@ class HeteroDataset:
                 continue
             reverse = (destination, f"{prefix}{name}", source)
             if reverse in edges:
-                raise ValueError(f"with_reverse: `prefix` must give new names, {reverse} is there already")
+                raise ValueError(
+                    f"with_reverse: `prefix` must give names of relations that are new, got {prefix!r} and with it "
+                    f"{reverse}, which exists already; choose another prefix"
+                )
             edges[reverse] = (receivers, senders)
             for values in by_edge.values():
                 if (source, name, destination) in values:
@@ -386,7 +405,10 @@ def _as_ends(name: str, relation: Any, given: Any) -> Ends:
             )
         ends.append(array)
     if len(ends[0]) != len(ends[1]):
-        raise ValueError(f"{name} of {relation} must have as many receivers as senders, {len(ends[0])}: {len(ends[1])}")
+        raise ValueError(
+            f"{name} of {relation} must have as many receivers as senders, got {len(ends[0])} senders and "
+            f"{len(ends[1])} receivers"
+        )
     return ends[0], ends[1]
 
 

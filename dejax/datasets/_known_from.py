@@ -115,7 +115,7 @@ def since_1970(values: np.ndarray, unit: str) -> np.ndarray:
         ValueError: an unknown unit.
     """
     if unit not in ("s", "ms", "us", "ns"):
-        raise ValueError(f"numbers_since_1970 must be 's', 'ms', 'us' or 'ns', got {unit!r}")
+        raise ValueError(f"numbers_since_1970 must be 's', 'ms', 'us' or 'ns', the unit of the numbers, got {unit!r}")
     whole = values.dtype.kind == "O" and all(value is None or isinstance(value, int) for value in values)
     if not whole and values.dtype.kind not in "iuf":
         return values

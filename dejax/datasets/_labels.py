@@ -43,8 +43,9 @@ class Label:
             return None
         if self.table not in times or None in given:
             raise ValueError(
-                f"label must have `valid_from` and `test_from`, and time_columns the table {self.table!r}, to split "
-                "rows"
+                "label must have `valid_from` and `test_from`, and time_columns a column of the table "
+                f"{self.table!r}, to split its rows by time, got {self.valid_from!r}, {self.test_from!r} and "
+                f"{sorted(times)}"
             )
         column = times[self.table]
         there = column.values[~column.missing]

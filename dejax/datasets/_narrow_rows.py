@@ -46,7 +46,9 @@ class Encoder:
         if scale not in SCALES:
             raise ValueError(f"{what}: `scale` must be one of {SCALES}, got {scale!r}")
         if scale is not None and (dtype.itemsize != 1 or dtype.kind == "u"):
-            raise ValueError(f"{what}: `scale` must be None for rows of {dtype}; int8 and FP8 rows take a scale")
+            raise ValueError(
+                f"{what}: `scale` must be None for rows of {dtype}, got {scale!r}; only int8 and FP8 rows take a scale"
+            )
         if scale != "column":
             return cls(what, dtype, scale == "row", None)
         tops = [np.zeros(array.shape[1:], np.float32)]

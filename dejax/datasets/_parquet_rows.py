@@ -67,12 +67,17 @@ class ParquetRows:
 
     def _numbers(self, column: Any, name: str) -> np.ndarray:
         if column.null_count:
-            raise ValueError(f"{self._path}: the column {name!r} must have no missing values; replace them first")
+            raise ValueError(
+                f"{self._path}: the column {name!r} must have no missing values, got {column.null_count}; replace "
+                "them first"
+            )
         if hasattr(column, "flatten") and str(column.type).startswith(("list", "fixed_size_list", "large_list")):
             inner = column.flatten()
             rows = max(1, len(column))
             if len(inner) % rows or (len(column) and set(_lengths(column)) != {len(inner) // rows}):
-                raise ValueError(f"{self._path}: the lists of column {name!r} must have one length")
+                raise ValueError(
+                    f"{self._path}: the lists of the column {name!r} must have one length, got several; pad them first"
+                )
             return self._numbers(inner, name).reshape(len(column), len(inner) // rows)
         found: np.ndarray = column.to_numpy(zero_copy_only=False)
         if found.dtype.kind not in "biuf":

@@ -43,8 +43,8 @@ class _Keys:
             return cls(name, rows, _nanoseconds(name, column), "times" if kind == "M" else "durations")
         if kind == "f" and (np.abs(column) >= EXACT).any():
             raise ValueError(
-                f"the key {name} must have exact values, floats from 2**53 on have lost digits; read the column as "
-                "integers or as text"
+                f"the key {name} must have exact values, got floats from 2**53 on, which have lost digits; read the "
+                "column as integers or as text"
             )
         values = column.tolist()
         if kind in "biuf":
@@ -194,8 +194,9 @@ def edges_of(
         if dropped.any() and dangling == "error":
             example = values[there[dropped][:1]].tolist()[0]
             raise ValueError(
-                f"the foreign key {table}.{column} must refer to rows of {other!r}: {int(dropped.sum())} values such "
-                f"as {example!r} do not; pass dangling='drop' to leave these edges out, or 'add' to add rows"
+                f"the foreign key {table}.{column} must refer to rows of {other!r}, got {int(dropped.sum())} values "
+                f"without a row such as {example!r}; pass dangling='drop' to leave these edges out, or 'add' to add "
+                "rows"
             )
         edges[table, column, other] = there[~dropped].astype(np.int32), found[~dropped]
         lost[table, column, other] = int(dropped.sum())
@@ -236,11 +237,15 @@ def _primary(name: str, column: np.ndarray) -> _Keys:
     keys = _Keys.of(name, column)
     if len(keys.rows) != len(column):
         gone = int(missing_in(column).argmax())
-        raise ValueError(f"the primary key {name} must have no missing values, row {gone} has none")
+        raise ValueError(
+            f"the primary key {name} must have no missing values, got none in row {gone}; leave that row out, or name "
+            "another key"
+        )
     if len(set(keys.values)) != len(keys.values):
         repeated, count = Counter(keys.values).most_common(1)[0]
         raise ValueError(
-            f"the primary key {name} must be unique, some values are repeated: {count} rows have {repeated!r}"
+            f"the primary key {name} must be unique, got {repeated!r} in {count} rows; remove the repeated rows, or "
+            "name more columns as the key"
         )
     return keys
 

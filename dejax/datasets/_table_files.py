@@ -23,7 +23,7 @@ Declared = dict[tuple[str, int], list[tuple[str, str, str | None]]]
 def read_sqlite(path: Path) -> tuple[dict[str, Columns], dict[str, str | tuple[str, ...]], Declared]:
     """The tables, primary keys (of several columns as a tuple), and foreign keys of a SQLite file."""
     if not path.is_file():
-        raise FileNotFoundError(f"tables must be the path of a SQLite file, {path} does not exist")
+        raise FileNotFoundError(f"tables must be the path of a SQLite file, got {path}, which does not exist")
     tables: dict[str, Columns] = {}
     keys: dict[str, str | tuple[str, ...]] = {}
     declared: Declared = {}
@@ -42,7 +42,7 @@ def read_sqlite(path: Path) -> tuple[dict[str, Columns], dict[str, str | tuple[s
             for reference in connection.execute(f"PRAGMA foreign_key_list({quoted})").fetchall():
                 declared.setdefault((table, reference[0]), []).append((reference[2], reference[3], reference[4]))
     except sqlite3.DatabaseError as error:
-        raise ValueError(f"tables must be a SQLite file: {path}: {error}") from error
+        raise ValueError(f"tables must be a SQLite file, got {path}: {error}") from error
     finally:
         connection.close()
     return tables, keys, declared
@@ -88,11 +88,12 @@ def read_folder(folder: Path) -> dict[str, Any]:
         name = path.name.removesuffix(suffix or "")
         if name in tables:
             raise ValueError(
-                f"tables must be one file each, the folder {folder} has two of {name!r}, one is {path.name}"
+                f"tables must be one file each, got two of {name!r} in the folder {folder}, one of them {path.name}; "
+                "move one away"
             )
         tables[name] = read_file(path)
     if not tables:
-        raise ValueError(f"tables must be a folder with files {', '.join(_SUFFIXES)}, got {folder} without any")
+        raise ValueError(f"tables must be a folder with files {', '.join(_SUFFIXES)}, got {folder} without such files")
     return tables
 
 
@@ -145,6 +146,8 @@ def _opened(path: Path) -> Iterator[Any]:
     with zipfile.ZipFile(path) as archive:
         inside = [name for name in archive.namelist() if name.endswith(".csv")]
         if len(inside) != 1:
-            raise ValueError(f"{path} must have one CSV file inside, got {len(inside)}")
+            raise ValueError(
+                f"{path} must have one CSV file inside, got {len(inside)}; unpack it into a folder of files"
+            )
         with archive.open(inside[0]) as file:
             yield file

@@ -36,7 +36,7 @@ def with_vectors(columns: Mapping[str, Columns], vectors: Mapping[str, Mapping[s
                 made[table][column] = _of_texts(name, columns[table][column], of)
             else:
                 raise ValueError(
-                    f"{name} must be a function of a column of text, one of {', '.join(columns[table])}; there is no "
+                    f"{name} must name a column of text of {table!r}, one of {', '.join(columns[table])}; got "
                     f"{column!r}"
                 )
     return made

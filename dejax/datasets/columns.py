@@ -66,7 +66,10 @@ class Column:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
         rows = len(self.missing)
         if (self.offsets is not None) != (self.kind in ("categories", "text")):
-            raise ValueError(f"offsets must be given for categories and text alone, the kind is {self.kind!r}")
+            raise ValueError(
+                "offsets must be given for the kinds categories and text, and for no other kind, got "
+                f"kind={self.kind!r} {'without' if self.offsets is None else 'with'} offsets"
+            )
         found = {"values": len(self.values) if self.offsets is None else len(self.offsets) - 1}
         if self.known_at is not None:
             found["known_at"] = len(self.known_at)

@@ -78,7 +78,10 @@ def write_drive_table(
     for each in folders:
         each.mkdir(parents=True, exist_ok=True)
         if (each / "table.json").exists() or any(Path(path).exists() for path in layout.paths):
-            raise ValueError(f"{what}: {each} must have no table yet; remove it, or take another folder")
+            raise ValueError(
+                f"{what}: {each} must be a folder without a table, got one that has a table; remove the table, or "
+                "choose another folder"
+            )
     row_scale = _write_rows(layout, given, encoder)
     scales = row_scale if scale == "row" else encoder.column_scale
     if scales is not None:
@@ -90,7 +93,9 @@ def write_drive_table(
 def _rows_of(what: str, rows: Any, columns: Sequence[str] | None) -> Any:
     if not isinstance(rows, str | os.PathLike):
         if columns is not None:
-            raise ValueError(f"{what}: `columns` must be None, unless `rows` is the path of a Parquet file")
+            raise ValueError(
+                f"{what}: `columns` must be None unless `rows` is the path of a Parquet file, got {columns!r}"
+            )
         return rows if isinstance(rows, np.ndarray) else np.asarray(rows)
     path = Path(rows)
     if path.suffix == ".npy":

@@ -84,7 +84,10 @@ def load_igb(
     for path in sorted(path for path in root.iterdir() if path.is_dir() and "__" in path.name):
         parts = path.name.split("__")
         if len(parts) != 3:
-            raise ValueError(f"{path} must be named <source>__<relation>__<destination>")
+            raise ValueError(
+                f"{path} must be named <source>__<relation>__<destination>, got {path.name}; rename the folder, or "
+                "move it away"
+            )
         table = mapped_npy(_present(path / "edge_index.npy"))
         if table.ndim != 2 or table.shape[1] != 2 or table.dtype.kind not in "iu":
             raise ValueError(
@@ -92,7 +95,10 @@ def load_igb(
             )
         edges[parts[0], parts[1], parts[2]] = (table[:, 0], table[:, 1])
     if not edges:
-        raise FileNotFoundError(f"{root} must have folders <source>__<relation>__<destination> with edges, it has none")
+        raise FileNotFoundError(
+            f"{root} must have folders <source>__<relation>__<destination> with edges, got none; give the folder "
+            "processed/ of a size of IGB"
+        )
     labels = _labels(root, num_classes, counts[LABELLED_TYPE], num_labelled)
     labelled = np.flatnonzero(labels != UNLABELLED)
     cuts = [int(share * len(labelled)) for share in _SHARES]
@@ -118,19 +124,21 @@ def _find(folder: str | os.PathLike[str] | None, size: str | None) -> Path:
     base = folder if folder is not None else os.environ.get(DATA_VARIABLE)
     if not base:
         raise FileNotFoundError(
-            "IGB is read from its folder: give it, load_igb(folder), or its parent in the environment variable "
-            f"{DATA_VARIABLE}"
+            "folder must be given, because IGB is not downloaded: pass load_igb(folder), or put the folder's parent "
+            f"into the environment variable {DATA_VARIABLE}"
         )
     places = [place / (size or "") for place in (Path(base), Path(base) / "igb")]
     for place in places:
         if (place / "processed").is_dir():
             return place
-    raise FileNotFoundError(f"folder must have processed/ of IGB in {' or '.join(map(str, places))}; neither has it")
+    raise FileNotFoundError(f"folder must have a folder processed/ of IGB, got none in {' or '.join(map(str, places))}")
 
 
 def _present(path: Path) -> Path:
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; IGB's folder must have it")
+        raise FileNotFoundError(
+            f"{path} must exist, because it is part of IGB, got no such file; copy the whole folder"
+        )
     return path
 
 
@@ -149,8 +157,8 @@ def _matrix(path: Path, width: int) -> np.ndarray:
     nbytes, row = path.stat().st_size, 4 * width
     if not nbytes or nbytes % row:
         raise ValueError(
-            f"{path} must have rows of {width} float32, {row} bytes each; it has {nbytes} bytes, so it is short, or "
-            "feature_width is another"
+            f"{path} must have rows of {width} float32, {row} bytes each, got {nbytes} bytes, which is no multiple; "
+            "the file is cut short, or feature_width must be another"
         )
     return np.memmap(path, np.float32, "r", shape=(nbytes // row, width))
 
@@ -162,16 +170,19 @@ def _counts(
     for kind in sorted({*kinds, *given}):
         if kind in features and kind in given and len(features[kind]) != given[kind]:
             raise ValueError(
-                f"num_nodes says {given[kind]} nodes of type {kind!r}, but {root / kind / 'node_feat.npy'} has "
-                f"{len(features[kind])} rows"
+                f"num_nodes must be the number of rows of {root / kind / 'node_feat.npy'}, {len(features[kind])}, got "
+                f"{given[kind]} for the type {kind!r}; leave it out"
             )
         if kind not in features and kind not in given:
             raise FileNotFoundError(
-                f"{root / kind / 'node_feat.npy'} is missing; without it give the count, num_nodes={{{kind!r}: ...}}"
+                f"{root / kind / 'node_feat.npy'} must exist, got no such file; to load the graph without these "
+                f"features, give the number of nodes, num_nodes={{{kind!r}: ...}}"
             )
         counts[kind] = len(features[kind]) if kind in features else int(given[kind])
     if LABELLED_TYPE not in counts:
-        raise FileNotFoundError(f"{root} must have a folder {LABELLED_TYPE}/, it has {', '.join(counts) or 'none'}")
+        raise FileNotFoundError(
+            f"{root} must have a folder {LABELLED_TYPE}/, got {', '.join(counts) or 'no node types'}"
+        )
     return counts
 
 
@@ -187,7 +198,8 @@ def _labels(root: Path, num_classes: int, papers: int, num_labelled: int | None)
         nbytes = path.stat().st_size
         if nbytes != 4 * papers:
             raise ValueError(
-                f"{path} must have a float32 for each of {papers} papers, {4 * papers} bytes, it has {nbytes}"
+                f"{path} must have a float32 for each of {papers} papers, {4 * papers} bytes, got {nbytes} bytes; "
+                "give the size of IGB that the file belongs to"
             )
         stored = np.memmap(path, np.float32, "r", shape=(papers,)) if papers else np.zeros(0, np.float32)
     if num_labelled is None:

@@ -121,7 +121,7 @@ def random_csc(
             f"random_csc: `out` must be int32 or int64 [{num_edges}], got {list(senders.shape)} of {senders.dtype}"
         )
     if senders.dtype == np.int32 and num_senders > 2**31:
-        raise ValueError(f"random_csc: `out` must be int64 for {num_senders} senders")
+        raise ValueError(f"random_csc: `out` must be int64 for {num_senders} senders, got {senders.dtype}")
     offsets = np.zeros(num_receivers + 1, np.int64)
     rank_of = _Permutation.of(num_receivers, seed, 0)
 

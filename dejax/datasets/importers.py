@@ -51,7 +51,7 @@ def from_pyg(data: Any, *, name: str = "pyg") -> HeteroDataset:
         raise TypeError(f"data must be a HeteroData or Data of PyTorch Geometric, got {type(data).__name__}")
     for kind, count in counts.items():
         if count is None:
-            raise ValueError(f"data must have a number of nodes of {kind!r}; set data[{kind!r}].num_nodes")
+            raise ValueError(f"data must have the number of nodes of {kind!r}, got None; set data[{kind!r}].num_nodes")
         nodes[kind].pop("num_nodes", None)
     keys = {"x": "features", "y": "labels", "time": "node_times"}
     edge_keys = {"edge_attr": "edge_features", "edge_weight": "edge_weights", "time": "edge_times"}

@@ -77,15 +77,16 @@ def _find(folder: str | os.PathLike[str] | None) -> Path:
     base = folder if folder is not None else os.environ.get(DATA_VARIABLE)
     if not base:
         raise FileNotFoundError(
-            f"{NAME} is read from its unpacked archive: give the folder, load({NAME!r}, folder=...), or its parent "
-            f"in the environment variable {DATA_VARIABLE}; the archive is http://snap.stanford.edu/ogb/data/nodeproppred/mag.zip"
+            f"folder must be given, because {NAME} is not downloaded: unpack "
+            f"http://snap.stanford.edu/ogb/data/nodeproppred/mag.zip and pass load({NAME!r}, folder=...), or put the "
+            f"folder's parent into the environment variable {DATA_VARIABLE}"
         )
     for sub in _SUB_FOLDERS:
         if (Path(base) / sub / "raw" / "num-node-dict.csv.gz").is_file():
             return Path(base) / sub
     raise FileNotFoundError(
-        f"folder must hold raw/num-node-dict.csv.gz of {NAME}, itself or in a sub-folder called "
-        f"{', '.join(_SUB_FOLDERS[1:])}; {base} does not"
+        f"folder must hold raw/num-node-dict.csv.gz of {NAME}, in itself or in a sub-folder called "
+        f"{', '.join(_SUB_FOLDERS[1:])}, got {base} without it"
     )
 
 
@@ -142,10 +143,13 @@ def _read(root: Path, use_features: bool, progress: bool | None) -> HeteroDatase
         for column, kind in ((0, source), (1, destination)):
             if kind not in counts:
                 raise ValueError(
-                    f"{raw / 'triplet-type-list.csv.gz'}: {kind!r} must be a node type, {', '.join(counts)}"
+                    f"{raw / 'triplet-type-list.csv.gz'} must name node types, {', '.join(counts)}; got {kind!r}"
                 )
             if len(table) and not 0 <= table[:, column].min() <= table[:, column].max() < counts[kind]:
-                raise ValueError(f"{path}: column {column} must number the {counts[kind]} nodes of type {kind}")
+                raise ValueError(
+                    f"{path}: column {column} must have numbers of {kind} nodes, from 0 to {counts[kind] - 1}, got "
+                    f"{table[:, column].min()} to {table[:, column].max()}"
+                )
         senders, receivers = np.ascontiguousarray(table.T, np.int32)
         edges[source, relation, destination] = (senders, receivers)
     papers = counts[_LABELLED_TYPE]
@@ -153,7 +157,7 @@ def _read(root: Path, use_features: bool, progress: bool | None) -> HeteroDatase
     def of_papers(path: Path, dtype: type, columns: int | None) -> np.ndarray:
         rows = _numbers(path, dtype, columns, progress)
         if len(rows) != papers:
-            raise ValueError(f"{path.name}: expected {papers} rows, one for each paper, got {len(rows)}")
+            raise ValueError(f"{path.name} must have {papers} rows, one for each paper, got {len(rows)}")
         return rows if columns is None else rows[:, 0]
 
     labels = of_papers(raw / "node-label" / _LABELLED_TYPE / "node-label.csv.gz", np.int64, 1).astype(np.int32)
@@ -185,10 +189,10 @@ def _counts(path: Path) -> dict[str, int]:
     """Nodes by type, in alphabetical order."""
     header, *rows = _text_rows(path)
     if len(rows) != 1 or len(rows[0]) != len(header):
-        raise ValueError(f"{path}: expected a header of node types and one row of counts")
+        raise ValueError(f"{path} must have a header of node types and one row of counts, got another form")
     counts = dict(sorted(zip(header, map(int, rows[0]), strict=True)))
     if _LABELLED_TYPE not in counts:
-        raise ValueError(f"{path}: expected a node type 'paper', got {', '.join(counts)}")
+        raise ValueError(f"{path} must have a node type 'paper', got {', '.join(counts)}")
     return counts
 
 
@@ -247,7 +251,7 @@ def _numbers(path: Path, dtype: type, columns: int | None, progress: bool | None
             return np.zeros((0, columns or 1), dtype)
         table = np.concatenate(pieces)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{path}: not a table of numbers in gzipped CSV: {error}") from error
+        raise ValueError(f"{path} must be a table of numbers in gzipped CSV, got an error: {error}") from error
     if columns is not None and table.shape[1] != columns:
-        raise ValueError(f"{path}: expected {columns} columns, got {table.shape[1]}")
+        raise ValueError(f"{path} must have {columns} columns, got {table.shape[1]}")
     return table

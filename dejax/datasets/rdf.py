@@ -275,7 +275,7 @@ def _read_triples(path: Path, progress: bool | None) -> _Triples:
                     node(o, is_subject=False) if oi is None else oi,
                 )
             except (ParserError, UnicodeDecodeError) as error:
-                raise ValueError(f"{path}:{number}: not an N-Triples statement: {error}") from error
+                raise ValueError(f"{path}:{number} must be an N-Triples statement, got an error: {error}") from error
     table = np.array(edges, np.int64).reshape(-1, 3)
     del edges
     key = (table[:, 1] * len(ids) + table[:, 0]) * len(ids) + table[:, 2]
@@ -296,7 +296,9 @@ def _lines(file: Iterable[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
         for number, line in enumerate(file, 1):
             yield number, line
     except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path}: not a whole gzip file, it breaks off after line {number}: {error}") from error
+        raise ValueError(
+            f"{path} must be a complete gzip file, got one that breaks off after line {number}: {error}"
+        ) from error
 
 
 def _split_line(text: str) -> tuple[str, str, str]:
@@ -344,8 +346,8 @@ def _read_splits(
         missing = [iri for iri, _ in table if iri not in entities]
         if missing:
             raise ValueError(
-                f"{paths[split]}: {len(missing)} of {len(table)} entities are not in the graph, first {missing[0]}"
-                "; the graph and the split must be of the same data set"
+                f"{paths[split]} must have entities of the graph, got {len(missing)} of {len(table)} others, the "
+                f"first {missing[0]}; take graph and split from the same data set"
             )
         nodes = np.array([entities[iri] for iri, _ in table], np.int32)
         splits[split] = nodes, np.array([index[label] for _, label in table], np.int32)
@@ -360,7 +362,7 @@ def _read_table(path: Path) -> Iterable[tuple[str, str]]:
         entity = [i for i, column in enumerate(header) if i not in label and column != "id"]
         if len(label) != 1 or len(entity) != 1:
             raise ValueError(
-                f"{path}: expected a header with one column label_..., one of IRIs and perhaps id, got {header}"
+                f"{path} must have a header with one column label_..., one column of IRIs and perhaps id, got {header}"
             )
         for row in reader:
             if row:

@@ -78,7 +78,7 @@ def _with_examples(data: HeteroDataset, name: str, task: Any) -> HeteroDataset:
     """The dataset with the examples of all splits of a task."""
     kind = _KINDS.get(str(getattr(task.task_type, "value", task.task_type)))
     if kind is None:
-        raise ValueError(f"task {name!r} must have one label for each example, or links; it is {task.task_type}")
+        raise ValueError(f"task {name!r} must have one label for each example, or links, got the type {task.task_type}")
     is_link = kind == "link"
     entity, column = (task.src_entity_table, task.src_entity_col) if is_link else (task.entity_table, task.entity_col)
     label = task.dst_entity_col if is_link else task.target_col

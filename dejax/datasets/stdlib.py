@@ -141,7 +141,8 @@ def load_stdlib(
     files = list(_source_files(root))
     if not files:
         raise FileNotFoundError(
-            f"no Python sources in {root}: this Python may keep its library in a zip file; give the folder of another"
+            f"folder must have Python sources, got none in {root}: this Python may keep its library in a zip file; "
+            "give the folder of another Python's library"
         )
     base = Path(cache) if cache is not None else cache_dir()
     stats = [(name, path.stat()) for name, path in files]

@@ -237,7 +237,10 @@ def _shown_at(known: np.ndarray, late: Mapping[str, TimeColumn]) -> dict[str, np
     found = {}
     for column, time in late.items():
         if "f" in (time.values.dtype.kind, known.dtype.kind):
-            raise ValueError(f"known_at must name columns of whole numbers or times, {time.name} has fractions")
+            raise ValueError(
+                f"known_at must name columns of whole numbers or times, got {time.name}, which has fractions; round "
+                "them"
+            )
         found[column] = np.where(time.missing, NEVER, np.maximum(time.values, known))
     return found
 
@@ -350,7 +353,10 @@ def _check_names(
             raise ValueError(f"foreign_keys must be (table, column, other table), got {reference}")
         named.append(("foreign_keys", reference[0], reference[1]))
         if reference[2] not in keys:
-            raise ValueError(f"primary_keys must have the table {reference[2]!r}, to which {reference[:2]} refers")
+            raise ValueError(
+                f"primary_keys must have a key of the table {reference[2]!r}, to which the foreign key "
+                f"{'.'.join(reference[:2])} refers, got keys of {', '.join(map(repr, keys)) or 'no table'}"
+            )
     if label is not None:
         named.append(("label", label.table, label.column))
     for what, table, column in named:

@@ -77,7 +77,10 @@ def task_from_columns(
     rows = entity_rows(data, name, entity, keys, missing_keys)
     if times is None:
         if has_times(data):
-            raise ValueError(f"times of task {name!r} must be given, {data.name!r} has times")
+            raise ValueError(
+                f"times of task {name!r} must be given for a data set with times, got None; give the cutoff of each "
+                "example"
+            )
         times = np.zeros(len(rows), np.int64)
     cutoffs = cutoffs_of(data, name, times)
     if labels is None or not len(rows) == len(cutoffs) == len(labels):
@@ -105,7 +108,7 @@ def _links(
     missing_keys: str,
 ) -> Task:
     if target is None:
-        raise ValueError(f"task {name!r} must have a `target`, the table that its links lead to")
+        raise ValueError(f"target of task {name!r} must be the table to which its links lead, got None")
     lists = [list(one) if isinstance(one, list | tuple | set | np.ndarray) else None for one in labels]
     single = all(one is None for one in lists)
     keys = [key for one, given in zip(lists, labels, strict=True) for key in ([given] if one is None else one)]
@@ -220,7 +223,7 @@ def task_of_rows(
         if wanted not in columns:
             raise ValueError(f"task {name!r} must name columns of {table!r}, {', '.join(columns)}; got {wanted!r}")
     if not data.num_nodes[table]:
-        raise ValueError(f"task {name!r} must have rows in the table {table!r}, which is empty")
+        raise ValueError(f"table of task {name!r} must have rows, got the empty table {table!r}")
     column = columns[label]
     times, dated = _row_times(data, name, table, cutoff)
     rows = np.flatnonzero(dated)
@@ -228,8 +231,9 @@ def task_of_rows(
         early = (column.known_at[rows] <= times[rows]) & ~column.missing[rows]
         if early.any():
             raise ValueError(
-                f"label of task {name!r} must be known after its cutoff, {int(early.sum())} of {len(rows)} rows of "
-                f"{table!r} have it by then, the first is row {rows[early][0]}; give an earlier `cutoff`"
+                f"label of task {name!r} must become known after its cutoff, got {int(early.sum())} of {len(rows)} "
+                f"rows of {table!r} whose label is known by then, the first row {rows[early][0]}; give an earlier "
+                "`cutoff`"
             )
     task = labelled_task(
         data,
@@ -254,16 +258,16 @@ def _row_times(data: HeteroDataset, name: str, table: str, cutoff: str | None) -
         column = data.columns[table][cutoff]
         if column.kind != "time" or column.unit != data.time_unit:
             raise ValueError(
-                f"cutoff of task {name!r} must be a column of the kind of the dataset's times, {table}.{cutoff} is "
-                f"{column.kind}"
+                f"cutoff of task {name!r} must be a column of times of the same unit as the data set's times, got "
+                f"{table}.{cutoff} of the kind {column.kind}"
             )
         return column.values, ~column.missing
     if table in data.node_times:
         return np.asarray(data.node_times[table]), np.full(count, True)
     if data.node_times:
         raise ValueError(
-            f"task {name!r} must have a `cutoff`, a column with the time at which each row of {table!r} is asked "
-            "about: the table has no times"
+            f"cutoff of task {name!r} must name a column with the time at which each row of {table!r} is asked about, "
+            "got None, and the table has no times"
         )
     return np.zeros(count, np.int64), np.full(count, True)
 
@@ -276,7 +280,9 @@ def _values_of(name: str, label: str, column: Column, above: float | None) -> np
         return np.where(column.missing, np.nan, column.values > above)
     if column.kind != "category" or above is not None:
         wanted = "of categories or numbers" if above is None else "of numbers, which are compared with `above`"
-        raise ValueError(f"label of task {name!r} must be a column {wanted}, {label} is {column.kind}")
+        raise ValueError(
+            f"label of task {name!r} must be a column {wanted}, got {label}, a column of the kind {column.kind}"
+        )
     names = np.array([*column.categories, None], object)
     return names[column.values]
 
@@ -340,7 +346,8 @@ def task_of_events(
     over = times + length > found.times.max(initial=0)
     if over.all():
         raise ValueError(
-            f"cutoffs of task {name!r} must be at least {window!r} before the end of the data, none of {len(times)} is"
+            f"cutoffs of task {name!r} must be at least {window!r} before the end of the data, got {len(times)} that "
+            "are all later; give earlier cutoffs, or a shorter window"
         )
     known = data.known_from.get(found.entity, np.full(data.num_nodes[found.entity], ALWAYS))
     rows: list[np.ndarray] = []

@@ -63,7 +63,10 @@ class Task:
             raise ValueError(f"kind of task {self.name!r} must be one of {', '.join(TASK_KINDS)}, got {self.kind!r}")
         is_link = self.kind == "link"
         if is_link != (self.offsets is not None) or is_link != (self.target is not None):
-            raise ValueError(f"offsets and target must be given for links alone, task {self.name!r} is {self.kind}")
+            raise ValueError(
+                "offsets and target must be given for tasks of the kind 'link', and for no other kind, got the kind "
+                f"{self.kind!r} for task {self.name!r}"
+            )
         labels = len(self.labels) if self.offsets is None else len(self.offsets) - 1
         if not len(self.rows) == len(self.times) == labels:
             raise ValueError(
@@ -74,7 +77,10 @@ class Task:
             if split not in ("train", "valid", "test"):
                 raise ValueError(f"splits of task {self.name!r} must be train, valid and test, got {split!r}")
             if len(places) and not 0 <= places.min() <= places.max() < len(self.rows):
-                raise ValueError(f"the split {split!r} of task {self.name!r} must have places below {len(self.rows)}")
+                raise ValueError(
+                    f"the split {split!r} of task {self.name!r} must have places from 0 to {len(self.rows) - 1}, got "
+                    f"{places.min()} to {places.max()}"
+                )
 
     def __len__(self) -> int:
         return len(self.rows)

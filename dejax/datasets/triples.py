@@ -73,12 +73,13 @@ def load_triples(
     ({'entity': 2}, array([[0, 0, 1]]))
     """
     if min(shares) < 0 or sum(shares) >= 1:
-        raise ValueError(f"shares must be two numbers from 0 on, below 1 together, got {shares}")
+        raise ValueError(f"shares must be two numbers that are at least 0 and whose sum is below 1, got {shares}")
     found = _find(name, folder)
     if found is None:
         raise FileNotFoundError(
-            f"{name!r} is read from its folder with train.txt, valid.txt and test.txt, or triples.txt: give the "
-            f"folder, load_triples({name!r}, folder=...), or its parent in the environment variable DEJAX_DATA"
+            f"folder must be given, because {name!r} is no data set that dejax can load by its name alone: pass "
+            f"load_triples({name!r}, folder=...), where the folder has train.txt, valid.txt and test.txt, or "
+            "triples.txt; or put the folder's parent into the environment variable DEJAX_DATA"
         )
     read = {split: _read(path, progress) for split, path in found.items()}
     home = next(iter(found.values())).parent
@@ -91,7 +92,7 @@ def load_triples(
     edges = {split: _by_relation(table, entities, relations) for split, table in read.items()}
     every: dict[Relation, Ends] = {(ENTITY, relation, ENTITY): _NO_ENDS for relation in relations}
     if not edges["train"]:
-        raise ValueError(f"{next(iter(found.values()))} must have a triple, it is empty")
+        raise ValueError(f"{next(iter(found.values()))} must have at least one triple, got an empty file")
     return HeteroDataset(
         name=name,
         num_nodes={ENTITY: len(entities)},
@@ -158,7 +159,9 @@ def _read(path: Path, progress: bool | None) -> tuple[list[str], list[str], list
                 continue
             parts = [part.strip() for part in text.split("\t")] if "\t" in text else text.split()
             if len(parts) != 3 or not all(parts):
-                raise ValueError(f"{path}:{number}: a line must be head, relation and tail, got {text[:80]!r}")
+                raise ValueError(
+                    f"{path}:{number} must be head, relation and tail, separated by tabs or blanks, got {text[:80]!r}"
+                )
             for column, part in zip(columns, parts, strict=True):
                 column.append(part)
             bar.update()
@@ -173,21 +176,28 @@ def _numbering(path: Path, columns: list[list[str]], numbers: bool | None) -> di
         for line in path.read_text(encoding="utf-8-sig").splitlines():
             first, _, second = line.partition("\t")
             if not first.isdecimal() or not second:
-                raise ValueError(f"{path}: a line must be a number and a name, got {line[:80]!r}")
+                raise ValueError(f"{path} must have a number, a tab and a name in each line, got {line[:80]!r}")
             listed[int(first)] = second.strip()
         if sorted(listed) != list(range(len(listed))):
-            raise ValueError(f"{path} must number its names from 0 on, without gaps")
+            raise ValueError(
+                f"{path} must number its names from 0 on without gaps, got {len(listed)} names up to the number "
+                f"{max(listed)}"
+            )
         known = {listed[i]: i for i in range(len(listed))}
         if len(known) < len(listed):
             twice = next(name for i, name in sorted(listed.items()) if known[name] != i)
-            raise ValueError(f"{path} must have each name once, it has {twice!r} twice")
+            raise ValueError(f"{path} must have each name once, got {twice!r} twice")
         if missing := sorted(names - set(known)):
-            raise ValueError(f"{path} must have every name of the triples, it lacks {missing[0]!r}")
+            raise ValueError(
+                f"{path} must have every name of the triples, got none for {missing[0]!r}; add it, or remove the file"
+            )
         return known
     are_numbers = all(name.isdecimal() and str(int(name)) == name for name in names)
     if numbers and not are_numbers:
         bad = next(name for name in sorted(names) if not (name.isdecimal() and str(int(name)) == name))
-        raise ValueError(f"numbers=True: entities and relations must be numbers from 0 on, got {bad!r}")
+        raise ValueError(
+            f"entities and relations must be numbers from 0 on with numbers=True, got {bad!r}; leave `numbers` out"
+        )
     count = max(map(int, names), default=-1) + 1 if are_numbers else 0
     if are_numbers and numbers is not False and (numbers or count <= 2 * len(names)):
         return {str(i): i for i in range(count)}

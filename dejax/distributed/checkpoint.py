@@ -60,7 +60,10 @@ def restore(folder: str | os.PathLike[str], like: Any, *, step: int | None = Non
 
     found = latest_step(folder) if step is None else step
     if found is None or not (Path(folder) / str(found)).exists():
-        raise FileNotFoundError(f"distributed.restore: no checkpoint{'' if found is None else f' {found}'} in {folder}")
+        raise FileNotFoundError(
+            f"distributed.restore: `folder` must have a checkpoint{'' if found is None else f' of step {found}'}, got "
+            f"{folder} without"
+        )
     wanted = _named(like)
     with _manager(folder, None) as manager:
         _check_same(manager.item_metadata(found), wanted)
@@ -108,7 +111,7 @@ def _check_same(metadata: Any, wanted: dict[str, Any]) -> None:
         return
     if odd := sorted(set(there) ^ set(wanted)):
         raise ValueError(
-            f"distributed.restore: `like` must have the leaves of the checkpoint, got one more or less: {odd[0]!r}"
+            f"distributed.restore: `like` must have the leaves of the checkpoint, got a difference in {odd[0]!r}"
         )
     for name, leaf in wanted.items():
         if there[name] != tuple(leaf.shape):

@@ -153,7 +153,10 @@ class Partition:
         """
         path = Path(folder)
         if not (path / _FILE).exists():
-            raise FileNotFoundError(f"{path} must have {_FILE}, which Partition.save writes last; save it again")
+            raise FileNotFoundError(
+                f"{path} must have {_FILE}, which Partition.save writes last, got none: the folder is incomplete; "
+                "save the partition again"
+            )
         found = json.loads((path / _FILE).read_text(encoding="utf-8"))
         if found.get("format") != _FORMAT:
             raise ValueError(f"{path / _FILE} must have format {_FORMAT}, got {found.get('format')!r}")
@@ -371,9 +374,11 @@ def _one_type(assignment: Mapping[str, Any], node_type: str | None) -> str:
 def _mapped(file: Path) -> np.ndarray:
     """An `.npy` file, mapped; the error of one that is cut short names it."""
     if not file.exists():
-        raise FileNotFoundError(f"{file} is missing; save the partition again")
+        raise FileNotFoundError(f"{file} must exist, got no such file; save the partition again")
     try:
         array: np.ndarray = np.load(file, mmap_mode="r")
     except ValueError as error:
-        raise ValueError(f"{file} is cut short or no array ({error}); save the partition again") from None
+        raise ValueError(
+            f"{file} must be a complete .npy file, got an error: {error}; save the partition again"
+        ) from None
     return array

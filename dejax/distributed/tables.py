@@ -173,7 +173,10 @@ class ShardedTable(Table):
             ValueError: some rows lie on devices of other processes.
         """
         if not self.words.is_fully_addressable:
-            raise ValueError("ShardedTable.numpy: other processes hold rows; save the table with distributed.save")
+            raise ValueError(
+                "ShardedTable.numpy: all rows must be in this process, got a table of several processes; save it "
+                "with distributed.save"
+            )
         return self.spec.local.to_rows(numpy_copy(self.words)[: self.spec.rows])
 
     def __repr__(self) -> str:
@@ -388,8 +391,8 @@ class ShardedTable(Table):
     def _checked(self, what: str, ids: Any, capacity: int | None) -> tuple[Array, tuple[int, ...], int]:
         if self.spec.axis not in _compat.manual_axes():
             raise ValueError(
-                f"{what}: the table is divided over the axis {self.spec.axis!r} of a mesh, and read inside of "
-                "jax.shard_map over it; dejax.distributed.data_parallel makes such a step"
+                f"{what}: a table that is divided over a mesh must be used inside of jax.shard_map over its axis "
+                f"{self.spec.axis!r}, got a call outside; dejax.distributed.data_parallel makes such a step"
             )
         ids = checked_ids(what, ids, self.spec.rows)
         capacity = max(1, ids.size) if capacity is None else int(capacity)
@@ -428,7 +431,7 @@ class ShardedTable(Table):
     def _check_writable(self, what: str) -> None:
         if self.row_scale is not None or self.column_scale is not None:
             raise ValueError(
-                f"{what}: the table must be one to write, got one that has scales; make it with float32, bfloat16 or "
+                f"{what}: the table must be writable, got one that has scales; make it with float32, bfloat16 or "
                 "float16 rows"
             )
 
@@ -464,7 +467,10 @@ def check_lost(lost: ArrayLike, what: str = "an exchange of rows") -> None:
     """
     total = int(np.asarray(lost).sum())
     if total:
-        raise ValueError(f"{what}: {total} rows did not fit; use a larger `capacity` (ShardedTable.find_capacity)")
+        raise ValueError(
+            f"{what}: `capacity` must hold all rows that are asked for, got {total} rows more; give a larger "
+            "`capacity` (ShardedTable.find_capacity)"
+        )
 
 
 __all__ = ["ShardedTable", "check_lost"]

@@ -150,7 +150,10 @@ def _wanted(visits: Any, rows: int, slots: int, what: str) -> np.ndarray:
     if given.shape != (rows,) or given.dtype.kind not in "biuf":
         raise ValueError(f"{what}: `visits` must be real[{rows}], got {given.dtype}{list(given.shape)}")
     if np.isnan(given).any():
-        raise ValueError(f"{what}: `visits` must not have NaN")
+        raise ValueError(
+            f"{what}: `visits` must be numbers, got NaN in {int(np.isnan(given).sum())} of {rows} rows; replace NaN "
+            "by 0"
+        )
     most = np.zeros(-(-rows // 64) * 64, bool)
     most[np.argpartition(given, rows - slots)[rows - slots :] if slots < rows else np.arange(rows)] = True
     most[:rows] &= given > 0

@@ -31,13 +31,16 @@ def share_leaf(leaf: Array, spec: TableSpec, mesh: Mesh, writable: bool) -> tupl
     devices = list(mesh.devices.flat)
     own = [device for device in devices if device.process_index == jax.process_index()]
     if any(platform_of(device) != spec.platform for device in devices):
-        raise ValueError(f"{what}: the mesh must have {spec.platform} devices")
+        raise ValueError(
+            f"{what}: `mesh` must have {spec.platform} devices, where the table lies, got "
+            f"{sorted({platform_of(device) for device in devices})}"
+        )
     if not own:
         raise ValueError(f"{what}: `mesh` must have devices of this process, got {[d.id for d in devices]}")
     if writable and spec.read_only:
         raise ValueError(
-            f"{what}: a table that is shared for writing must not be read-only (made from a file or a read-only "
-            "array); copy it with HostTable.from_numpy(table.numpy())"
+            f"{what}: a table that is shared for writing must be writable, got a read-only one, made from a file or a "
+            "read-only array; copy it with HostTable.from_numpy(table.numpy())"
         )
     memory = memory_of(leaf)
     if spec.platform == "cuda" and memory is not None:
@@ -49,7 +52,10 @@ def share_leaf(leaf: Array, spec: TableSpec, mesh: Mesh, writable: bool) -> tupl
         len({device.process_index for device in devices[first : first + sharers]}) > 1
         for first in range(0, len(devices), sharers)
     ):
-        raise ValueError(f"{what}: in `mesh` the devices of a process must stand next to each other, as many of each")
+        raise ValueError(
+            f"{what}: in `mesh` the devices of a process must stand next to each other, {sharers} of each process, "
+            f"got the processes {[device.process_index for device in devices]}; order the devices by process"
+        )
     sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
     whole = jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
     if spec.on_drive:
@@ -84,8 +90,8 @@ def of_all_devices(what: str, ids: Array, rows: Array, row: tuple[int, ...]) -> 
     axes = _compat.manual_axes()
     if not axes:
         raise ValueError(
-            f"{what}: a table that is shared for writing is written inside of jax.shard_map over its mesh; "
-            "dejax.distributed.data_parallel makes such a step"
+            f"{what}: a table that is shared for writing must be written inside of jax.shard_map over its mesh, got a "
+            "call outside; dejax.distributed.data_parallel makes such a step"
         )
     ids, rows = ids.reshape(-1), rows.reshape(-1, *row)
     return jax.lax.all_gather(ids, axes, tiled=True), jax.lax.all_gather(rows, axes, tiled=True)

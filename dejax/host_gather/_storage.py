@@ -45,7 +45,9 @@ def adopt(array: np.ndarray, spec: TableSpec, device: jax.Device | None, what: s
     if spec.platform == "cpu" and target != jax.local_devices(backend="cpu")[0]:
         raise ValueError(f"{what}: with copy=False `device` must be the first CPU device, got {target}; use copy=True")
     if not array.flags.c_contiguous:
-        raise ValueError(f"{what}: with copy=False `array` must be C-contiguous; use copy=True")
+        raise ValueError(
+            f"{what}: `array` must be C-contiguous with copy=False, got strides {array.strides}; use copy=True"
+        )
     needed = _CUDA_ALIGNMENT if spec.platform == "cuda" else _CPU_ALIGNMENT
     if array.ctypes.data % needed and array.size:
         raise ValueError(
@@ -123,8 +125,12 @@ def npy_header(path: str | os.PathLike[str], what: str) -> tuple[tuple[int, ...]
             reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
             shape, fortran, dtype = reader[version](file)
         except (ValueError, KeyError) as error:
-            raise ValueError(f"{what}: not an .npy file of version 1 or 2: {error}") from error
+            raise ValueError(
+                f"{what}: the file must be an .npy file of version 1 or 2, got an error: {error}"
+            ) from error
         offset = file.tell()
     if fortran and len(shape) > 1:
-        raise ValueError(f"{what}: the array is in Fortran order; save numpy.ascontiguousarray(array)")
+        raise ValueError(
+            f"{what}: the array must be in C order, got Fortran order; save numpy.ascontiguousarray(array)"
+        )
     return shape, dtype_of_file(path, dtype), offset

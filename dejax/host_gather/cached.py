@@ -81,7 +81,7 @@ class CachedTable(LocalTable):
         if not 0 <= cached_rows <= len(table):
             raise ValueError(f"CachedTable: `cached_rows` must be from 0 to {len(table)}, got {cached_rows}")
         if np.isnan(weights).any():
-            raise ValueError("CachedTable: `counts` must not have NaN")
+            raise ValueError("CachedTable: `counts` must be numbers, got NaN; replace NaN by 0")
         if not cached_rows:
             return cls.from_ids(table, np.zeros(0, np.int64))
         # Not by the negated counts: unsigned ones would wrap.

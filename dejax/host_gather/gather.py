@@ -58,7 +58,7 @@ class GatherOptions:
         """The options of a caller's keyword arguments."""
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := set(given).difference(known):
-            raise TypeError(f"{what}: unknown options {sorted(unknown)}; the options are {sorted(known)}")
+            raise TypeError(f"{what}: options must be of {sorted(known)}, got {sorted(unknown)}")
         return cls(**given)
 
 
@@ -125,7 +125,10 @@ def read_rows(what: str, operands: TableOperands, ids: Any, options: GatherOptio
     """`gather` of a table of one device."""
     recorded = is_recorded(operands.spec)
     if recorded and options.scale is not None:
-        raise ValueError(f"{what}: the gradient of scaled rows is not defined; multiply the gathered rows instead")
+        raise ValueError(
+            f"{what}: rows must be gathered without `scale` inside of value_and_grad, which has no gradient of scaled "
+            "rows; multiply the gathered rows instead"
+        )
     ids, call, factor = prepare_gather(what, operands, ids, options)
     leaf, cache, slots = operands.leaf, operands.cache, operands.slots
     if call.mean and not (call.ordered or recorded or call.spec.on_drive):
@@ -156,7 +159,9 @@ def check_errors() -> None:
     """
     found = _native.extension("check_errors").take_gather_error()
     if found is not None:
-        raise IndexError(f"dejax.host_gather.gather: id {found} was out of range")
+        raise IndexError(
+            f"dejax.host_gather.gather: id {found} was out of range; with mode='raise' ids must be rows of the table"
+        )
 
 
 # -------------------------------------------------------------------------------------------- checks
@@ -186,7 +191,10 @@ def prepare_gather(
     result = _result_dtype(what, spec, options.out_dtype, mean, options.scale is not None)
     convert = mean or options.scale is not None or result != spec.dtype
     if convert and spec.dtype.name not in _spec.ELEMENT_CODES:
-        raise TypeError(f"{what}: rows of {spec.dtype} cannot be converted; gather them as they are")
+        raise TypeError(
+            f"{what}: rows of {spec.dtype} must be gathered without `reduce`, `scale` and another `out_dtype`, "
+            "because they cannot be converted; leave these out"
+        )
     factor = _scale(what, spec, options.scale)
     fill = np.asarray(options.fill_value)
     if fill.ndim:
@@ -258,7 +266,8 @@ def _result_dtype(what: str, spec: TableSpec, out_dtype: Any, mean: bool, scaled
             )
     if (mean or scaled) and result.name not in _spec.RESULT_CODES:
         raise TypeError(
-            f"{what}: with `reduce` or `scale` the result must be float32, bfloat16 or float16; give `out_dtype`"
+            f"{what}: with `reduce` or `scale` the result must be float32, bfloat16 or float16, got {result}; give "
+            "`out_dtype`"
         )
     if jax.dtypes.canonicalize_dtype(result) != result:
         raise TypeError(

@@ -165,7 +165,10 @@ class _Recorder:
             )
         if self.probes is not None:
             if len(self.gathers) == len(self.probes):
-                raise ValueError("value_and_grad: the loss gathered more rows than before with the same arguments")
+                raise ValueError(
+                    "value_and_grad: the loss must gather the same numbers of rows in each call with the same "
+                    "arguments, got more; make the number of gathers depend on arguments alone"
+                )
             rows = _attach(rows, self.probes[len(self.gathers)])
         self.gathers.append((number, ids, rows))
         return rows

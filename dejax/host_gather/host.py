@@ -186,11 +186,17 @@ class HostTable(LocalTable):
         )
         start = operator.index(start)
         if self.read_only:
-            raise ValueError("HostTable.write: the table is read-only (made from a file or a read-only array)")
+            raise ValueError(
+                "HostTable.write: the table must be writable, got a read-only one, made from a file or a read-only "
+                "array; copy it with HostTable.from_numpy(table.numpy())"
+            )
         if given.shape[1:] != self._spec.row or given.ndim != self.ndim:
             raise ValueError(f"HostTable.write: each of `rows` must have shape {self._spec.row}, got {given.shape[1:]}")
         if start < 0 or start + len(given) > len(self):
-            raise ValueError(f"HostTable.write: rows {start} to {start + len(given)} do not fit in {len(self)} rows")
+            raise ValueError(
+                f"HostTable.write: `rows` must fit into the table of {len(self)} rows, got rows {start} to "
+                f"{start + len(given) - 1}"
+            )
         with reporting_closed(leaf, "HostTable.write"):
             for own in _sharing.leaves_to_write(leaf, self._spec):
                 copy_rows(own, self._spec, start, given)

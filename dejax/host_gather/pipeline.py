@@ -209,7 +209,7 @@ def prefetched_scan(
     ids = checked_ids("prefetched_scan", ids, len(table))
     init, xs = entering_jit("prefetched_scan", (init, xs))
     if ids.ndim == 0:
-        raise ValueError("prefetched_scan: `ids` must have a leading axis of steps")
+        raise ValueError("prefetched_scan: `ids` must have a leading axis of steps, got a scalar; give int[steps, ...]")
     if depth < 1:
         raise ValueError(f"prefetched_scan: `depth` must be at least 1, got {depth}")
     chosen = GatherOptions.of("prefetched_scan", options)
@@ -362,7 +362,10 @@ class GatherSource:
 def _prepare(what: str, operands: TableOperands, ids: Any, options: GatherOptions) -> tuple[GatherSource, Array]:
     """Checks the arguments of an overlapped gather."""
     if options.reduce is not None:
-        raise ValueError(f"{what}: `reduce` is not supported; reduce the rows that come back")
+        raise ValueError(
+            f"{what}: `reduce` must be None for a gather that is begun ahead, got another; reduce the rows that come "
+            "back"
+        )
     if is_recorded(operands.spec):
         raise ValueError(
             f"{what}: value_and_grad does not see gathers that are begun ahead; use `gather` in the loss, or read rows "

@@ -328,7 +328,9 @@ class LocalTable(Table):
     def _concrete(self, what: str) -> Array:
         """The array of rows, outside of jitted functions."""
         if not is_concrete(self._leaf):
-            raise TypeError(f"HostTable.{what}: only outside of jitted functions; inside one use gather and scatter")
+            raise TypeError(
+                f"HostTable.{what}: must be called outside of jitted functions; use gather and scatter inside of them"
+            )
         check_alive(self._leaf, self._spec, f"HostTable.{what}")
         leaf: Array = self._leaf
         return leaf

@@ -33,7 +33,10 @@ def checked_scale(what: str, argument: str, value: Any, shapes: list[tuple[int, 
 
 def check_trainable(what: str, table: Table, row_scale: Any, column_scale: Any) -> None:
     if row_scale is not None or column_scale is not None:
-        raise ValueError(f"{what}: a table to train must have no `row_scale` or `column_scale`")
+        raise ValueError(
+            f"{what}: a table to train must have no `row_scale` or `column_scale`, got one; store the rows as "
+            "float32, bfloat16 or float16"
+        )
     if table.dtype.name not in RESULTS:
         raise TypeError(f"{what}: a table to train must have rows of {', '.join(RESULTS)}, got {table.dtype}")
     if table.read_only:

@@ -74,7 +74,10 @@ def load(folder: str | os.PathLike[str]) -> tuple[list[dict[str, HostTable]], li
     """The tables of each `EdgeLists` by name, the fields of each `Relation`, the number of nodes by type."""
     path = Path(folder) / _FILE
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file; a folder of HeteroTopology.save has one")
+        raise FileNotFoundError(
+            f"{path} must exist, because a folder of HeteroTopology.save has this file, got none; save the topology "
+            "again"
+        )
     found = json.loads(path.read_text(encoding="utf-8"))
     if found.get("format") != _FORMAT:
         raise ValueError(f"{path}: `format` must be {_FORMAT}, got {found.get('format')!r}; write it with this version")
@@ -96,7 +99,9 @@ def load(folder: str | os.PathLike[str]) -> tuple[list[dict[str, HostTable]], li
 
 def _table(path: Path, name: str, rows: int) -> HostTable:
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file, though {_FILE} names it")
+        raise FileNotFoundError(
+            f"{path} must exist, because {_FILE} names this file, got none; save the topology again"
+        )
     table = HostTable.from_npy(path)
     shape = (rows, 2) if name == "alias" else (rows,)
     if table.shape != shape or table.dtype not in _DTYPES[name]:

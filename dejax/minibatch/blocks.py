@@ -274,7 +274,10 @@ def _row(layout: SampleLayout, x: Mapping[str, Array], hops: int) -> tuple[int, 
         if not count:
             continue
         if name not in x:
-            raise ValueError(f"`x` must have an entry for node type {name!r}, which has {count} nodes in this sample")
+            raise ValueError(
+                f"`x` must have an entry for node type {name!r}, which has {count} nodes in this sample, got "
+                f"{sorted(x)}"
+            )
         shape = tuple(x[name].shape)
         if not shape or shape[0] < count:
             raise ValueError(f"`x[{name!r}]` must have at least {count} rows, got shape {shape}")

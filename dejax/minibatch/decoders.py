@@ -154,7 +154,9 @@ def reciprocal(decoder: Decoder) -> Decoder:
 
     def half(relation: Array | None, second: bool) -> Array | None:
         if relation is None:
-            raise ValueError(f"reciprocal: {decoder.name} has no relations, so there are no inverse ones; leave it out")
+            raise ValueError(
+                f"reciprocal: `decoder` must have relations, got {decoder.name}, which has none; leave `reciprocal` out"
+            )
         width = relation.shape[-1] // 2
         return relation[..., width:] if second else relation[..., :width]
 

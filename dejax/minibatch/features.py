@@ -135,8 +135,8 @@ class FeatureStore:
             )
         if table._is_divided and (row_scale is not None or column_scale is not None):
             raise ValueError(
-                f"{what}: `row_scale` and `column_scale` must be None for a table that is divided over devices; make "
-                "it with scales, by ShardedTable.from_numpy(scale=...)"
+                f"{what}: `row_scale` and `column_scale` must be None for a table that is divided over devices, got "
+                "one; make the table with scales, by ShardedTable.from_numpy(scale=...)"
             )
         table_dtype(what, table.dtype)
         by_row = checked_scale(what, "row_scale", row_scale, [(len(table),), ()])
@@ -201,8 +201,8 @@ class FeatureStore:
             table = types[name].table
             if not isinstance(table, HostTable | DriveTable):
                 raise ValueError(
-                    f"FeatureStore.cached: the type {name!r} must lie in host memory or on a drive alone, it lies on: "
-                    f"{types[name].placement}"
+                    f"FeatureStore.cached: the table of type {name!r} must lie in host memory or on a drive alone, "
+                    f"got the placement {types[name].placement!r}"
                 )
             types[name] = dataclasses.replace(types[name], table=CachedTable.from_ids(table, ids))
         return FeatureStore(types)
@@ -398,11 +398,14 @@ class FeatureStore:
         types, after, lost = dict(self.types), dict(state), jnp.zeros((), jnp.int32)
         for name, values in gradients.items():
             if name not in ids:
-                raise ValueError(f"{what}: `ids` must have the type {name!r}, which has gradients")
+                raise ValueError(f"{what}: `ids` must have every type of `gradients`, got none for {name!r}")
             if name not in types or not types[name].trainable:
                 continue
             if name not in state:
-                raise ValueError(f"{what}: `state` must have the embedding {name!r}; make it with init")
+                raise ValueError(
+                    f"{what}: `state` must have every embedding of the store, got none for {name!r}; make the state "
+                    "with FeatureStore.init"
+                )
             node = types[name]
             of_type: Any = ids[name] if hasattr(ids[name], "dtype") else np.asarray(ids[name])
             values = jnp.asarray(values)
@@ -448,7 +451,8 @@ class FeatureStore:
         for name, node in self.types.items():
             if name not in num_nodes:
                 raise ValueError(
-                    f"FeatureStore: the type {name!r} must be one of the graph's, {', '.join(map(repr, num_nodes))}"
+                    f"FeatureStore: types of the store must be those of the graph, {', '.join(map(repr, num_nodes))}; "
+                    f"got {name!r}"
                 )
             if node.num_nodes != num_nodes[name]:
                 raise ValueError(

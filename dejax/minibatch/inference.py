@@ -136,7 +136,10 @@ class InferenceBatch:
         for relation, edges in self.edges.items():
             number = _place(list(edge_types), relation, "edge_types")
             if relation[0] not in first:
-                raise ValueError(f"InferenceBatch.graph: `sources` must have the type {relation[0]!r} of {relation}")
+                raise ValueError(
+                    "InferenceBatch.graph: `sources` must have the source type of each relation, got none for "
+                    f"{relation[0]!r} of {relation}"
+                )
             senders.append(edges.senders + first[relation[0]])
             receivers.append(edges.receivers)
             types.append(jnp.full(edges.senders.shape, number, jnp.int32))
@@ -444,7 +447,10 @@ def _checked(
     for relation, pair in edges.items():
         for kind in (relation[0], relation[2]):
             if kind not in num_nodes:
-                raise ValueError(f"infer_layers: `num_nodes` must have the type {kind!r} of {relation}")
+                raise ValueError(
+                    f"infer_layers: `num_nodes` must have the types of all relations, got none for {kind!r} of "
+                    f"{relation}"
+                )
             if num_nodes[kind] > jnp.iinfo(jnp.int32).max:
                 raise ValueError(f"infer_layers: a type must have fewer than 2^31 nodes, got {num_nodes[kind]}")
         offsets, senders = (x if isinstance(x, np.ndarray) else np.asarray(x) for x in pair)

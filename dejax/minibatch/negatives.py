@@ -61,12 +61,18 @@ class NegativePool:
         nodes, times = np.arange(len(known)), known
         if receivers is not None:
             if edge_times is None or len(np.asarray(edge_times)) != len(np.asarray(receivers)):
-                raise ValueError("NegativePool: `edge_times` must have a time for each of `receivers`")
+                raise ValueError(
+                    f"NegativePool: `edge_times` must have a time for each of {len(np.asarray(receivers))} "
+                    f"`receivers`, got {'None' if edge_times is None else len(np.asarray(edge_times))}"
+                )
             nodes = np.asarray(receivers)
             times = np.maximum(np.asarray(edge_times), known[nodes])
         for values in (known, times):
             if values.size and not (-INT32_MAX - 1 <= values.min() and values.max() <= INT32_MAX):
-                raise ValueError("NegativePool: times must fit int32; count them in a coarser unit")
+                raise ValueError(
+                    f"NegativePool: times must fit int32, got {values.min()} to {values.max()}; count them in a "
+                    "coarser unit"
+                )
         order = np.argsort(times, kind="stable")
         return cls(*(jnp.asarray(values.astype(np.int32)) for values in (nodes[order], times[order], known)))
 

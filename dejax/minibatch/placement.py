@@ -51,7 +51,10 @@ class ReadRates:
         """
         blocks = os.path.getsize(path) // BLOCK
         if blocks < _MEASURED_ROWS:
-            raise ValueError(f"ReadRates.measured: {path} must have at least {_MEASURED_ROWS * BLOCK} bytes to be read")
+            raise ValueError(
+                f"ReadRates.measured: {path} must have at least {_MEASURED_ROWS * BLOCK} bytes to measure reads, got "
+                f"{os.path.getsize(path)}; give a larger file"
+            )
         shape = (min(blocks, 1 << 16), BLOCK)
         stored = DriveTable.from_file(
             path, (blocks, BLOCK), np.uint8, cache_bytes=2 * _MEASURED_ROWS * BLOCK, device=device

@@ -232,7 +232,7 @@ def hot_rows(
 
 def _known(name: str, num_nodes: Mapping[str, int]) -> None:
     if name not in num_nodes:
-        raise ValueError(f"expected_visits: the type {name!r} must be one of {', '.join(num_nodes)}")
+        raise ValueError(f"expected_visits: node types must be of {', '.join(num_nodes)}, got {name!r}")
 
 
 def _checked(what: str, nodes: ArrayLike, count: int) -> np.ndarray:

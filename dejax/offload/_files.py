@@ -59,9 +59,11 @@ def claim(path: Path, owner: str = "ActivationStore") -> Claim:
         OSError: another reason, such as a full file system, or one without locks.
     """
     if not path.exists():
-        raise FileNotFoundError(f"{owner}: path {path} does not exist; create it, or give another")
+        raise FileNotFoundError(
+            f"{owner}: `path` must be an existing folder, got {path}, which does not exist; create it, or give another"
+        )
     if not path.is_dir():
-        raise NotADirectoryError(f"{owner}: path {path} is not a folder; give the folder to write into")
+        raise NotADirectoryError(f"{owner}: `path` must be a folder to write into, got {path}, which is a file")
     remove_abandoned(path)
     try:
         for _ in range(_ATTEMPTS):

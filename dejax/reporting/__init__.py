@@ -77,7 +77,10 @@ def report(
     16384
     """
     if not callable(step):
-        raise TypeError(f"report: `step` must be a function, got {type(step).__name__}")
+        raise TypeError(
+            f"report: `step` must be a function, got {type(step).__name__}; give the function, and its arguments "
+            "after it"
+        )
     if calls < 0:
         raise ValueError(f"report: `calls` must be at least 0, got {calls}")
     if isinstance(step, types.MethodType) and hasattr(step, "lower"):

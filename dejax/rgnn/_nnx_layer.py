@@ -126,7 +126,10 @@ class ProgramModule(nnx.Module):
         self.spec = spec.drawn()
         for name, parameter in spec.params.items():
             if hasattr(self, name):
-                raise ValueError(f"ProgramModule: {name!r} is an attribute of the module already; rename the parameter")
+                raise ValueError(
+                    f"ProgramModule: names of parameters must not be attributes of the module, got {name!r}; rename "
+                    "the parameter"
+                )
             setattr(self, name, nnx.Param(parameter.init(rngs.params(), parameter.shape, param_dtype)))
 
     def __call__(self, graph: RelGraph, *inputs: Any) -> Any:

@@ -117,7 +117,8 @@ def request(
     if plan is not None:
         if options.mode == "clip":
             raise ValueError(
-                f"`mode` of {name} must not be 'clip' with a plan, which drops ids; clip them before `plan`"
+                f"`mode` of {name} must not be 'clip' with a plan, because a plan leaves out ids that are out of "
+                "range, got 'clip'; clip the ids before they are given to `plan`"
             )
         segment_ids, num_segments = _of_plan(name, plan, segment_ids, num_segments)
     ids = as_ids(segment_ids)
@@ -172,13 +173,16 @@ def count_of(name: str, ids: Any, num_segments: int | None) -> int:
     if num_segments is None:
         if isinstance(ids, jax.core.Tracer):
             raise ValueError(
-                f"`num_segments` of {name} must be given inside jax.jit, where the values of ids are not known; it is "
-                "the size of the result"
+                f"`num_segments` of {name}, the size of the result, must be given inside jax.jit, where the values of "
+                "ids are not known, got None; give it as a Python number"
             )
         ids = np.asarray(ids)
         count = max(int(ids.max()) + 1, 0) if ids.size else 0
         if count >= 2**31 - 1:
-            raise ValueError(f"`num_segments` of {name} must be given, because the greatest id is {count - 1:,}")
+            raise ValueError(
+                f"`num_segments` of {name} must be given where ids are above 2^31 - 3, got None and the greatest id "
+                f"{count - 1:,}"
+            )
         return count
     if isinstance(num_segments, jax.core.Tracer):
         raise ValueError(

@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 def _decoders(text: str) -> str:
     wrong = [name for name in text.split(",") if name not in DECODERS]
     if wrong:
-        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(DECODERS)}")
+        raise argparse.ArgumentTypeError(f"the decoder must be one of {', '.join(DECODERS)}, got {wrong[0]!r}")
     return text
 
 
@@ -283,7 +283,8 @@ def settings_of(args: argparse.Namespace, configured: Mapping[str, Any] | None =
     flags = [flag for flag in ("sampled", "links", "tables") if getattr(args, flag)]
     if len(flags) > 1:
         raise ValueError(
-            f"--{flags[0]} must not stand with --{flags[1]}, which trains on mini-batches, too; leave one out"
+            f"--{flags[0]} and --{flags[1]} must not be given together, because both train on mini-batches, got both; "
+            "leave one of them out"
         )
     task = {"sampled": "samples"}.get(flags[0], flags[0]) if flags else "nodes"
     given = {name: getattr(args, name) for name in Settings.__dataclass_fields__ if hasattr(args, name)}
@@ -299,10 +300,12 @@ def settings_of(args: argparse.Namespace, configured: Mapping[str, Any] | None =
         tasks = {"inference": ("samples",), "at": ("tables",)}.get(option) or tasks_of(option)
         if value is not None and task not in tasks:
             flag = {"reverse": "--no-reverse", "recent": "--uniform"}.get(option, f"--{option.replace('_', '-')}")
-            raise ValueError(f"{flag} must stand {' or '.join(_FLAGS[t] for t in tasks)}; leave it out")
+            raise ValueError(f"{flag} must be given only {' or '.join(_FLAGS[t] for t in tasks)}; leave it out")
     for option in configured or ():
         if option not in Settings.__dataclass_fields__ or task not in tasks_of(option):
-            raise ValueError(f"settings of a configuration must be those of {task}, got {option!r}; leave it out")
+            raise ValueError(
+                f"settings of a configuration must be those of the task {task!r}, got {option!r}; leave it out"
+            )
     given = {**(configured or {}), **{option: value for option, value in given.items() if value is not None}}
     name, model = given.pop("dataset", None), given.pop("model", "rgcn")
     # A folder of somebody's own has the defaults of no data set.

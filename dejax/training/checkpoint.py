@@ -132,7 +132,7 @@ class Checkpoints:
         number = self.latest(seed, best=best)
         if number is None:
             raise FileNotFoundError(
-                f"no checkpoint of seed {seed} in {self.folder / _FOLDER}; seeds there: {self.seeds()}"
+                f"the seed must have a checkpoint in {self.folder / _FOLDER}, got {seed}; seeds there: {self.seeds()}"
             )
         args = _orbax().args
         with self._manager(seed, best) as manager:
@@ -186,7 +186,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """
     path = folder / SETTINGS_FILE
     if not path.exists():
-        raise FileNotFoundError(f"{folder} holds no run (no {SETTINGS_FILE}); name the folder that --out gave")
+        raise FileNotFoundError(
+            f"{folder} must be the folder of a run, with {SETTINGS_FILE}, got none; give the folder that --out gave"
+        )
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
@@ -207,4 +209,4 @@ def find_run(path: Path) -> tuple[Path, int | None]:
             return place, seed
         if place.parent.name == _FOLDER and place.name.removeprefix("seed").isdigit():
             seed = int(place.name.removeprefix("seed"))
-    raise FileNotFoundError(f"{path} is not in the folder of a run; name the folder that --out gave, or a seed in it")
+    raise FileNotFoundError(f"--evaluate must be the folder that --out gave, or a seed in it, got {path}")

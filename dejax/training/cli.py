@@ -75,9 +75,14 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     configured = read_config(args.tables) if args.tables else None
     settings = settings_of(args, None if configured is None else configured.settings)
     if args.export and settings.task != "links":
-        raise ValueError("--export must stand with --links, whose entities and relations have vectors; leave it out")
+        raise ValueError(
+            "--export must be given only with --links, where entities and relations have vectors; leave it out"
+        )
     if args.resume and args.no_checkpoints:
-        raise ValueError("--resume must not stand with --no-checkpoints: it needs checkpoints; leave one of them out")
+        raise ValueError(
+            "--resume and --no-checkpoints must not be given together, because --resume reads checkpoints; leave one "
+            "of them out"
+        )
     from dejax.training import plot, report
     from dejax.training.checkpoint import Checkpoints
 
@@ -139,7 +144,7 @@ def _data(args: argparse.Namespace, settings: Settings, configured: TablesConfig
 
 def _check_inference(args: argparse.Namespace, data: Any) -> None:
     if args.inference == "layers" and (data.edge_times or data.edge_weights):
-        raise ValueError("--inference must be sampled where edges have times or weights, got layers; leave it out")
+        raise ValueError("--inference must be sampled if edges have times or weights, got layers; leave it out")
 
 
 def _inference_of(args: argparse.Namespace, trainer: Any) -> str | None:
@@ -233,9 +238,14 @@ def _evaluate(args: argparse.Namespace) -> None:
     settings, checkpoints = Settings(**read_settings(folder)), Checkpoints(folder)
     seeds = checkpoints.seeds() if seed is None else [seed]
     if not seeds:
-        raise FileNotFoundError(f"no checkpoint in {folder}; a run with --no-checkpoints leaves none")
+        raise FileNotFoundError(
+            f"--evaluate must be a folder with checkpoints, got {folder}, which has none; train without "
+            "--no-checkpoints"
+        )
     if (settings.task == "tables") != bool(args.tables):
-        raise ValueError(f"--evaluate {folder} of the task {settings.task} must stand {_with(settings.task)}")
+        raise ValueError(
+            f"--evaluate {folder}, a run of the task {settings.task}, must be given {_with(settings.task)}"
+        )
     data, _ = _data(args, settings, read_config(args.tables) if args.tables else None)
     trainer = _trainer(args, settings, data)
     found: dict[str, list[float]] = {}

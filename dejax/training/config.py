@@ -80,12 +80,16 @@ def _task(data: HeteroDataset, name: str, given: Mapping[str, Any], folder: Path
     try:
         return make(data, name, **arguments)
     except TypeError as error:  # a missing or unknown argument
-        raise ValueError(f"[tasks.{name}] must have the arguments of {make.__name__}: {error}") from None
+        raise ValueError(
+            f"[tasks.{name}] must have the arguments of dejax.datasets.{make.__name__}, got an error: {error}"
+        ) from None
 
 
 def _mapped(path: Path) -> np.ndarray:
     if path.suffix != ".npy" or not path.is_file():
-        raise FileNotFoundError(f"vectors must name .npy files with a vector for each row, {path} is none")
+        raise FileNotFoundError(
+            f"vectors must name .npy files with a vector for each row, got {path}, which is no such file"
+        )
     found: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     return found
 
@@ -95,7 +99,9 @@ def _with_columns(name: str, given: Mapping[str, Any], folder: Path) -> dict[str
     arguments = dict(given)
     path = folder / arguments.pop("examples")
     if not path.is_file():
-        raise FileNotFoundError(f"[tasks.{name}] must have a CSV or Parquet file as `examples`, {path} does not exist")
+        raise FileNotFoundError(
+            f"examples of [tasks.{name}] must be a CSV or Parquet file, got {path}, which does not exist"
+        )
     columns = columns_of(path.name, read_file(path))
     for argument in ("keys", "times", "labels", "splits"):
         column = arguments.get(argument)
@@ -120,16 +126,17 @@ def read_config(path: str | Path) -> TablesConfig:
         return TablesConfig(path, {}, {}, {})
     if not path.is_file():
         raise FileNotFoundError(
-            f"tables must be followed by a TOML file, or a folder of HeteroDataset.save; {path} is neither"
+            f"tables must be followed by a TOML file, or by a folder of HeteroDataset.save, got {path}, which is "
+            "neither"
         )
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} must be TOML: {error}") from None
+        raise ValueError(f"{path} must be a TOML file, got an error: {error}") from None
     for name in found:
         if name not in _SECTIONS:
             raise ValueError(f"{path} must have the sections {', '.join(_SECTIONS)}, got {name!r}")
     for name in _SECTIONS[:2]:
         if not found.get(name):
-            raise ValueError(f"{path} must have a section [{name}]; docs/tables.md has an example")
+            raise ValueError(f"{path} must have a section [{name}], got none; docs/tables.md has an example")
     return TablesConfig(path, found["database"], found["tasks"], found.get("settings", {}))

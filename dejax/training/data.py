@@ -162,7 +162,10 @@ def split_nodes(data: EntityDataset, holdout: float = 0.0, fold: int = 0) -> dic
     shuffled = np.random.default_rng(0).permutation(splits["train"])
     count = max(1, round(holdout * len(shuffled)))
     if count >= len(shuffled):
-        raise ValueError(f"holdout={holdout} leaves none of the {len(shuffled)} training nodes; take a smaller share")
+        raise ValueError(
+            f"holdout must leave training nodes, got {holdout}, which takes all {len(shuffled)} of them; give a "
+            "smaller share"
+        )
     start = fold * count
     if start + count > len(shuffled):
         raise ValueError(f"fold must be less than {len(shuffled) // count} with holdout={holdout}, got {fold}")

@@ -64,7 +64,9 @@ class LinkGraph:
         """
         data.check_used("link prediction", ("edges", "features", *LINK_TASK, *NODE_TASK))
         if not data.target_relations or not sum(len(data.edges[r][0]) for r in data.target_relations):
-            raise ValueError(f"dataset {data.name!r} has no edges to predict; give one with target_relations")
+            raise ValueError(
+                f"the data set must have edges to predict, got {data.name!r} without; give one with target_relations"
+            )
         kinds = list(data.num_nodes)
         first = np.cumsum([0, *data.num_nodes.values()]).astype(np.int32)
         at = dict(zip(kinds, first.tolist(), strict=False))

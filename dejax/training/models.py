@@ -163,7 +163,8 @@ def _entity_layers(
     if s.model == "hgt":
         if first is None and s.layers < 2:
             raise ValueError(
-                f"layers must be at least 2 for HGT without features, the first is typed input; got {s.layers}"
+                "layers must be at least 2 for HGT without node features, whose first layer is an R-GCN layer, got "
+                f"{s.layers}"
             )
         if first is None:
             layers.append(RGCNConv.featureless(graph, s.hidden, options=options, rngs=rngs))

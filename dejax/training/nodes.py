@@ -39,7 +39,9 @@ class WholeGraphTask(TrainingTask):
 
     def __init__(self, settings: Settings, data: EntityDataset, options: Options) -> None:
         if not data.num_classes or not len(data.train_nodes):
-            raise ValueError(f"dataset {data.name!r} has no labelled nodes to train on; choose one with a task")
+            raise ValueError(
+                f"the data set must have labelled nodes to train on, got {data.name!r} without; choose one with a task"
+            )
         self.settings, self.dataset, self.options, self.embedded = settings, data, options, {}
         # RGAT has no root weight. A node sees its own value through a self loop, which is one more relation.
         graph = data.graph(add_reverse=needs_reverse(data), add_self_loops=settings.model == "rgat")

@@ -130,7 +130,10 @@ def known_rows(data: HeteroDataset, task: Task, cutoff: int) -> Task:
     rows = np.arange(data.num_nodes[task.entity]) if known is None else np.flatnonzero(known <= cutoff)
     if not len(rows):
         first = "" if known is None or not len(known) else f"; the first is known at {known.min()}"
-        raise ValueError(f"at {cutoff} no row of {task.entity!r} is known{first}; choose a later time")
+        raise ValueError(
+            f"--at must be a time at which rows of {task.entity!r} are known, got {cutoff}, at which none is{first}; "
+            "choose a later time"
+        )
     return Task(
         name=task.name,
         kind=task.kind,

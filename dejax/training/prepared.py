@@ -75,7 +75,10 @@ def prepare(data: HeteroDataset, settings: Settings) -> Prepared:
     }
     targets = tuple(splits["train"])
     if not targets:
-        raise ValueError(f"dataset {data.name!r} has no labelled nodes to train on; choose one with training nodes")
+        raise ValueError(
+            f"the data set must have labelled nodes to train on, got {data.name!r} without; choose one with training "
+            "nodes"
+        )
     classes = {data.num_classes[kind] for kind in targets}
     if len(classes) > 1:
         counts = ", ".join(f"{kind}: {data.num_classes[kind]}" for kind in targets)
@@ -115,9 +118,9 @@ def _seed_times(data: HeteroDataset, targets: tuple[str, ...]) -> _Ids:
     for kind in targets:
         if kind not in data.node_times:
             raise ValueError(
-                f"dataset {data.name!r} must have node_times of {kind!r}, whose nodes are classified: its edges have "
-                "times, and a node sees those up to its own time; to ignore the times: "
-                "dataclasses.replace(data, edge_times={}, check=False)"
+                f"node_times must have the times of {kind!r}, whose nodes are classified, got none in {data.name!r}: "
+                "its edges have times, and a node sees only edges up to its own time. To ignore the times: "
+                f"dataclasses.replace(data, edge_times={{}}, check=False)"
             )
         found[kind] = np.asarray(data.node_times[kind])
         if found[kind].dtype.kind not in "iu":

@@ -185,7 +185,7 @@ class SampledTask(TrainingTask):
         """Accuracies by split: layer by layer from all neighbours, or each node on one sample."""
         inference = inference or self.inference
         if inference == "layers" and only_sampled(self.prepared.data):
-            raise ValueError("--inference must be sampled where edges have times or weights, got layers; leave it out")
+            raise ValueError("--inference must be sampled if edges have times or weights, got layers; leave it out")
         if inference == "layers" and not self.settings.full_batch:
             return self.accuracy(trainer, state)
         return self.sampled_accuracy(trainer, state, [name for name, ids in self.splits.items() if ids])

@@ -60,7 +60,7 @@ class Clock:
         ends = np.isin(found, (_LEAST, _MOST))
         if ends.any():
             raise ValueError(
-                f"cutoffs must be within 68 years of the task's, got {given[ends][0]}; choose another time"
+                f"cutoffs must be within 68 years of the task's cutoffs, got {given[ends][0]}; choose another time"
             )
         return found
 

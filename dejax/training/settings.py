@@ -211,11 +211,11 @@ class Settings:
                 raise ValueError(f"{name} must be a share in [0, 1), got {getattr(self, name)}")
         if self.negative_kind == "all" and not (self.full_batch or self.model == "embeddings"):
             raise ValueError(
-                "negative_kind 'all' must stand with full_batch or the model 'embeddings', whose steps see all nodes; "
-                "take another kind"
+                "negative_kind must be another than 'all' unless full_batch is True or the model is 'embeddings', "
+                "whose steps see all nodes, got 'all'"
             )
         if self.reciprocal and self.decoder == "dot":
-            raise ValueError("reciprocal must stand with a decoder that has relations, got 'dot'; leave it out")
+            raise ValueError("reciprocal must be False with the decoder 'dot', which has no relations, got True")
         if self.lr <= 0:
             raise ValueError(f"lr must be positive, got {self.lr}")
 

@@ -113,7 +113,9 @@ class TableLinkTask(TableTask):
     def _check_labels(self) -> None:
         train = self.splits.get("train", np.zeros(0, np.int64))
         if not len(train):
-            raise ValueError(f"task {self.examples.name!r} must have training examples, got none; move its boundaries")
+            raise ValueError(
+                f"task {self.examples.name!r} must have training examples, got none; move `valid_from` and `test_from`"
+            )
 
     def _labels(self) -> dict[str, Array]:
         examples = self.examples
@@ -138,7 +140,8 @@ class TableLinkTask(TableTask):
         if not there.any():
             raise ValueError(
                 f"task {examples.name!r} must have training links to rows of {self._target!r} that are known by their "
-                f"cutoffs, got none of {len(links)}; check the times of {self._target!r}, and move its boundaries"
+                f"cutoffs, got none among {len(links)} links; check the times of {self._target!r}, or move "
+                "`valid_from` and `test_from`"
             )
         if show is not None and not there.all():
             show(

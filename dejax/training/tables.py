@@ -216,7 +216,9 @@ class TableTask(TrainingTask):
     def _check_labels(self) -> None:
         train = self.splits.get("train", np.zeros(0, np.int64))
         if not len(train):
-            raise ValueError(f"task {self.examples.name!r} must have training examples, got none; move its boundaries")
+            raise ValueError(
+                f"task {self.examples.name!r} must have training examples, got none; move `valid_from` and `test_from`"
+            )
         labels, valid = self.examples.labels[train], self.splits.get("valid", np.zeros(0, np.int64))
         if self.examples.kind == "binary" and len(valid) and np.ptp(self.examples.labels[valid]) == 0:
             warnings.warn(
@@ -226,8 +228,8 @@ class TableTask(TrainingTask):
             )
         if (labels == labels[0]).all():
             raise ValueError(
-                f"task {self.examples.name!r} must have different labels in training, got {labels[0].item()!r} in all "
-                f"{len(train):,} examples; move its boundaries, or choose another label"
+                f"labels of task {self.examples.name!r} must differ in training, got {labels[0].item()!r} in all "
+                f"{len(train):,} examples; move `valid_from` and `test_from`, or choose another label"
             )
 
     def _capacity_batches(self) -> list[tuple[dict[str, np.ndarray], dict[str, Any]]]:

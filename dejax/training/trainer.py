@@ -102,7 +102,8 @@ class Trainer:
             return None
         if settings.task not in ("samples", "tables") or settings.full_batch:
             raise ValueError(
-                "--mesh must stand with --sampled and without --full-batch, whose steps see the whole graph"
+                "devices (--mesh) must be given only for sampled training (--sampled) without full_batch "
+                "(--full-batch), whose steps see the whole graph; leave it out"
             )
         if settings.parts % (devices or 1):
             raise ValueError(f"--parts must be a multiple of --mesh, {devices}, got {settings.parts}")

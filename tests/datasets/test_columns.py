@@ -69,15 +69,15 @@ def test_rows_of_a_column_and_examples_of_a_task() -> None:
 def test_fields_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match="kind must be one of number, category"):
         dataclasses.replace(TEXT, kind="numbers")
-    with pytest.raises(ValueError, match="offsets must be given for categories and text alone"):
+    with pytest.raises(ValueError, match="offsets must be given for the kinds categories and text"):
         dataclasses.replace(TEXT, kind="number")
     with pytest.raises(ValueError, match="known_at must be of as many rows as missing, 3, got 2"):
         dataclasses.replace(TEXT, known_at=np.zeros(2))
-    with pytest.raises(ValueError, match="offsets and target must be given for links alone"):
+    with pytest.raises(ValueError, match="offsets and target must be given for tasks of the kind 'link'"):
         dataclasses.replace(BOUGHT, kind="binary")
     with pytest.raises(ValueError, match="must have one length, got 3, 2 and 3"):
         dataclasses.replace(BOUGHT, times=np.zeros(2))
-    with pytest.raises(ValueError, match="'train' of task 'next' must have places below 3"):
+    with pytest.raises(ValueError, match="'train' of task 'next' must have places from 0 to 2"):
         dataclasses.replace(BOUGHT, splits={"train": np.array([3])})
     with pytest.raises(ValueError, match="columns must have a value for each of the 2 rows of 'users', got 3 of 'bio'"):
         HeteroDataset("x", {"users": 2}, {}, columns={"users": {"bio": TEXT}})

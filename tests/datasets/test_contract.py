@@ -73,7 +73,7 @@ def test_a_saved_dataset_is_mapped(tmp_path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
     assert "3  a -> to -> b" in data.summary() and "1  train nodes of a" in data.summary()
     (tmp_path / "here" / "0.npy").write_bytes((tmp_path / "here" / "0.npy").read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"0.npy must be a whole .npy file"):
+    with pytest.raises(ValueError, match=r"0.npy must be a complete .npy file"):
         HeteroDataset.open(tmp_path / "here")
     (tmp_path / "here" / "0.npy").unlink()
     with pytest.raises(FileNotFoundError, match=r"0.npy"):
@@ -94,9 +94,9 @@ def test_reverse_and_symmetric_relations() -> None:
     assert data.edge_times["b", "rev_to", "a"].tolist() == [3, 1, 2]
     pairs = sorted(zip(*(ends.tolist() for ends in data.edges["a", "likes", "a"]), strict=True))
     assert pairs == [(0, 0), (0, 1), (0, 1), (1, 0), (1, 0), (1, 1), (2, 2)]
-    with pytest.raises(ValueError, match="within one type, got 'to'"):
+    with pytest.raises(ValueError, match="between nodes of one type, got 'to'"):
         data.with_reverse(symmetric=["to"])
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="which exists already"):
         data.with_reverse()
 
 
@@ -160,5 +160,5 @@ def test_a_label_splits_by_time_and_features_do_not_know_the_future() -> None:
     np.testing.assert_array_equal(again.features["orders"][:2], data.features["orders"][:2])
     text = from_tables(TABLES, **KEYS, label=Label("users", "bio"))
     assert text.labels["users"].tolist() == [0, 1, -1] and text.splits == {}
-    with pytest.raises(ValueError, match="time_columns the table 'users'"):
+    with pytest.raises(ValueError, match="time_columns a column of the table 'users'"):
         from_tables(TABLES, **KEYS, label=Label("users", "bio", moment, moment))

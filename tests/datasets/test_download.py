@@ -105,22 +105,22 @@ def test_the_first_digests_are_recorded_and_checked_later(server, tmp_path):
     load("mutag", url=server.url(), cache=tmp_path, force_download=True)  # the same archive is accepted
     assert server.requests == 2
     server.body = tgz({**MEMBERS, "mutag/testSet.tsv": MEMBERS["mutag/testSet.tsv"].replace(b"1.0\n", b"0.0\n")})
-    with pytest.raises(ValueError, match=r"archive: expected SHA-256 .* nothing was kept"):
+    with pytest.raises(ValueError, match=r"archive must have the SHA-256 digest .* nothing was kept"):
         load("mutag", url=server.url(), cache=tmp_path, force_download=True)
     assert json.loads((home / "digests.json").read_text()) == recorded
     (home / "testSet.tsv").write_bytes(MEMBERS["mutag/trainingSet.tsv"])
-    with pytest.raises(ValueError, match=r"testSet.tsv: expected SHA-256 .* delete .* to download it again"):
+    with pytest.raises(ValueError, match=r"testSet.tsv must have the SHA-256 digest .* delete .* to download it again"):
         load("mutag", url=server.url(), cache=tmp_path)
 
 
 def test_a_known_digest_must_match(server, tmp_path, monkeypatch):
     monkeypatch.setitem(rdf._DIGESTS, "mutag", {"graph.nt.gz": "0" * 64})
-    with pytest.raises(ValueError, match=f"graph.nt.gz: expected SHA-256 {'0' * 64}, got [0-9a-f]{{64}}"):
+    with pytest.raises(ValueError, match=f"graph.nt.gz must have the SHA-256 digest {'0' * 64}, got [0-9a-f]{{64}}"):
         load("mutag", url=server.url(), cache=tmp_path)
     assert kept(tmp_path) == []
     home = tmp_path / "datasets" / "x"
     archive = files.Archive(server.url(), {"testSet.tsv": ("testSet.tsv",)}, {"archive": "1" * 64})
-    with pytest.raises(ValueError, match=f"archive: expected SHA-256 {'1' * 64}"):
+    with pytest.raises(ValueError, match=f"archive must have the SHA-256 digest {'1' * 64}"):
         files.fetch("x", archive, cache=tmp_path)
     assert not home.exists()
 

@@ -93,11 +93,11 @@ BAD = {
     "features must name types": changed(features={"c": np.zeros((2, 2))}),
     "num_classes must have the type 'a'": changed(num_classes={}),
     "labels of 'a' must be from -1 to 1": changed(labels={"a": np.array([0, 2, 1])}),
-    "splits must be labelled, but node 1": changed(splits={"train": {"a": np.array([1])}}),
+    "nodes of splits must have labels, got node 1": changed(splits={"train": {"a": np.array([1])}}),
     "splits must be named": changed(splits={"training": {}}),
     "splits must name types with labels": changed(splits={"train": {"b": np.array([0])}}),
-    "edge_times must have an entry": changed(edge_times={("a", "to", "b"): np.zeros(2)}),
-    "must have every relation of the task": changed(test_edges={("b", "to", "b"): ([0], [0])}),
+    "edge_times must be given for relations of `edges`": changed(edge_times={("a", "to", "b"): np.zeros(2)}),
+    "must have every relation of target_relations": changed(test_edges={("b", "to", "b"): ([0], [0])}),
 }
 
 

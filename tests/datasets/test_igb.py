@@ -60,11 +60,11 @@ def test_the_folder(raw: bool, tmp_path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_type_without_features_needs_its_count(tmp_path) -> None:
     make(tmp_path, raw=False)
     (tmp_path / "processed/fos/node_feat.npy").unlink()
-    with pytest.raises(FileNotFoundError, match=r"without it give the count, num_nodes=\{'fos'"):
+    with pytest.raises(FileNotFoundError, match=r"give the number of nodes, num_nodes=\{'fos'"):
         load_igb(tmp_path)
     data = load_igb(tmp_path, num_nodes={"fos": 2})
     assert data.num_nodes == COUNTS and "fos" not in data.features
-    with pytest.raises(ValueError, match="num_nodes says 8 nodes of type 'paper'"):
+    with pytest.raises(ValueError, match="got 8 for the type 'paper'"):
         load_igb(tmp_path, num_nodes={"fos": 2, "paper": 8})
     with pytest.raises(ValueError, match="must be from 0 to 0"):
         load_igb(tmp_path, num_nodes={"fos": 1})
@@ -92,7 +92,7 @@ def test_short_and_missing_files(raw: bool, tmp_path) -> None:
     assert "node_label_19.npy must" in error_of("paper/node_label_19.npy", label[:-4])
     assert "is missing" in error_of("paper/node_label_19.npy", None)
     edges = (processed / "paper__cites__paper/edge_index.npy").read_bytes()
-    assert "edge_index.npy must be a whole .npy file" in error_of("paper__cites__paper/edge_index.npy", edges[:-8])
+    assert "edge_index.npy must be a complete .npy file" in error_of("paper__cites__paper/edge_index.npy", edges[:-8])
     assert "edge_index.npy is missing" in error_of("paper__cites__paper/edge_index.npy", None)
     np.save(tmp_path / "other.npy", np.zeros((2, 4), np.int64))
     wide = (tmp_path / "other.npy").read_bytes()
@@ -106,7 +106,7 @@ def test_bad_arguments(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DEJAX_DATA", raising=False)
     with pytest.raises(FileNotFoundError, match="DEJAX_DATA"):
         load_igb()
-    with pytest.raises(FileNotFoundError, match="neither has it"):
+    with pytest.raises(FileNotFoundError, match="must have a folder processed/ of IGB, got none in"):
         load_igb(tmp_path)
     with pytest.raises(ValueError, match="19 or 2983"):
         load_igb(tmp_path, num_classes=7)

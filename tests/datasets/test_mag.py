@@ -80,13 +80,17 @@ def test_a_relation_without_edges(folder, tmp_path):
 @pytest.mark.parametrize(
     ("path", "rows", "text"),
     [
-        ("raw/relations/paper___cites___paper/edge.csv.gz", [(0, 4)], "column 1 must number the 4 nodes of type paper"),
+        (
+            "raw/relations/paper___cites___paper/edge.csv.gz",
+            [(0, 4)],
+            "column 1 must have numbers of paper nodes, from 0 to 3",
+        ),
         ("raw/relations/paper___cites___paper/edge.csv.gz", [(0, 1, 2)], "expected 2 columns, got 3"),
         ("raw/relations/paper___cites___paper/edge.csv.gz", [("a", "b")], "not a table of numbers"),
-        ("raw/node-label/paper/node-label.csv.gz", [(1,)], "expected 4 rows, one for each paper, got 1"),
-        ("raw/node-feat/paper/node-feat.csv.gz", [(1.0,)], "expected 4 rows, one for each paper, got 1"),
+        ("raw/node-label/paper/node-label.csv.gz", [(1,)], "must have 4 rows, one for each paper, got 1"),
+        ("raw/node-feat/paper/node-feat.csv.gz", [(1.0,)], "must have 4 rows, one for each paper, got 1"),
         ("raw/num-node-dict.csv.gz", [("paper", "author")], "a header of node types and one row of counts"),
-        ("raw/num-node-dict.csv.gz", [("author",), (3,)], "expected a node type 'paper', got author"),
+        ("raw/num-node-dict.csv.gz", [("author",), (3,)], "must have a node type 'paper', got author"),
     ],
 )
 def test_bad_files(folder, tmp_path, path, rows, text):
@@ -104,7 +108,7 @@ def test_truncated_file(folder, tmp_path):
 
 def test_missing(tmp_path, monkeypatch):
     monkeypatch.delenv("DEJAX_DATA", raising=False)
-    with pytest.raises(FileNotFoundError, match=r"give the folder, load\('ogbn-mag', folder=\.\.\.\).*DEJAX_DATA"):
+    with pytest.raises(FileNotFoundError, match=r"pass load\('ogbn-mag', folder=\.\.\.\).*DEJAX_DATA"):
         load("ogbn-mag")
     with pytest.raises(FileNotFoundError, match=r"folder must hold raw/num-node-dict\.csv\.gz"):
         load("ogbn-mag", tmp_path)
@@ -123,5 +127,5 @@ def test_mag_with_its_types(folder, tmp_path) -> None:
         assert data.splits["valid"]["paper"].tolist() == [3] and data.features["paper"].shape == (4, 3)
     assert load_mag_hetero(folder, cache=cache, use_features=False).features == {}
     put(folder / "mag/raw/node-feat/paper/node_year.csv.gz", [(2015,)])
-    with pytest.raises(ValueError, match="expected 4 rows, one for each paper, got 1"):
+    with pytest.raises(ValueError, match="must have 4 rows, one for each paper, got 1"):
         load_mag_hetero(folder, cache=cache)

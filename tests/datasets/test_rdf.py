@@ -128,10 +128,12 @@ def test_a_truncated_gzip_file(folder):
 
 def test_split_files_must_fit(folder):
     (folder / "test.tsv").write_text("person\tlabel_colour\nhttp://x.org/zz\thttp://x.org/red\n")
-    with pytest.raises(ValueError, match=r"1 of 1 entities are not in the graph, first http://x\.org/zz"):
+    with pytest.raises(
+        ValueError, match=r"must have entities of the graph, got 1 of 1 others, the first http://x\.org/zz"
+    ):
         read(folder)
     (folder / "test.tsv").write_text("person\tcolour\n")
-    with pytest.raises(ValueError, match="expected a header with one column label_"):
+    with pytest.raises(ValueError, match="must have a header with one column label_"):
         read(folder)
 
 

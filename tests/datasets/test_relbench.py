@@ -87,7 +87,7 @@ def test_objects_of_its_format(task: str) -> None:
 
 def test_a_task_of_several_labels_is_refused() -> None:
     dataset = SimpleNamespace(get_db=lambda: SimpleNamespace(table_dict={}), val_timestamp="2005-01-01")
-    with pytest.raises(ValueError, match="must have one label for each example, or links; it is multilabel"):
+    with pytest.raises(ValueError, match="must have one label for each example, or links, got the type multilabel"):
         from_relbench(dataset, SimpleNamespace(name="t", task_type="multilabel_classification"))
 
 

@@ -108,7 +108,7 @@ def test_split_by_module_keeps_modules_together():
 def test_arguments(tmp_path):
     with pytest.raises(ValueError, match="split must be one of definition, module, got 'random'"):
         load("stdlib", split="random")
-    with pytest.raises(FileNotFoundError, match="no Python sources in"):
+    with pytest.raises(FileNotFoundError, match="must have Python sources, got none in"):
         load("stdlib", tmp_path, cache=tmp_path)
 
 

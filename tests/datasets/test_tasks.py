@@ -83,7 +83,7 @@ def test_mistakes_are_named() -> None:
     fails("`valid_from` no later than `test_from`, got 4 and 3", valid_from=4, test_from=3)
     fails("must have a `valid_from` in the unit of the data's times", valid_from=2024, test_from=2025)
     fails("must follow each other in time, got a cutoff 3 in test and 4 in train", splits=["test", "train"])
-    fails("must have a cutoff for each example, example 1 has none", times=[3, None])
+    fails("must have a cutoff for each example, got none for example 1", times=[3, None])
     fails("must fit its kind, 'binary'", keys=["u1"] * 3, times=[3] * 3, labels=[1, 2, 3], kind="binary")
     with pytest.raises(ValueError, match="must name a table, one of 'users', 'items', 'orders'; got 'user'"):
         task_from_columns(DATA, "t", "user", ["u1"], [3], [1])
@@ -147,7 +147,7 @@ def test_mistakes_of_events_are_named() -> None:
 
     fails("must name foreign keys, orders.user, orders.item; got orders.day", ("orders", "day"))
     fails("must be a whole number in the unit of the times, above 0, got '30 days'", window="30 days")
-    fails("at least 99 before the end of the data, none of 2 is", window=99)
+    fails("at least 99 before the end of the data, got 2 that are all later", window=99)
     fails("how of task 't' must be one of any, none, count, sum, mean, got 'all'", how="all")
     fails("value of task 't' must be a column of numbers of 'orders', got 'day'", how="sum", value="day")
 

@@ -51,7 +51,7 @@ def test_numbers(tmp_path) -> None:
     # Numbers of WordNet have leading zeros, so they are names.
     data = load_triples("x", write(tmp_path, {"train": "00260881\t_r\t00260622\n", "valid": "", "test": ""}))
     assert data.num_nodes == {"entity": 2}
-    with pytest.raises(ValueError, match="must be numbers from 0 on, got '00260622'"):
+    with pytest.raises(ValueError, match="must be numbers from 0 on with numbers=True, got '00260622'"):
         load_triples("x", tmp_path, numbers=True)
 
 
@@ -73,9 +73,9 @@ def test_dictionaries(tmp_path) -> None:
     data = load_triples("x", tmp_path)
     assert data.node_names["entity"] == tuple(names) and triples(data.test_edges) == {IS: [(4, 3)]}
     for text, message in (
-        ("0\t/m/a\n", "must have every name of the triples, it lacks '/m/b'"),
+        ("0\t/m/a\n", "must have every name of the triples, got none for '/m/b'"),
         ("0\t/m/a\n2\t/m/b\n", "without gaps"),
-        ("a\n", "must be a number and a name"),
+        ("a\n", "must have a number, a tab and a name in each line"),
     ):
         (tmp_path / "entities.dict").write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -87,7 +87,9 @@ def test_bad_folders(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError, match="DEJAX_DATA"):
         load_triples("wn18rr")
     write(tmp_path, {"train": "a\tb\n", "valid": "", "test": ""})
-    with pytest.raises(ValueError, match=r"train.txt:1: a line must be head, relation and tail, got 'a\\tb'"):
+    with pytest.raises(
+        ValueError, match=r"train.txt:1: must be head, relation and tail, separated by tabs or blanks, got 'a\\tb'"
+    ):
         load_triples("x", tmp_path)
     write(tmp_path, {"train": ""})
     with pytest.raises(ValueError, match="must have a triple"):
@@ -100,7 +102,7 @@ def test_bad_folders(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_dictionary_with_a_name_twice(tmp_path) -> None:
     write(tmp_path, dict.fromkeys(FILES, "a\tis\tb\n"))
     (tmp_path / "entities.dict").write_text("0\ta\n1\tc\n2\ta\n3\tb\n")
-    with pytest.raises(ValueError, match="must have each name once, it has 'a' twice"):
+    with pytest.raises(ValueError, match="must have each name once, got 'a' twice"):
         load_triples("x", tmp_path)
 
 

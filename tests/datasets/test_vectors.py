@@ -58,7 +58,7 @@ def test_mistakes() -> None:
     tables = {"o": {"note": ["a", "b"]}}
     for vectors, message in (
         ({"p": {}}, "vectors must name tables, 'o'; got 'p'"),
-        ({"o": {"text": len}}, "must be a function of a column of text, one of note; there is no 'text'"),
+        ({"o": {"text": len}}, "must name a column of text of .*, one of note; got 'text'"),
         ({"o": {"note": np.ones((3, 2))}}, r"o.note must be numbers \[2, width\], .* got shape \[3, 2\] of float64"),
         ({"o": {"note": lambda texts: texts}}, r"got shape \[2\] of <U1"),
     ):

@@ -118,7 +118,7 @@ def test_rows_and_updates_of_a_divided_table() -> None:
     np.testing.assert_array_equal(after, read(want))
     np.testing.assert_array_equal(table.numpy(), want)
     assert not lost.any() and few.any()
-    with pytest.raises(ValueError, match="did not fit; use a larger `capacity`"):
+    with pytest.raises(ValueError, match="rows more; give a larger `capacity`"):
         check_lost(few)
 
 

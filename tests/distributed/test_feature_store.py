@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_counted() -> None:
     assert lost.tolist() == [1, 1]
     np.testing.assert_array_equal(rows["paper"][:, :2], ROWS[ids["paper"][:, :2]])
     assert not np.asarray(rows["paper"][:, 2]).any()
-    with pytest.raises(ValueError, match="2 rows did not fit"):
+    with pytest.raises(ValueError, match="got 2 rows more"):
         check_lost(lost)
     assert not counted(3)[1].any()
 
@@ -247,13 +247,15 @@ def test_misuse_of_training_is_told() -> None:
 def test_misuse_is_told() -> None:
     mesh = make_mesh(2)
     store = store_of(mesh)
-    with pytest.raises(ValueError, match=r"read inside of jax.shard_map over it; .*data_parallel") as raised:
+    with pytest.raises(
+        ValueError, match=r"must be used inside of jax.shard_map over its axis .*data_parallel"
+    ) as raised:
         store.gather(IDS)
     assert raised.value.__notes__ == ["for the node type 'paper'"]
     with pytest.raises(ValueError, match="`row_scale` and `column_scale` must be None"):
         FeatureStore().with_table("paper", store["paper"].table, row_scale=2.0)
     with pytest.raises(
-        ValueError, match="must lie in host memory or on a drive alone, it lies on: divided over devices"
+        ValueError, match="must lie in host memory or on a drive alone, got the placement 'divided over devices"
     ):
         store.cached({"paper": [1]})
     with pytest.raises(ValueError, match="`mode` must be 'fill' for a table that is divided over devices, got 'raise'"):

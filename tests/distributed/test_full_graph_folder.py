@@ -38,7 +38,7 @@ def test_a_broken_folder_has_a_clear_error(tmp_path: Path) -> None:
         load_parts(tmp_path, mesh_of(1))
     file = tmp_path / "part_1" / "senders.npy"
     file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(ValueError, match=r"part_1/senders.npy is cut short"):
+    with pytest.raises(ValueError, match=r"part_1/senders.npy must be a complete .npy file"):
         load_parts(tmp_path, mesh_of(2))
     file.unlink()
     with pytest.raises(FileNotFoundError, match="split the graph again"):

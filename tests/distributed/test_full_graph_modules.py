@@ -142,7 +142,7 @@ def test_misuse_is_told() -> None:
     message = rf"x must be an array of shape .* = \[{split.num_rows}, {K}\], got an array of shape \({NODES}, {K}\)"
     with pytest.raises(ValueError, match=message):
         layer(split, X)
-    with pytest.raises(ValueError, match="was made for num_edge_types=5, got a graph with num_edge_types=3"):
+    with pytest.raises(ValueError, match="must have num_edge_types=5, for which the layer was made, got 3"):
         layers.RGCNConv(K, 4, 5, rngs=nnx.Rngs(0))(split, split.shard_nodes(X))
     with pytest.raises(CannotDistribute, match="values of source pairs must not be used over a mesh"):
         layers.RGCNConv.featureless(split, 4, rngs=nnx.Rngs(0))

@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_counted_and_has_rows_of_zeros() -> None:
     there = np.ones((4, 40, 1), bool)
     there[[0, 2, 3], 4:9] = False
     np.testing.assert_array_equal(got, np.where(there, want, 0))
-    with pytest.raises(ValueError, match="15 rows did not fit; use a larger `capacity`"):
+    with pytest.raises(ValueError, match="got 15 rows more; give a larger `capacity`"):
         check_lost(lost)
     check_lost(np.zeros(4))
     capacity = table.find_capacity(list(ids))

@@ -67,7 +67,7 @@ def test_bad_ids_and_counts() -> None:
         CachedTable.from_ids(table, [50])
     with pytest.raises(ValueError, match=r"`counts` must have shape \(50,\)"):
         CachedTable.from_counts(table, np.ones(3), 1)
-    with pytest.raises(ValueError, match="must not have NaN"):
+    with pytest.raises(ValueError, match="must be numbers, got NaN"):
         CachedTable.from_counts(table, np.full(50, np.nan), 1)
     with pytest.raises(TypeError, match="`counts` must be real, got complex128"):
         CachedTable.from_counts(table, np.full(50, 1j), 1)

@@ -86,7 +86,7 @@ def test_arguments_of_the_wrong_kind() -> None:
         (lambda t: jax.vmap(lambda t: t[jnp.array([0])])(t), ValueError, "sliced"),
         (lambda t: gather(ROWS, jnp.array([0])), TypeError, "must be a HostTable, got ndarray"),
         (lambda t: jax.grad(lambda t: t[jnp.array([0])].sum())(t), TypeError, "uint32"),
-        (lambda t: jax.jit(lambda t: t.numpy())(t), TypeError, "only outside of jitted functions"),
+        (lambda t: jax.jit(lambda t: t.numpy())(t), TypeError, "must be called outside of jitted functions"),
     ],
     ids=lambda value: None,
 )

@@ -249,13 +249,17 @@ ERRORS = {
     r"must have shape \(40,\) or \(\)": lambda s: s.with_table("a", s["paper"].table, row_scale=np.ones(3)),
     "`num_nodes` must be at least 0": lambda s: s.embedding("a", 3, 0),
     "must have a row for each of 41 nodes": lambda s: s.check_counts({"paper": 41}),
-    "must be one of the graph's, 'author'": lambda s: s.check_counts({"author": 41}),
+    "must be those of the graph, 'author'": lambda s: s.check_counts({"author": 41}),
     "must lie in host memory or on a drive alone": lambda s: FeatureStore.from_arrays(
         {"a": PAPERS}, on_device=True
     ).cached({"a": [1]}),
     "distinct": lambda s: s.cached({"paper": [1, 1]}),
-    "`ids` must have the type 'a'": lambda s: s.embedding("a", 3, 2).update(sgd(1.0), {}, {"a": 1}, {}),
-    "`state` must have the embedding 'a'": lambda s: s.embedding("a", 3, 2).update(sgd(1.0), {"a": [0]}, {"a": 1}, {}),
+    "`ids` must have every type of `gradients`, got none for 'a'": lambda s: s.embedding("a", 3, 2).update(
+        sgd(1.0), {}, {"a": 1}, {}
+    ),
+    "`state` must have every embedding of the store, got none for 'a'": lambda s: s.embedding("a", 3, 2).update(
+        sgd(1.0), {"a": [0]}, {"a": 1}, {}
+    ),
 }
 
 

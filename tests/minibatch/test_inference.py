@@ -175,7 +175,9 @@ def test_bad_input(tmp_path) -> None:
         "must be at least 1": {"batch_size": 0},
         "`node_types` must be of": {"node_types": ["x"]},
         "must have a row for each of 51 nodes": {"nodes": {**NODES, "a": 51}},
-        "`num_nodes` must have the type 'y'": {"edges": {("y", "to", "a"): (offsets, senders)}},
+        "`num_nodes` must have the types of all relations, got none for 'y'": {
+            "edges": {("y", "to", "a"): (offsets, senders)}
+        },
         "must ascend from 0 to 160": {"edges": {relation: (offsets[:-1], senders)}},
         "senders of .* must be from 0 to 12": {"edges": {relation: (offsets, senders + 1)}},
         "a layer must return .50, width.": {"layers": [lambda p, b: jnp.zeros((3, 2))]},
@@ -231,7 +233,7 @@ def test_a_batch_as_a_graph() -> None:
     [
         ({"own": None}, {}, "`own` must be .batch, d., got None: the type 'a' has no input"),
         ({"sources": {"b": jnp.ones((3, 5))}}, {}, "values of 'b' must be .n, 2., as those of 'a', got .3, 5."),
-        ({"sources": {}}, {}, "`sources` must have the type 'b'"),
+        ({"sources": {}}, {}, "`sources` must have the source type of each relation, got none for 'b'"),
         ({}, {"node_types": ["b"]}, "`node_types` must have 'a'"),
         ({}, {"edge_types": [("a", "of", "b")]}, "`edge_types` must have"),
     ],

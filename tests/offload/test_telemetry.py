@@ -17,7 +17,9 @@ def gradient():
 
 def test_a_recording(tmp_path):
     with ActivationStore() as store:
-        with pytest.raises(RuntimeError, match="nothing was recorded; run steps inside `with store.record"):
+        with pytest.raises(
+            RuntimeError, match="a step must have been recorded, got none; run steps inside `with store.record"
+        ):
             store.plot(tmp_path / "none.svg")
         with store.record(interval=0.001) as recording:
             gradient()

@@ -82,7 +82,7 @@ def test_program_module() -> None:
 
 def test_errors() -> None:
     x = features(GRAPH, 4)
-    with pytest.raises(ValueError, match="num_bases or num_blocks, not both"):
+    with pytest.raises(ValueError, match="num_bases and num_blocks must not be given together"):
         linen.RGCNConv(6, num_bases=2, num_blocks=2).init(jax.random.key(0), GRAPH, x)
     with pytest.raises(ValueError, match="x must be an array of shape"):
         linen.RGCNConv(6).init(jax.random.key(0), GRAPH, x[:-1])

@@ -325,9 +325,9 @@ def test_program_module_errors() -> None:
         ProgramModule(lambda g, x: x, {}, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"params\['weight'\] must be \(shape, initialiser\)"):
         ProgramModule(gated, {"weight": (3, 4)}, rngs=nnx.Rngs(0))  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="an attribute of the module already"):
+    with pytest.raises(ValueError, match="must not be attributes of the module"):
         ProgramModule(gated, {"spec": ((3,), init)}, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="a keyword of every program"):
+    with pytest.raises(ValueError, match="must not be keywords of programs"):
         ProgramModule(gated, {"options": ((3,), init)}, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="missing"):
         ProgramModule(gated, {"weight": ((R, 4, 6), init)}, rngs=nnx.Rngs(0))(GRAPH, features(GRAPH, 4))
@@ -336,16 +336,22 @@ def test_program_module_errors() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda r: RGCNConv(4, 6, R, num_bases=2, num_blocks=2, rngs=r), "num_bases or num_blocks, not both"),
+        (
+            lambda r: RGCNConv(4, 6, R, num_bases=2, num_blocks=2, rngs=r),
+            "num_bases and num_blocks must not be given together",
+        ),
         (lambda r: RGCNConv(4, 5, R, num_blocks=2, rngs=r), "num_blocks must divide both widths"),
         (lambda r: RGCNConv(None, 6, R, rngs=r), r"RGCNConv\.featureless"),
-        (lambda r: RGCNConv.featureless(GRAPH, 6, num_blocks=2, rngs=r), "num_blocks needs node features"),
-        (lambda r: RGCNConv(4, 6, R, num_nodes=3, rngs=r), "for in_features=None"),
+        (
+            lambda r: RGCNConv.featureless(GRAPH, 6, num_blocks=2, rngs=r),
+            "num_blocks must be None without node features",
+        ),
+        (lambda r: RGCNConv(4, 6, R, num_nodes=3, rngs=r), "must be None with in_features=4"),
         (lambda r: RGCNConv(4, 0, R, rngs=r), "out_features must be at least 1, got 0"),
-        (lambda r: RGCNConv(4, 6, R, edge_dropout=1.0, rngs=r), r"edge_dropout .* in \[0, 1\), got 1.0"),
+        (lambda r: RGCNConv(4, 6, R, edge_dropout=1.0, rngs=r), r"edge_dropout, .* in \[0, 1\), got 1.0"),
         (
             lambda r: RGCNConv(4, 6, R, use_root=False, self_loop_dropout=0.1, rngs=r),
-            "must be 0 where use_root is False",
+            "must be 0 with use_root=False",
         ),
         (
             lambda r: RGCNConv(4, 6, R, normalization="max", rngs=r),
@@ -356,9 +362,9 @@ def test_program_module_errors() -> None:
         (lambda r: HGTConv(4, 6, T, R, use_skip=True, rngs=r), "in_features must equal out_features .*got 4 and 6"),
         (
             lambda r: RGCNConv(4, 6, R + 1, rngs=r)(GRAPH, features(GRAPH, 4)),
-            f"num_edge_types={R + 1}, got a graph with",
+            f"num_edge_types={R + 1}, for which the layer was made, got",
         ),
-        (lambda r: HGTConv(4, 6, T + 1, R, rngs=r)(GRAPH, features(GRAPH, 4)), f"num_node_types={T + 1}, got a graph"),
+        (lambda r: HGTConv(4, 6, T + 1, R, rngs=r)(GRAPH, features(GRAPH, 4)), f"num_node_types={T + 1}, for which"),
         (lambda r: RGCNConv(4, 6, R, rngs=r)(GRAPH), "got None"),
         (lambda r: RGCNConv(4, 6, R, rngs=r)(GRAPH, features(GRAPH, 5)), r"got an array of shape \(12, 5\)"),
         (lambda r: RGCNConv.featureless(GRAPH, 6, rngs=r)(typed_graph(edges=20)), "num_source_pairs"),

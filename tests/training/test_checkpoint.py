@@ -26,7 +26,7 @@ def test_a_state_comes_back_of_the_same_kinds_and_replaces_the_one_before(run):
     assert isinstance(state["w"], jax.Array) and isinstance(state["table"], np.ndarray)
     assert history == {"loss": [0.5, 0.25]} and run.latest(1) == 7 and run.seeds() == [1]
     assert [path.name for path in (run.folder / "checkpoints" / "seed1").iterdir()] == ["7"]
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of seed 0 in .*; seeds there: \[1\]"):
+    with pytest.raises(FileNotFoundError, match=r"the seed must have a checkpoint in .*, got 0; seeds there: \[1\]"):
         run.restore(0, STATE)
 
 
@@ -37,7 +37,7 @@ def test_a_resume_may_change_the_length_alone(run):
     with pytest.raises(ValueError, match=r"got lr=0.5 \(it has 0.1\); give the same ones"):
         run.begin({"epochs": 9, "fan_outs": (3, 2), "lr": 0.5}, resume=True)
     assert run.latest(0) == 1  # the earlier run is still there
-    with pytest.raises(FileNotFoundError, match="holds no run"):
+    with pytest.raises(FileNotFoundError, match="must be the folder of a run"):
         Checkpoints(run.folder / "other").begin({}, resume=True)
 
 
@@ -56,5 +56,5 @@ def test_find_run(run):
     assert find_run(run.folder) == (run.folder, None)
     assert find_run(run.folder / "checkpoints" / "seed0") == (run.folder, 0)
     assert find_run(run.folder / "checkpoints" / "seed0" / "20") == (run.folder, 0)
-    with pytest.raises(FileNotFoundError, match="is not in the folder of a run"):
+    with pytest.raises(FileNotFoundError, match="must be the folder that --out gave"):
         find_run(run.folder.parent / "else")

@@ -73,9 +73,9 @@ def test_tasks_of_rows_of_events_and_of_files(shop):
 
 def test_mistakes_in_a_task_of_a_file(shop):
     task = '[tasks.churn]\nentity = "customers"\nexamples = "{}"\nkeys = "{}"\ntimes = "at"\nlabels = "gone"\n'
-    with pytest.raises(FileNotFoundError, match="must have a CSV or Parquet file as `examples`, .* does not exist"):
+    with pytest.raises(FileNotFoundError, match="must be a CSV or Parquet file, got .* does not exist"):
         opened(shop, task.format("none.csv", "who") + SPLIT)
     with pytest.raises(ValueError, match="must have a column of churn.csv as keys, who, at, gone; got 'customer'"):
         opened(shop, task.format("churn.csv", "customer") + SPLIT)
-    with pytest.raises(ValueError, match=r"must have the arguments of task_from_columns: .*'wrong'"):
+    with pytest.raises(ValueError, match=r"must have the arguments of dejax.datasets.task_from_columns: .*'wrong'"):
         opened(shop, task.format("churn.csv", "who") + SPLIT + "wrong = 1\n")

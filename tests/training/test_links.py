@@ -134,14 +134,14 @@ def test_vectors_against_all_nodes(decoder):
 def test_settings_of_vectors_alone():
     with pytest.raises(ValueError, match="fan_outs must be left out"):
         resolve("small", "embeddings", task="links", fan_outs=(3,))
-    with pytest.raises(ValueError, match="negative_kind 'all' must stand with full_batch"):
+    with pytest.raises(ValueError, match="negative_kind must be another than 'all' unless full_batch is True"):
         resolve("small", "sage", task="links", negative_kind="all")
-    with pytest.raises(ValueError, match="reciprocal must stand with a decoder that has relations"):
+    with pytest.raises(ValueError, match="reciprocal must be False with the decoder 'dot'"):
         resolve("small", "sage", task="links", decoder="dot", reciprocal=True)
 
 
 def test_a_graph_without_edges_to_predict():
-    with pytest.raises(ValueError, match="has no edges to predict"):
+    with pytest.raises(ValueError, match="must have edges to predict"):
         LinkGraph.of(links(target_relations=(), valid_edges={}, test_edges={}))
 
 

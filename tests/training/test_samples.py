@@ -134,7 +134,7 @@ def test_a_label_of_later_rows_does_not_leak(tmp_path, capsys):
         trainer.task.accuracy(trainer, None)
     data.save(tmp_path)
     assert cli.main(["--sampled", "--data", str(tmp_path), "--inference", "layers"]) == 2
-    assert "--inference must be sampled where edges have times" in capsys.readouterr().err
+    assert "--inference must be sampled if edges have times" in capsys.readouterr().err
 
 
 READ_BY_SAMPLES = {
@@ -167,7 +167,7 @@ def test_each_field_of_a_data_set_is_read_or_refused(field):
     data = dataclasses.replace(data, **{name: FILLED[name] for name in {"node_times": ("edge_times",)}.get(field, ())})
     data = dataclasses.replace(data, **{field: FILLED.get(field, getattr(data, field))})
     if field == "edge_times":
-        with pytest.raises(ValueError, match="must have node_times of 'paper'"):
+        with pytest.raises(ValueError, match="node_times must have the times of 'paper'"):
             prepare(data, resolve("communities", **TINY))
         data = dataclasses.replace(data, node_times=FILLED["node_times"])
     settings = resolve("communities", **TINY)

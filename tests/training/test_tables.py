@@ -278,7 +278,7 @@ def test_predictions_have_keys_and_times_and_new_cutoffs_need_no_labels(trained,
     new = predictions.known_rows(data, task.examples, cutoff)
     assert len(new) == (data.known_from["orders"] <= cutoff).sum() > 0
     assert np.isfinite(task.predict(trainer, fitted.state, examples=new)).all()
-    with pytest.raises(ValueError, match="no row of 'orders' is known; the first is known at"):
+    with pytest.raises(ValueError, match="must be a time at which rows of 'orders' are known"):
         predictions.known_rows(data, task.examples, 5)
     with pytest.raises(ValueError, match="--at must be a time such as"):
         predictions.time_of("soon", "s")
@@ -342,7 +342,7 @@ def test_mistakes_are_named():
     data = shop(customers=5, visits=5)
     task = data.tasks["returns"]
     for change, message in (
-        ({"labels": np.ones_like(task.labels)}, "must have different labels in training, got 1 in all"),
+        ({"labels": np.ones_like(task.labels)}, "must differ in training, got 1 in all"),
         ({"splits": {"train": np.zeros(0, np.int64)}}, "must have training examples, got none"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -372,4 +372,4 @@ def test_the_command_trains_evaluates_and_predicts_for_a_new_time(tmp_path, caps
     assert cli.main(["tables", str(tmp_path / "none.toml")]) == 2
     assert "must be followed by a TOML file" in capsys.readouterr().err
     assert cli.main(["--evaluate", str(out)]) == 2
-    assert "must stand with tables CONFIG" in capsys.readouterr().err
+    assert "must be given with tables CONFIG" in capsys.readouterr().err

@@ -164,7 +164,10 @@ def _load(folder: str | os.PathLike[str], graph: ShardedGraph, name: str, rows: 
 def _described(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder) / _FILE
     if not path.exists():
-        raise FileNotFoundError(f"{folder} must have {_FILE}, which save_parts writes last; split the graph again")
+        raise FileNotFoundError(
+            f"{folder} must have {_FILE}, which save_parts writes last, got none: the folder is incomplete; split the "
+            "graph again"
+        )
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if found.get("format") != _FORMAT:
         raise ValueError(f"{path} must have format {_FORMAT}, got {found.get('format')!r}; split the graph again")
@@ -179,9 +182,9 @@ def _static(value: Any) -> Any:
 def _read(folder: str | os.PathLike[str], number: int, name: str) -> np.ndarray:
     file = Path(folder) / f"part_{number}" / f"{name}.npy"
     if not file.exists():
-        raise FileNotFoundError(f"{file} is missing; split the graph again")
+        raise FileNotFoundError(f"{file} must exist, got no such file; split the graph again")
     try:
         array: np.ndarray = np.load(file, mmap_mode="r")
     except ValueError as error:
-        raise ValueError(f"{file} is cut short or no array ({error}); split the graph again") from None
+        raise ValueError(f"{file} must be a complete .npy file, got an error: {error}; split the graph again") from None
     return array.view(dtype_of_file(file, array.dtype))

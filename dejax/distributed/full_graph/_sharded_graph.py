@@ -178,7 +178,10 @@ class ShardedGraph:
 
     def _sharded(self, x: Any, ids: Array, count: int, kind: str) -> Array:
         if isinstance(x, jax.core.Tracer) or isinstance(ids, jax.core.Tracer):
-            raise TypeError(f"shard_{kind}s moves data between hosts and devices; call it outside of jit")
+            raise TypeError(
+                f"shard_{kind}s must be called outside of jax.jit, because it moves data between hosts and devices, "
+                "got a traced array"
+            )
         if getattr(x, "shape", ())[:1] != (count,):
             raise ValueError(
                 f"x must have one row for each {kind} of the whole graph ({count}), got shape {np.shape(x)}"

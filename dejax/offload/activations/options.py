@@ -125,7 +125,10 @@ def of_module(options: OffloadKeywords) -> OffloadOptions:
         ValueError: `static_argnums` names the module.
     """
     if 0 in as_tuple(options.get("static_argnums", ())):
-        raise ValueError("offload: `static_argnums` must not name the module, which is argument 0; count from 1")
+        raise ValueError(
+            f"offload: `static_argnums` must not name the module, argument 0, got {options['static_argnums']!r}; "
+            "count the other arguments from 1"
+        )
     return OffloadOptions(**options, kept_argnums=(0,))
 
 

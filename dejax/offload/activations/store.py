@@ -287,7 +287,10 @@ class ActivationStore:
     def plot(self, path: str | Path) -> None:
         """Draws the bytes in each tier and the waits of the last recording, see `record`."""
         if self._recording is None:
-            raise RuntimeError("ActivationStore.plot: nothing was recorded; run steps inside `with store.record():`")
+            raise RuntimeError(
+                "ActivationStore.plot: a step must have been recorded, got none; run steps inside `with "
+                "store.record():`"
+            )
         self._recording.plot(path)
 
     def summary(self, *, endurance_bytes: float | None = None) -> str:
@@ -315,7 +318,7 @@ def binding_of(store: ActivationStore | Literal["device"] | None) -> int:
             "write store=ActivationStore(path)"
         )
     if not store.is_open:
-        raise RuntimeError("offload: `store` is closed; make another")
+        raise RuntimeError("offload: `store` must be open, got a closed one; make another ActivationStore")
     return store._binding
 
 

@@ -168,7 +168,7 @@ def segment_reduce(
     if kind == "min" and data.dtype == jnp.uint64:
         # Constants of a kernel end at 2^63 - 1. The complement turns the order round.
         if scale is not None:
-            raise NotImplementedError("minima of scaled uint64 have no kernel")
+            raise NotImplementedError("no kernel computes minima of scaled uint64")
         found = segment_reduce("max", ~data, segments, rows=rows, schedule=schedule, interpret=interpret)
         return (~found).astype(out_dtype)
     count, width, entries = segments.num_segments, data.shape[1], segments.num_entries

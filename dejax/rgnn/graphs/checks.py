@@ -101,7 +101,7 @@ def as_traced_mask(mask: Any, num_valid: Any, kind: str, size: int) -> jax.Array
         return as_mask(mask, f"{kind}_mask", size, traced=True)
     name = f"num_valid_{kind}s"
     if mask is not None:
-        raise ValueError(f"{name} and {kind}_mask must not be given together; give one")
+        raise ValueError(f"{name} and {kind}_mask must not be given together, got both; give one of them")
     if not is_traced(num_valid):
         number = np.asarray(num_valid)
         if number.shape != () or not np.issubdtype(number.dtype, np.integer):

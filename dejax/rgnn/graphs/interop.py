@@ -53,7 +53,10 @@ def to_relations(graph: RelGraph) -> dict[tuple[str, str, str], tuple[np.ndarray
     {('author', 'writes', 'paper'): (array([0, 1], dtype=int32), array([2, 0], dtype=int32))}
     """
     if graph.node_type_counts is None or graph.node_type_names is None or graph.edge_type_names is None:
-        raise ValueError("to_relations needs a graph of RelGraph.from_relations, whose types have names")
+        raise ValueError(
+            "to_relations: `graph` must be made by RelGraph.from_relations, whose types have names, got a graph "
+            "without names"
+        )
     senders, receivers, edge_type = (np.asarray(array) for array in graph.to_edges())
     offsets = np.asarray(graph.by_edge_type.offsets)
     # In the user's order the edges are joined relation after relation.
@@ -167,7 +170,9 @@ def _static_type_counts(options: Mapping[str, Any], typed_nodes: bool) -> dict[s
     for kind, needed in (("edge", True), ("node", typed_nodes)):
         count, names = options[f"num_{kind}_types"], options[f"{kind}_type_names"]
         if count is None and names is None and needed:
-            raise TypeError(f"num_{kind}_types must be given inside jit, where the types' values are unknown")
+            raise TypeError(
+                f"num_{kind}_types must be given inside jit, where the values of types are not known, got None"
+            )
         found[f"num_{kind}_types"] = len(names or ()) if count is None else count
     if options["num_node_types"] is None:
         found["num_node_types"] = max(found["num_node_types"], 1)
@@ -224,7 +229,9 @@ def to_graphs_tuple(
         )
     masks = [mask for mask in (graph.edge_mask, graph.node_mask) if mask is not None]
     if is_traced(*masks) or not all(np.all(mask) for mask in masks):
-        raise ValueError("like must be given for a graph with padding: only the original GraphsTuple has its form")
+        raise ValueError(
+            "like must be given for a graph with padding, got None; give the GraphsTuple that the graph was made from"
+        )
     senders, receivers, edge_type = graph.to_edges()
     return jraph.GraphsTuple(
         nodes=None if isinstance(nodes, _Keep) else _rows(nodes, "nodes", graph.num_nodes),

@@ -458,8 +458,8 @@ class RelGraph:
         """
         if self.node_type_counts is None or self.node_type_names is None:
             raise ValueError(
-                "node_slice needs a graph of RelGraph.from_relations, whose nodes are numbered type after type; "
-                "select nodes of other graphs by graph.node_type"
+                "node_slice: the graph must be made by RelGraph.from_relations, whose nodes are numbered type after "
+                "type, got a graph of another constructor; select nodes of other graphs by graph.node_type"
             )
         if node_type not in self.node_type_names:
             raise ValueError(f"node_type must be one of {list(self.node_type_names)}, got {node_type!r}")

@@ -106,7 +106,10 @@ def _relation_ends(key: Any, edges: Any, counts: dict[str, int]) -> dict[str, np
         raise TypeError(f"keys of relations must be (source type, relation, destination type) strings, got {key!r}")
     for node_type in (key[0], key[2]):
         if node_type not in counts:
-            raise ValueError(f"relation {key} has the node type {node_type!r}, but num_nodes has only {list(counts)}")
+            raise ValueError(
+                f"num_nodes must have the node types of all relations, got {list(counts)} without {node_type!r} of "
+                f"{key}"
+            )
     if not (isinstance(edges, tuple | list) and len(edges) == 2) and getattr(edges, "shape", ())[:1] != (2,):
         raise ValueError(f"relation {key} must have a pair (senders, receivers), got {type(edges).__name__}")
     senders, receivers = edges

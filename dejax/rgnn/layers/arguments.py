@@ -34,7 +34,9 @@ def check_edge_features(function: str, edge_features: Any, params: Params, names
         raise ProgramError(f"{function}: edge_features must be given with the parameters {', '.join(given)}, got None")
     if edge_features is not None and len(given) < len(names):
         lacking = [name for name in names if name not in given]
-        raise ProgramError(f"{function}: edge_features need the parameters {', '.join(lacking)}, which are missing")
+        raise ProgramError(
+            f"{function}: the parameters {', '.join(lacking)} must be given with edge_features, got none"
+        )
 
 
 def ends(g: GraphSymbol, x: Any) -> tuple[Symbol, Symbol]:

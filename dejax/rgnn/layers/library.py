@@ -66,7 +66,9 @@ def _rgcn_messages(g: GraphSymbol, x: Any, params: Params, kind: str) -> Symbol:
         if kind == "bases":
             coefficients = g.per_edge_type(params["coefficients"])
             return (g.src(params["bases"]) * coefficients[:, None]).sum(axis=0)
-        raise ProgramError("rgcn: block-diagonal weights need node features; use `weight` or `bases` without features")
+        raise ProgramError(
+            "rgcn: x must be given with block-diagonal weights, got None; use `weight` or `bases` without node features"
+        )
     if kind == "weight":
         return g.src(x) @ g.per_edge_type(params["weight"])
     if kind == "bases":

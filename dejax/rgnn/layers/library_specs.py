@@ -65,25 +65,38 @@ class RGCNSpec(LayerSpec):
     def __post_init__(self) -> None:
         LayerSpec.__post_init__(self)
         if self.num_bases is not None and self.num_blocks is not None:
-            raise ValueError("RGCNConv: give num_bases or num_blocks, not both: weights have one form")
+            raise ValueError(
+                f"RGCNConv: num_bases and num_blocks must not be given together, got {self.num_bases} and "
+                f"{self.num_blocks}; give one of them"
+            )
         if self.in_features is None:
             if self.num_blocks is not None:
-                raise ValueError("RGCNConv: num_blocks needs node features, got in_features=None; use num_bases")
+                raise ValueError(
+                    "RGCNConv: num_blocks must be None without node features (in_features=None), got "
+                    f"{self.num_blocks}; use num_bases"
+                )
             rows = self.num_source_pairs if self.num_bases is None else 1
             if self.num_nodes is None or rows is None:
                 raise ValueError(
-                    "RGCNConv without in_features needs num_nodes and num_source_pairs of its graph; "
-                    "RGCNConv.featureless(graph, out_features, ...) fills them in"
+                    "RGCNConv: num_nodes and num_source_pairs must be given with in_features=None, got "
+                    f"{self.num_nodes} and {self.num_source_pairs}; RGCNConv.featureless(graph, out_features, ...) "
+                    "takes both from the graph"
                 )
         elif self.num_nodes is not None or self.num_source_pairs is not None:
-            raise ValueError("RGCNConv: num_nodes and num_source_pairs are for in_features=None only")
+            raise ValueError(
+                f"RGCNConv: num_nodes and num_source_pairs must be None with in_features={self.in_features}, got "
+                f"{self.num_nodes} and {self.num_source_pairs}; leave them out"
+            )
         elif self.num_blocks and (self.in_features % self.num_blocks or self.out_features % self.num_blocks):
             raise ValueError(
                 f"RGCNConv: num_blocks must divide both widths, got num_blocks={self.num_blocks}, "
                 f"in_features={self.in_features}, out_features={self.out_features}"
             )
         if self.self_loop_dropout and not self.use_root:
-            raise ValueError("RGCNConv: self_loop_dropout must be 0 where use_root is False: it drops the root term")
+            raise ValueError(
+                "RGCNConv: self_loop_dropout must be 0 with use_root=False, because it drops the root term, got "
+                f"{self.self_loop_dropout}"
+            )
 
     @property
     def graph_counts(self) -> dict[str, int]:
@@ -120,7 +133,10 @@ class RGCNSpec(LayerSpec):
         if self.in_features is not None:
             return LayerSpec._nodes(self, graph, x)
         if x is not None:
-            raise ValueError(f"RGCNConv without in_features takes no x, got {described(x)}")
+            raise ValueError(
+                f"RGCNConv: x must be None with in_features=None, got {described(x)}; give the width of x as "
+                "in_features"
+            )
         return None, None
 
     def run_with_dropout(

@@ -86,7 +86,10 @@ ParamSpecs: TypeAlias = dict[str, ParamSpec]
 
 
 def _drawn_already(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
-    raise TypeError("the parameters of this module are drawn already; make another module to draw them again")
+    raise TypeError(
+        "the parameters of this module must be drawn once, got a second call; make another module to draw other "
+        "parameters"
+    )
 
 
 def with_initializers(specs: ParamSpecs, initializers: Mapping[str, Initializer] | None) -> ParamSpecs:
@@ -172,7 +175,8 @@ class ProgramSpec:
         for name, value in params.items():
             if name in ("graph", "options"):
                 raise ValueError(
-                    f"ProgramModule: a parameter must not be named {name!r}, a keyword of every program; rename it"
+                    f"ProgramModule: names of parameters must not be keywords of programs, got {name!r}; rename the "
+                    "parameter"
                 )
             if not (isinstance(value, tuple) and len(value) == 2 and callable(value[1])):
                 raise TypeError(

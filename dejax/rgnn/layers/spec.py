@@ -74,7 +74,7 @@ class LayerSpec:
             self._check_field(field.name, hints[field.name])
         for name, rate in self.dropout_rates.items():
             if not 0.0 <= rate < 1.0:
-                raise ValueError(f"{self.name}: {name} is the share dropped and must be in [0, 1), got {rate}")
+                raise ValueError(f"{self.name}: {name}, the share that is dropped, must be in [0, 1), got {rate}")
         if isinstance(self.in_features, tuple) and not self.takes_pairs():
             raise ValueError(f"{self.name}: in_features must be one width, got {self.in_features}")
 
@@ -119,7 +119,8 @@ class LayerSpec:
         for name, count in self.graph_counts.items():
             if getattr(graph, name) != count:
                 raise ValueError(
-                    f"{self.name} was made for {name}={count}, got a graph with {name}={getattr(graph, name)}"
+                    f"{self.name}: the graph must have {name}={count}, for which the layer was made, got "
+                    f"{getattr(graph, name)}; make the layer with the graph's number"
                 )
         x, rows = self._nodes(graph, x)
         edges = self._edges(graph, edge_features)
@@ -172,7 +173,10 @@ class LayerSpec:
         """The keyword of the program for values of edges."""
         if self.edge_argument is None:
             if edge_features is not None:
-                raise ValueError(f"{self.name} takes no edge_features, got {described(edge_features)}")
+                raise ValueError(
+                    f"{self.name}: edge_features must be None, because this layer takes none, got "
+                    f"{described(edge_features)}"
+                )
             return {}
         shape: tuple[int, ...]
         if self.edge_argument == "edge_weight":
@@ -184,8 +188,8 @@ class LayerSpec:
             if width is None:
                 if edge_features is not None:
                     raise ValueError(
-                        f"{self.name} was made without edge_features, got {described(edge_features)}; give their "
-                        "width to the layer"
+                        f"{self.name}: edge_features must be None for a layer that was made without their width, got "
+                        f"{described(edge_features)}; give their width when the layer is made"
                     )
                 return {}
             shape = (graph.num_edges, width)

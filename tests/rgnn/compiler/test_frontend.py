@@ -328,7 +328,7 @@ def test_errors_of_the_library() -> None:
         library.rgcn(GRAPH, x, {"weight": ARRAYS["w"], "wieght": ARRAYS["w"]})
     with pytest.raises(ProgramError, match="normalization must be 'mean', 'sum' or 'none', got 'max'"):
         library.rgcn(GRAPH, x, {"weight": ARRAYS["w"]}, normalization="max")
-    with pytest.raises(ProgramError, match="block-diagonal weights need node features"):
+    with pytest.raises(ProgramError, match="x must be given with block-diagonal weights"):
         library.rgcn(GRAPH, None, {"blocks": jnp.ones((R, 1, 3, 3))})
     with pytest.raises(ProgramError, match="rgat: the parameters lack attention_src, attention_dst"):
         library.rgat(GRAPH, x, {"weight": ARRAYS["w"]})

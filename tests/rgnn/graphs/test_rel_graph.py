@@ -281,7 +281,7 @@ def test_traced_arrays_are_refused_with_the_remedy() -> None:
             {("a", "r", "c"): ([0], [0])},
             {"a": 1, "b": 1},
             ValueError,
-            r"node type 'c', but num_nodes has only \['a', 'b'\]",
+            r"must have the node types of all relations, got \['a', 'b'\]",
         ),
         ({("a", "r"): ([0], [0])}, {"a": 1}, TypeError, "keys of relations"),
         ({("a", "r", "a"): ([0], [0], [0])}, {"a": 1}, ValueError, r"pair \(senders, receivers\)"),

@@ -150,7 +150,7 @@ def test_parameters_that_are_missing_or_unknown() -> None:
     with pytest.raises(ProgramError, match="gcn: the parameters hold unknown kernel"):
         zoo.gcn(graph, x, {"weight": jnp.ones((5, 3)), "kernel": jnp.ones(3)})
     edges = jnp.ones((40, 2))
-    with pytest.raises(ProgramError, match="gatv2: edge_features need the parameters weight_edge"):
+    with pytest.raises(ProgramError, match="gatv2: the parameters weight_edge must be given with edge_features"):
         zoo.gatv2(graph, x, {"weight_src": jnp.ones((1, 5, 3)), "attention": jnp.ones((1, 3))}, edges)
     gin = {"weight_1": jnp.ones((5, 3)), "weight_2": jnp.ones((3, 3)), "edge": jnp.ones((2, 5))}
     with pytest.raises(ProgramError, match="gin: edge_features must be given with the parameters edge"):

@@ -18,7 +18,10 @@ def indexed(x: Symbol, key: tuple) -> Symbol:
     if not by_value:
         return _sliced(x, key)
     if len(by_value) > 1 or by_value[0] is not key[0]:
-        raise fail("an index that is a value must be the first and the only such index; write x[ids] or x[ids, :8]")
+        raise fail(
+            "an index that is a value must be the first and the only such index, got another; write x[ids] or x[ids, "
+            ":8]"
+        )
     rows = _looked_up(x, x.trace.operand(key[0]))
     rest = key[1:]
     return rows if not rest else _sliced(rows, (*(slice(None),) * (len(rows.shape) - len(x.shape) + 1), *rest))
@@ -54,7 +57,7 @@ def _sliced(x: Symbol, key: tuple) -> Symbol:
         raise fail(f"too many indices for feature shape {x.shape}; only features are indexed, never rows")
     dots = [at for at, k in enumerate(key) if k is Ellipsis]
     if len(dots) > 1:
-        raise fail("an index must have at most one ellipsis (...)")
+        raise fail("an index must have at most one ellipsis (...), got more; write x[..., 0]")
     at = dots[0] if dots else len(key)
     key = (*key[:at], *(slice(None),) * (rank - used), *key[at + 1 :])
     axis, shape = 0, []

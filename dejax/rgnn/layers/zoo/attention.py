@@ -140,7 +140,8 @@ def _weight_of_destinations(g: GraphSymbol, params: Params, source: str, x: Symb
     weight = g.shared(params[source])
     if weight.shape[-2] != x.shape[-1]:
         raise ProgramError(
-            f"a pair of widths {weight.shape[-2]} and {x.shape[-1]} needs the parameter weight_dst, got none"
+            f"the parameter weight_dst must be given for a pair of widths {weight.shape[-2]} and {x.shape[-1]}, got "
+            "none"
         )
     return weight
 

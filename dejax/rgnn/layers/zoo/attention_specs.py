@@ -91,7 +91,10 @@ class GATv2Spec(LayerSpec):
     def params(self) -> ParamSpecs:
         (k, m), d, h, c = self.widths, self.out_features, self.num_heads, self.edge_features
         if self.share_weights and k != m:
-            raise ValueError(f"GATv2Conv: share_weights needs sources and destinations of one width, got {k} and {m}")
+            raise ValueError(
+                "GATv2Conv: share_weights must be False for sources and destinations of different widths, got widths "
+                f"{k} and {m}"
+            )
         specs = {"weight_src": heads_of(h, k, d), "attention": ParamSpec((h, d), attention_vector)}
         if not self.share_weights:
             specs["weight_dst"] = heads_of(h, m, d)
@@ -140,7 +143,10 @@ class TransformerSpec(LayerSpec):
     def params(self) -> ParamSpecs:
         (k, m), d, h, c = self.widths, self.out_features, self.num_heads, self.edge_features
         if self.use_gate and not self.use_root:
-            raise ValueError("TransformerConv: use_gate needs use_root: the gate weighs result and root")
+            raise ValueError(
+                "TransformerConv: use_gate must be False with use_root=False, because the gate weighs the result "
+                "against the root term, got True"
+            )
         specs = {"query": heads_of(h, m, d), "key": heads_of(h, k, d), "value": heads_of(h, k, d)}
         if self.use_bias:
             specs |= {f"{name}_bias": zeros_of(h, d) for name in ("query", "key", "value")}

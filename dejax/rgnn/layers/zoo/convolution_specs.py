@@ -65,7 +65,10 @@ class SAGESpec(LayerSpec):
     def params(self) -> ParamSpecs:
         (k, m), n, p = self.widths, self.out_features, self.pool_features
         if isinstance(self.in_features, tuple) and not self.use_root:
-            raise ValueError("SAGEConv: a pair of features needs use_root: without it nothing reads the destinations")
+            raise ValueError(
+                "SAGEConv: use_root must be True with a pair of widths, because only the root term reads the "
+                "destinations, got False"
+            )
         specs = {} if p is None else {"pool": matrix(k, p), "pool_bias": zeros_of(p)}
         specs["neighbour"] = matrix(k if p is None else p, n)
         if self.use_root:
@@ -101,7 +104,9 @@ class GINSpec(LayerSpec):
     def params(self) -> ParamSpecs:
         (k, m), n = self.widths, self.out_features
         if k != m:
-            raise ValueError(f"GINConv: sources and destinations are added and must be equally wide, got {k} and {m}")
+            raise ValueError(
+                f"GINConv: sources and destinations must have one width, because they are added, got {k} and {m}"
+            )
         h = n if self.hidden_features is None else self.hidden_features
         specs = {"weight_1": matrix(k, h), "weight_2": matrix(h, n)}
         if self.use_bias:

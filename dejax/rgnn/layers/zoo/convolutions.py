@@ -89,8 +89,8 @@ def graphsage(g: GraphSymbol, x: Any, params: Params, aggregation: str = "mean",
     x_src, x_dst = ends(g, x)
     if x_dst is not x_src and params.get("root") is None:
         raise ProgramError(
-            "graphsage: x must be one array where the parameters lack root, got a pair; without root nothing reads the "
-            "destinations"
+            "graphsage: x must be one array if the parameters have no root, because only the root term reads the "
+            "destinations, got a pair"
         )
     if params.get("pool") is not None:
         x_src = F.relu(add_bias(g, x_src @ g.shared(params["pool"]), params.get("pool_bias")))

@@ -129,7 +129,7 @@ def compgcn(
     y = g.sum_to_dst(message) if aggregation == "sum" else g.mean_to_dst(message)
     if params.get("weight_loop") is not None:
         if params.get("loop") is None:
-            raise ProgramError("compgcn: weight_loop needs the parameter loop, which is missing")
+            raise ProgramError("compgcn: the parameter loop must be given with weight_loop, got none")
         loop = g.shared(params["loop"])
         if composition == "correlate":
             composed = h @ _circulant(g, loop)
@@ -140,7 +140,7 @@ def compgcn(
     if not return_relation:
         return y
     if params.get("relation_update") is None:
-        raise ProgramError("compgcn: return_relation needs the parameter relation_update, which is missing")
+        raise ProgramError("compgcn: the parameter relation_update must be given with return_relation=True, got none")
     return y, z @ g.shared(params["relation_update"])
 
 
