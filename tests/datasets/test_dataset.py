@@ -51,7 +51,7 @@ def test_no_edges():
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"senders": np.array([0, 1, 5])}, IndexError, r"senders\[2\] is 5, expected 0 <= id < num_nodes = 5"),
+        ({"senders": np.array([0, 1, 5])}, IndexError, r"senders\[2\] must be from 0 to num_nodes - 1 = 4, got 5"),
         ({"receivers": np.array([0, -1, 2])}, IndexError, r"receivers\[1\] must be .*, got -1"),
         (
             {"edge_type": np.array([0, 0, 2])},

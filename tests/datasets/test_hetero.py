@@ -91,11 +91,11 @@ BAD = {
     "must be named .source type, name": changed(edges={"to": ([0], [0])}),
     "each of the 3 nodes of type 'a', got 2": changed(features={"a": np.zeros((2, 2))}),
     "features must name types": changed(features={"c": np.zeros((2, 2))}),
-    "num_classes must have the type 'a'": changed(num_classes={}),
+    "that has labels, got none for 'a'": changed(num_classes={}),
     "labels of 'a' must be from -1 to 1": changed(labels={"a": np.array([0, 2, 1])}),
     "nodes of splits must have labels, got node 1": changed(splits={"train": {"a": np.array([1])}}),
     "splits must be named": changed(splits={"training": {}}),
-    "splits must name types with labels": changed(splits={"train": {"b": np.array([0])}}),
+    "splits must name types that have labels": changed(splits={"train": {"b": np.array([0])}}),
     "edge_times must be given for relations of `edges`": changed(edge_times={("a", "to", "b"): np.zeros(2)}),
     "must have every relation of target_relations": changed(test_edges={("b", "to", "b"): ([0], [0])}),
 }

@@ -85,8 +85,8 @@ def test_a_relation_without_edges(folder, tmp_path):
             [(0, 4)],
             "column 1 must have numbers of paper nodes, from 0 to 3",
         ),
-        ("raw/relations/paper___cites___paper/edge.csv.gz", [(0, 1, 2)], "expected 2 columns, got 3"),
-        ("raw/relations/paper___cites___paper/edge.csv.gz", [("a", "b")], "not a table of numbers"),
+        ("raw/relations/paper___cites___paper/edge.csv.gz", [(0, 1, 2)], "must have 2 columns, got 3"),
+        ("raw/relations/paper___cites___paper/edge.csv.gz", [("a", "b")], "must be a table of numbers"),
         ("raw/node-label/paper/node-label.csv.gz", [(1,)], "must have 4 rows, one for each paper, got 1"),
         ("raw/node-feat/paper/node-feat.csv.gz", [(1.0,)], "must have 4 rows, one for each paper, got 1"),
         ("raw/num-node-dict.csv.gz", [("paper", "author")], "a header of node types and one row of counts"),
@@ -102,7 +102,7 @@ def test_bad_files(folder, tmp_path, path, rows, text):
 def test_truncated_file(folder, tmp_path):
     path = folder / "mag" / "raw" / "node-feat" / "paper" / "node-feat.csv.gz"
     path.write_bytes(path.read_bytes()[:-12])
-    with pytest.raises(ValueError, match=r"node-feat\.csv\.gz: not a table of numbers"):
+    with pytest.raises(ValueError, match=r"node-feat\.csv\.gz must be a table of numbers"):
         load("ogbn-mag", folder, cache=tmp_path / "cache")
 
 

@@ -71,7 +71,7 @@ def test_mistakes_are_named() -> None:
         with pytest.raises(ValueError, match=message):
             of_columns(list(keys), list(times), list(labels), **more)
 
-    fails("values of the primary key of 'users': 1 of 2 such as 'u9' are not", keys=["u1", "u9"])
+    fails("values of the primary key of 'users', got 1 of 2 that are none, such as 'u9'", keys=["u1", "u9"])
     fails("keys of the type of users's keys, which has text such as 'u1', got numbers such as 1", keys=[1, 2])
     fails("must not all be before the data, which begins at 1; got -5", times=[-5, -4], valid_from=-4, test_from=-4)
     late = {"valid_from": 22, "test_from": 22}
@@ -103,7 +103,7 @@ def test_labels_of_rows() -> None:
     task = task_of_rows(DATA, "returned", "orders", "returned", valid_from=9, test_from=14)
     assert (task.kind, task.rows.tolist(), task.labels.tolist()) == ("binary", [0, 1, 2, 4, 5], [1, 0, 0, 1, 0])
     assert task.times.tolist() == [2, 4, 8, 14, 31] and task.hidden == ()  # it shows itself when it is told
-    with pytest.raises(ValueError, match="known after its cutoff, 5 of 5 rows of 'orders' have it"):
+    with pytest.raises(ValueError, match="known after its cutoff, got 5 of 5 rows of 'orders'"):
         task_of_rows(DATA, "returned", "orders", "returned", cutoff="told", valid_from=9, test_from=14)
     with pytest.raises(ValueError, match="must be a column of numbers, which are compared with `above`, orders.day is"):
         task_of_rows(DATA, "late", "orders", "day", above=3, **SPLIT)

@@ -88,7 +88,7 @@ def test_bad_folders(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
         load_triples("wn18rr")
     write(tmp_path, {"train": "a\tb\n", "valid": "", "test": ""})
     with pytest.raises(
-        ValueError, match=r"train.txt:1: must be head, relation and tail, separated by tabs or blanks, got 'a\\tb'"
+        ValueError, match=r"train.txt:1 must be head, relation and tail, separated by tabs or blanks, got 'a\\tb'"
     ):
         load_triples("x", tmp_path)
     write(tmp_path, {"train": ""})

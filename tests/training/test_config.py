@@ -77,5 +77,7 @@ def test_mistakes_in_a_task_of_a_file(shop):
         opened(shop, task.format("none.csv", "who") + SPLIT)
     with pytest.raises(ValueError, match="must have a column of churn.csv as keys, who, at, gone; got 'customer'"):
         opened(shop, task.format("churn.csv", "customer") + SPLIT)
-    with pytest.raises(ValueError, match=r"must have the arguments of dejax.datasets.task_from_columns: .*'wrong'"):
+    with pytest.raises(
+        ValueError, match=r"must have the arguments of dejax.datasets.task_from_columns, got an error: .*'wrong'"
+    ):
         opened(shop, task.format("churn.csv", "who") + SPLIT + "wrong = 1\n")
