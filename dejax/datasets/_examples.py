@@ -148,7 +148,8 @@ def entity_rows(data: HeteroDataset, task: str, table: str, keys: Any, missing_k
         of = "the primary key" if table in data.keys else f"a row number below {data.num_nodes[table]}"
         raise ValueError(
             f"keys of task {task!r} must be values of {of} of {table!r}, got {int(unknown.sum())} of {len(rows)} "
-            f"that are none, such as {given[unknown][:1].tolist()[0]!r}; pass missing_keys='drop' to leave these examples out"
+            f"that are none, such as {given[unknown][:1].tolist()[0]!r}; pass missing_keys='drop' to leave these "
+            "examples out"
         )
     return rows
 
