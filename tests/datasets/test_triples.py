@@ -92,7 +92,7 @@ def test_bad_folders(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         load_triples("x", tmp_path)
     write(tmp_path, {"train": ""})
-    with pytest.raises(ValueError, match="must have a triple"):
+    with pytest.raises(ValueError, match="must have at least one triple"):
         load_triples("x", tmp_path)
     (tmp_path / "test.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"test.txt"):

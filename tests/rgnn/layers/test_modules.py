@@ -192,7 +192,7 @@ def test_a_pair_on_a_graph_of_relations() -> None:
         (lambda rngs: nnx_layers.GCNConv(2, 3.0, rngs=rngs), "out_features must be an integer, got 3.0"),
         (lambda rngs: nnx_layers.GCNConv((2, 3), 3, rngs=rngs), "in_features must be one width"),
         (lambda rngs: nnx_layers.PNAConv(4, 5, 1.0, num_towers=2, rngs=rngs), "num_towers must divide"),
-        (lambda rngs: nnx_layers.GATConv(4, 5, attention_dropout=1.0, rngs=rngs), "attention_dropout is the share"),
+        (lambda rngs: nnx_layers.GATConv(4, 5, attention_dropout=1.0, rngs=rngs), "attention_dropout, the share that is dropped"),
         (lambda rngs: nnx_layers.GATv2Conv((4, 3), 5, share_weights=True, rngs=rngs), "share_weights"),
         (lambda rngs: nnx_layers.TransformerConv(4, 5, use_gate=True, use_root=False, rngs=rngs), "use_root"),
         (lambda rngs: nnx_layers.RGGNNConv(6, 5, 2, rngs=rngs), "in_features must be at most"),
@@ -219,7 +219,7 @@ def test_arguments_that_do_not_fit() -> None:
     layer = nnx_layers.GATConv(4, 3, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"x must be an array of shape .*\[12, 4\], got an array of shape \(12, 5\)"):
         layer(GRAPH, features(GRAPH, 5))
-    with pytest.raises(ValueError, match="made without edge_features"):
+    with pytest.raises(ValueError, match="made without their width"):
         layer(GRAPH, x, EDGES)
     with pytest.raises(ValueError, match=r"edge_features must have shape \(40, 3\), got None"):
         nnx_layers.GATConv(4, 3, edge_features=3, rngs=nnx.Rngs(0))(GRAPH, x)
