@@ -11,7 +11,7 @@ from dejax import info
 
 NEXT = (
     ("dejax-train", "train an R-GCN on the code graph of your Python's standard library, in about a minute"),
-    ("dejax-train tables CONFIG", "predict something about rows of your database: docs/tables.md"),
+    ("dejax-train tables CONFIG", "predict something about rows of your database; with --help it shows a CONFIG"),
     ("python -m dejax.info", "versions, devices, the driver, and the remedy for all that is unavailable"),
     ('python -c "import dejax.rgnn; help(dejax.rgnn)"', "the compiler for graph layers; the other parts likewise"),
 )
@@ -53,7 +53,7 @@ def render(report: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the greeting."""
-    parser = argparse.ArgumentParser(prog="dejax", description=(__doc__ or "").partition(": ")[2])
+    parser = argparse.ArgumentParser(prog="dejax", description="Says what works on this machine, and what to try next.")
     parser.parse_args(arguments)
     print(render(info.collect()))
     return 0

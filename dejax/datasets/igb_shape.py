@@ -258,8 +258,8 @@ def random_rows_on_device(rows: int, width: int, dtype: Any, seed: int = 0, *, d
         device: the device; by default jax's default device.
 
     Returns:
-        uint[rows, width], the bits of the rows as unsigned integers of the width of `dtype`. Pass both to
-        `DeviceTable.from_array(array, dtype)`, which then needs no second array.
+        uint[rows, width], the bits of the rows as unsigned integers of the width of `dtype`. Pass the array and
+        the dtype to `DeviceTable.from_array(array, dtype)`, which then needs no second array.
 
     Raises:
         TypeError: another dtype.

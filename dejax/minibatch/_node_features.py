@@ -132,14 +132,20 @@ class NodeFeatures:
     def exchange(
         self, ids: ArrayLike, *, dtype: Any = None, capacity: int | None = None, **options: Any
     ) -> tuple[Array, Array | int]:
-        """The rows, and how many of this device did not fit into the exchange of a table that is divided."""
+        """Reads rows like `gather`. If the table is divided over devices, `capacity` limits the exchange of rows.
+
+        Returns the rows, and the number of rows of this device that exceeded the capacity; those rows are zeros.
+        """
         result, reading = self.reading(dtype)
         what = "FeatureStore.gather"
         rows, lost = self.table._read(what, ids, GatherOptions.of(what, reading | options), capacity)
         return self.scaled(rows, result), lost
 
     def reading(self, dtype: Any) -> tuple[np.dtype, dict[str, Any]]:
-        """The dtype of the result, and the options of the gather that reads the rows, before `scaled`."""
+        """How a result of dtype `dtype` is read: its dtype (None: the default), and options of `host_gather.gather`.
+
+        Rows that were gathered with these options become the result by `scaled`.
+        """
         result = self.result_dtype if dtype is None else np.dtype(dtype)
         read = result
         if self.column_scale is not None and (self.row_scale is not None or self.table.dtype.itemsize > 1):

@@ -119,7 +119,7 @@ class Decoder:
         return self.margin - _distance(query, candidate) if self.distance else (query * candidate).sum(-1)
 
     def score_all(self, query: Array, candidates: Array) -> Array:
-        """The scores of queries float[n, k] and candidates float[m, k], float[n, m], without TF32."""
+        """The score of each query float[n, k] with each candidate float[m, k]: float[n, m]. Computed without TF32."""
         if self.distance:
             return self.margin - _distance(query[:, None], candidates[None])
         return jnp.matmul(query, candidates.T, precision=jax.lax.Precision.HIGHEST)

@@ -137,9 +137,9 @@ def plan_placement(
 ) -> PlacementPlan:
     """Says before training where the rows of each type should lie.
 
-    The most visited rows go to the device (`hot_rows`), the most visited of the others to host memory. A type all of
-    whose other rows fit there lies in host memory; of the other types the files stay on the drive, and the host memory
-    is their cache. A row is read once a batch, with the probability 1 - exp(-visits).
+    The most visited rows go to device memory (`hot_rows`). For each type, if all of its other rows fit into host
+    memory, they go there. Otherwise they stay in their file on the drive, and host memory caches the most visited
+    ones. A batch is expected to read a row with the probability 1 - exp(-visits), and at most once.
 
     Args:
         visits: real[rows] by type, expected visits of a batch: `expected_visits`.

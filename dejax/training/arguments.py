@@ -31,14 +31,45 @@ _FLAGS = {
 }
 
 
+_USAGE = """
+  dejax-train [options]                  classify nodes of a graph; a step sees the whole graph
+  dejax-train --sampled [options]        classify nodes on mini-batches
+  dejax-train --links [options]          predict edges on mini-batches
+  dejax-train tables CONFIG [options]    predict labels of rows of a database"""
+_DESCRIPTION = """\
+Trains a relational graph neural network with several seeds, and prints and writes its results.
+
+Defaults of the model and of training are the published ones for R-GCN on aifb, mutag, bgs and am. For R-GCN on stdlib,
+and for RGAT and HGT on aifb, they were chosen on validation nodes. For all other cases they are starting points."""
+_EXAMPLE = """\
+CONFIG is a folder of HeteroDataset.save, or a TOML file such as
+
+  [database]
+  path = "shop"                             # a folder of CSV or Parquet files, or a SQLite file
+  primary_keys = {customers = "id"}
+  foreign_keys = [["orders", "customer", "customers"]]
+  time_columns = {orders = "placed"}        # when a row came to be
+  [database.known_at]                       # columns that are known later than their rows
+  orders = {returned = "decided"}
+
+  [tasks.returns]                           # the arguments of a function of dejax.datasets: task_of_rows,
+  table = "orders"                          # task_of_events (with `events`), task_from_columns (with `examples`)
+  label = "returned"
+  valid_from = "2024-09-01"
+  test_from = "2024-11-01"
+
+  [settings]                                # options of this command, with _ in place of -: fan_outs = [20, 10]
+  epochs = 3"""
+
+
 def parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
     p = argparse.ArgumentParser(
         prog="dejax-train",
-        description="Trains a relational graph neural network to classify the nodes of a graph, to predict its edges, "
-        "or to predict labels of rows of a database; several seeds are trained. Defaults: published for R-GCN on aifb, "
-        "mutag, bgs and am; chosen on validation nodes for R-GCN on stdlib, and for RGAT and HGT on aifb; starting "
-        "points for all other cases.",
+        usage=_USAGE,
+        description=_DESCRIPTION,
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument(
         "--sampled",
@@ -52,8 +83,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--tables",
         metavar="CONFIG",
-        help="predict labels of rows of a database on mini-batches: a TOML file names tables, keys, times and the task "
-        "(docs/tables.md), or a folder of HeteroDataset.save has them. `dejax-train tables CONFIG` is the same",
+        help="the same as `dejax-train tables CONFIG`: CONFIG, shown below, names tables, keys, times and tasks",
     )
     _add_data_and_model(p)
     _add_training(p)
@@ -90,7 +120,10 @@ def _add_data_and_model(p: argparse.ArgumentParser) -> None:
         "--holdout", type=float, metavar="SHARE", help="share of the training nodes to validate on, to choose settings"
     )
     data.add_argument(
-        "--fold", type=int, metavar="K", help="number of the share to hold out, 0, 1, .., for cross-validation"
+        "--fold",
+        type=int,
+        metavar="K",
+        help="which share of the training nodes --holdout takes: 0, 1, .., for cross-validation",
     )
     data.add_argument(
         "--no-reverse", dest="reverse", action="store_false", default=None, help="add no reverse relations"
@@ -180,7 +213,7 @@ def _add_samples_and_links(p: argparse.ArgumentParser) -> None:
     some.add_argument(
         "--sigmas",
         type=float,
-        help="arrays for samples hold the mean + SIGMAS deviations; default: 5",
+        help="arrays of a sample hold the mean number of nodes plus SIGMAS standard deviations; default: 5",
     )
     some.add_argument("--mesh", type=int, metavar="N", help="devices over which the nodes of a step are divided")
     some.add_argument("--parts", type=int, metavar="N", help="number of parts in which a step samples; default: --mesh")
@@ -215,17 +248,19 @@ def _add_tables(p: argparse.ArgumentParser) -> None:
         dest="recent",
         action="store_false",
         default=None,
-        help="draw among all edges before the cutoff instead of taking the latest ones",
+        help="sample at random from all edges before the cutoff, instead of the latest ones",
     )
     some.add_argument("--numbers", choices=NUMBERS, help="encoding of numbers; default: piecewise")
     some.add_argument("--bins", type=int, metavar="N", help="quantiles of the encoding piecewise; default: 16")
     some.add_argument("--class-weights", choices=CLASS_WEIGHTS, help="weights of classes in the loss; default: none")
-    some.add_argument("--eval-rows", type=int, metavar="N", help="validation examples in an evaluation; 0: all")
+    some.add_argument(
+        "--eval-rows", type=int, metavar="N", help="number of validation examples in an evaluation; 0: all"
+    )
     some.add_argument(
         "--top",
         type=int,
         metavar="K",
-        help="link tasks: candidates that are listed for each example; default: 10",
+        help="link tasks: number of candidates that predictions list for each example; default: 10",
     )
     some.add_argument(
         "--importance",
@@ -250,7 +285,11 @@ def _add_run(p: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--out", metavar="DIR", help="folder for results, plot and checkpoints; default: out/<dataset>-<model>[-<task>]"
     )
-    out.add_argument("--resume", action="store_true", help="continue the run in --out, to the same numbers")
+    out.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in --out; its results are those of a run without a break",
+    )
     out.add_argument(
         "--evaluate",
         metavar="CHECKPOINT",
@@ -260,7 +299,7 @@ def _add_run(p: argparse.ArgumentParser) -> None:
         "--checkpoint-every",
         type=int,
         metavar="N",
-        help="number of steps between two checkpoints; default: half a minute; always at the end of a seed",
+        help="number of steps between two checkpoints; default: one every half minute; a seed ends with one, too",
     )
     out.add_argument(
         "--export",

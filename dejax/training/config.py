@@ -138,5 +138,5 @@ def read_config(path: str | Path) -> TablesConfig:
             raise ValueError(f"{path} must have the sections {', '.join(_SECTIONS)}, got {name!r}")
     for name in _SECTIONS[:2]:
         if not found.get(name):
-            raise ValueError(f"{path} must have a section [{name}], got none; docs/tables.md has an example")
+            raise ValueError(f"{path} must have a section [{name}], got none; dejax-train tables --help has an example")
     return TablesConfig(path, found["database"], found["tasks"], found.get("settings", {}))

@@ -214,14 +214,14 @@ def _average_precisions(hits: np.ndarray, counts: np.ndarray, k: int) -> np.ndar
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranking:
-    """The first candidates of some examples of a link task, and where its links stand among all candidates.
+    """The best k candidates of each example of a link task, and the rank of its true links among all candidates.
 
     Attributes:
-        rows: int32[examples, k], rows of the target table, best first; -1 where there are fewer candidates.
-        scores: float32[examples, k], of these rows.
-        hits: bool[examples, k], which of these rows are links of the example.
-        first: float64[examples], the rank of its best link among all candidates, from 1; candidates of equal score
-            share the mean of their ranks. Infinite where no link is a candidate.
+        rows: int32[examples, k], the best candidates as rows of the target table; -1 if there are fewer than k.
+        scores: float32[examples, k], the score of each of these candidates.
+        hits: bool[examples, k], whether each of these candidates is a true link of the example.
+        first: float64[examples], the rank of the example's best true link, from 1; candidates of equal score
+            share the mean of their ranks. Infinite if no true link is a candidate.
     """
 
     rows: np.ndarray

@@ -105,7 +105,9 @@ def test_labels_of_rows() -> None:
     assert task.times.tolist() == [2, 4, 8, 14, 31] and task.hidden == ()  # it shows itself when it is told
     with pytest.raises(ValueError, match="known after its cutoff, got 5 of 5 rows of 'orders'"):
         task_of_rows(DATA, "returned", "orders", "returned", cutoff="told", valid_from=9, test_from=14)
-    with pytest.raises(ValueError, match="must be a column of numbers, which are compared with `above`, got orders.day"):
+    with pytest.raises(
+        ValueError, match="must be a column of numbers, which are compared with `above`, got orders.day"
+    ):
         task_of_rows(DATA, "late", "orders", "day", above=3, **SPLIT)
     price = task_of_rows(DATA, "price", "orders", "price", **SPLIT)
     assert price.kind == "regression" and price.hidden == (("orders", "price"),)

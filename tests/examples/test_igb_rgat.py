@@ -137,7 +137,7 @@ def test_a_run_that_resumes_has_the_same_losses(tmp_path, capsys):
     assert "got seed=1 (it has 0)" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*small, "--out", str(tmp_path / "c"), "--resume"])
-    assert "holds no run" in capsys.readouterr().err
+    assert "must be the folder of a run" in capsys.readouterr().err
 
 
 def test_igbs_folder(tmp_path):

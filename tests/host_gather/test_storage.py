@@ -59,7 +59,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     (tmp_path / "short.bin").write_bytes(ROWS.tobytes()[:-1])
     with pytest.raises(ValueError, match="needs a file of 160 bytes, this one has 159"):
         HostTable.from_file(tmp_path / "short.bin", ROWS.shape, np.float32)
-    with pytest.raises(ValueError, match="not an .npy file"):
+    with pytest.raises(ValueError, match="must be an .npy file"):
         HostTable.from_npy(tmp_path / "short.bin")
     np.save(tmp_path / "short.npy", ROWS)
     content = (tmp_path / "short.npy").read_bytes()

@@ -80,7 +80,7 @@ class StoreStats:
 
     @property
     def saving(self) -> float:
-        """Share of the stored bytes that was off the device when most was stored: all but the ring."""
+        """The share of the stored bytes that lay outside of device memory, without the ring, when the store held most."""
         return max(0.0, 1 - self.ring_bytes / self.peak_live_bytes) if self.peak_live_bytes else 0.0
 
     @property

@@ -75,7 +75,7 @@ def offload(
 
 
 def wrap(fn: Callable[..., Any], options: OffloadOptions) -> Any:
-    """`offload`, also for `region` and the Flax bindings."""
+    """The common part of `offload`, `region` and their forms for Flax modules."""
     static, static_names = as_tuple(options.static_argnums), as_tuple(options.static_argnames)
     options = replace(options, policy=as_function(options.policy))
 

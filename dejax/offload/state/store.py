@@ -130,7 +130,7 @@ class DiskArray:
         return self.with_ticket(ticket)
 
     def with_ticket(self, ticket: Any) -> DiskArray:
-        """The array of another ticket, such as one that a program has returned."""
+        """The version of the array that another ticket identifies, such as the ticket that a jitted step returned."""
         return DiskArray(ticket, self.shape, self.dtype, self.unit_bytes, self.store, self.sharding)
 
     def shard(self, ticket: Any) -> DiskArray:

@@ -61,7 +61,7 @@ class ConvertedLayer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments of that module, by name."""
+        """The arguments with which the Flax module of the layer is made, by name."""
         return {field.name: getattr(self.spec, field.name) for field in dataclasses.fields(self.spec)}
 
 

@@ -192,7 +192,10 @@ def test_a_pair_on_a_graph_of_relations() -> None:
         (lambda rngs: nnx_layers.GCNConv(2, 3.0, rngs=rngs), "out_features must be an integer, got 3.0"),
         (lambda rngs: nnx_layers.GCNConv((2, 3), 3, rngs=rngs), "in_features must be one width"),
         (lambda rngs: nnx_layers.PNAConv(4, 5, 1.0, num_towers=2, rngs=rngs), "num_towers must divide"),
-        (lambda rngs: nnx_layers.GATConv(4, 5, attention_dropout=1.0, rngs=rngs), "attention_dropout, the share that is dropped"),
+        (
+            lambda rngs: nnx_layers.GATConv(4, 5, attention_dropout=1.0, rngs=rngs),
+            "attention_dropout, the share that is dropped",
+        ),
         (lambda rngs: nnx_layers.GATv2Conv((4, 3), 5, share_weights=True, rngs=rngs), "share_weights"),
         (lambda rngs: nnx_layers.TransformerConv(4, 5, use_gate=True, use_root=False, rngs=rngs), "use_root"),
         (lambda rngs: nnx_layers.RGGNNConv(6, 5, 2, rngs=rngs), "in_features must be at most"),
