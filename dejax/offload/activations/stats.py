@@ -80,7 +80,7 @@ class StoreStats:
 
     @property
     def saving(self) -> float:
-        """The share of the stored bytes that lay outside of device memory, without the ring, when the store held most."""
+        """The share of the stored bytes that lay outside of device memory at the time when the store held most."""
         return max(0.0, 1 - self.ring_bytes / self.peak_live_bytes) if self.peak_live_bytes else 0.0
 
     @property
