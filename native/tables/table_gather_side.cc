@@ -27,12 +27,15 @@ struct Pending {
   cuda::Event done = nullptr;
 };
 
+// The gathers of one device. Each has a mutex of its own: a call that the driver keeps waiting must not keep the threads
+// of other devices from launching, for whose collectives it may wait.
 struct Side {
+  std::mutex mutex;
   cuda::Stream stream = nullptr;
   PendingSites<Pending> pending;
 };
 
-std::mutex& SideMutex() {
+std::mutex& SidesMutex() {
   static auto* const mutex = new std::mutex;
   return *mutex;
 }
@@ -40,6 +43,12 @@ std::mutex& SideMutex() {
 std::map<cuda::Context, Side>& Sides() {
   static auto* const sides = new std::map<cuda::Context, Side>;
   return *sides;
+}
+
+// The side of a context; it is never removed.
+Side& SideOf(cuda::Context context) {
+  std::lock_guard<std::mutex> lock(SidesMutex());
+  return Sides()[context];
 }
 
 const cuda::Driver& TheDriver() { return cuda::GetDriver(cuda::kTables); }
@@ -145,8 +154,8 @@ void BeginStart(cuda::Stream stream, int64_t run, const GatherCall& call, const 
                 const void* to) {
   const cuda::Context context = StreamContext(stream);
   const cuda::ContextScope scope(context);
-  std::lock_guard<std::mutex> lock(SideMutex());
-  Side& side = Sides()[context];
+  Side& side = SideOf(context);
+  std::lock_guard<std::mutex> lock(side.mutex);
   if (side.stream == nullptr) MakeStream(side);
   side.pending.DropOthers(run, [&](const Pending& pending) { FreeQuietly(pending, side.stream); });
   Pending pending;
@@ -221,8 +230,8 @@ ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::RemainingArgs tickets,
   return ReportedGather([&] {
     const cuda::Context context = StreamContext(stream);
     const cuda::ContextScope scope(context);
-    std::lock_guard<std::mutex> lock(SideMutex());
-    Side& side = Sides()[context];
+    Side& side = SideOf(context);
+    std::lock_guard<std::mutex> lock(side.mutex);
     std::vector<Pending> gathers;
     try {
       for (size_t k = 0; k < sites.size(); ++k) {
@@ -250,18 +259,20 @@ ffi::Error Done(cuda::Stream stream, ffi::RunId run, ffi::RemainingArgs tickets,
 }  // namespace
 
 void WaitForStarted(cuda::Context context, cuda::Stream stream) {
-  std::lock_guard<std::mutex> lock(SideMutex());
-  const auto side = Sides().find(context);
-  if (side == Sides().end()) return;
-  side->second.pending.ForEach([&](const Pending& pending) {
+  Side& side = SideOf(context);
+  std::lock_guard<std::mutex> lock(side.mutex);
+  side.pending.ForEach([&](const Pending& pending) {
     cuda::Check(TheDriver().stream_wait_event(stream, pending.done, 0), "cuStreamWaitEvent");
   });
 }
 
 int64_t GathersUnderWay() {
-  std::lock_guard<std::mutex> lock(SideMutex());
+  std::lock_guard<std::mutex> lock(SidesMutex());
   int64_t count = 0;
-  for (const auto& [context, side] : Sides()) side.pending.ForEach([&](const Pending&) { ++count; });
+  for (auto& [context, side] : Sides()) {
+    std::lock_guard<std::mutex> own(side.mutex);
+    side.pending.ForEach([&](const Pending&) { ++count; });
+  }
   return count;
 }
 
