@@ -3,9 +3,9 @@
     python -m benchmarks several_gpus --out results.json                       # all sections, on all GPUs
     python -m benchmarks several_gpus --only full_graph --devices 1 2 --nodes 200000 --edges 2000000
 
-`mini_batch`: data-parallel R-GAT steps with ogbn-mag's counts and MLPerf's R-GAT with a share of IGB's. Each GPU has
-its own seeds, so the ideal is n times the rate of one. Features lie in one table in host memory, which all GPUs read,
-or are divided over the memory of the GPUs.
+`mini_batch`: data-parallel R-GAT steps with ogbn-mag's counts (`igb_mesh` has MLPerf's R-GAT). Each GPU has its own
+seeds, so the ideal is n times the rate of one. Features lie in one table in host memory, which all GPUs read, or are
+divided over the memory of the GPUs, which exchange rows.
 
 `full_graph`: one layer of RGCN, RGAT and HGT, forward and backward, on a graph that is divided over the GPUs, with the
 times of a part by itself and of the exchange by itself (`benchmarks/divided_graphs.py`).
@@ -98,33 +98,6 @@ def mag_job(args: argparse.Namespace) -> Job:
     return Job(topology, features, labels, "paper", shared_fan_outs(topology, [15, 10]), params, loss_of)
 
 
-def igb_job(args: argparse.Namespace) -> Job:
-    """MLPerf's R-GAT: three layers of 4 x 128 heads, 8-bit features of width 1,024."""
-    from examples import igb_rgat as model
-
-    width = 16 if args.check else 1024
-    data = model.random_data(args.igb_scale, width=width, progress=False)
-    names = data.topology.edge_types, tuple(data.topology.num_nodes)
-    small: dict[str, Any] = {"hidden": 16, "backend": "xla", "dtype": "float32"} if args.check else {}
-    config = model.RGATConfig(*names, in_features=width, classes=data.num_classes, **small)
-
-    def loss_of(params: Tree, blocks: Any, x: Any, positions: Any, labels: Any, key: Any) -> Any:
-        found = model.logits(config, params, blocks, x, positions, key)
-        return model.cross_entropy(found, labels, jnp.ones(labels.shape, bool))
-
-    params = model.init(jax.random.key(0), config)
-    fan_outs = [3, 2, 2] if args.check else [15, 10, 5]
-    return Job(
-        data.topology,
-        {name: of.table for name, of in data.features.types.items()},
-        data.labels,
-        model.SEED_TYPE,
-        fan_outs,
-        params,
-        loss_of,
-    )
-
-
 def capacities_of(job: Job, store: FeatureStore, draws: list[Any], capacities: Any) -> dict[str, int]:
     """For each divided table the most rows that a device asks of another one, from some batches."""
 
@@ -207,19 +180,18 @@ def training(job: Job, devices: int, memory: str, args: argparse.Namespace) -> d
 
 
 def mini_batch(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for shape in args.shapes:
-        job = {"mag": mag_job, "igb": igb_job}[shape](args)
-        for memory in ("host", "device"):
-            one = 0.0
-            for devices in args.devices:
-                found = training(job, devices, memory, args)
-                one = one or found["seeds_per_s"] / devices
-                yield {
-                    "shape": shape,
-                    "features": memory,
-                    "devices": devices,
-                    "times_one": found["seeds_per_s"] / one,
-                } | found
+    job = mag_job(args)
+    for memory in ("host", "device"):
+        one = 0.0
+        for devices in args.devices:
+            found = training(job, devices, memory, args)
+            one = one or found["seeds_per_s"] / devices
+            yield {
+                "shape": "mag",
+                "features": memory,
+                "devices": devices,
+                "times_one": found["seeds_per_s"] / one,
+            } | found
 
 
 # ------------------------------------------------------------------------------------------------ two processes
@@ -321,9 +293,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", type=int, nargs="+", help="numbers of devices; by default 1, 2, 4, ... as there are"
     )
-    parser.add_argument("--shapes", nargs="+", choices=("mag", "igb"), default=["mag", "igb"], help="of `mini_batch`")
     parser.add_argument("--scale", type=float, default=1.0, help="of mag's numbers of nodes and edges")
-    parser.add_argument("--igb-scale", type=float, default=0.01, help="of IGB's numbers of nodes and edges")
     parser.add_argument("--seeds", type=int, default=1024, help="seeds of a device and step")
     parser.add_argument("--nodes", type=int, default=1_939_743, help="of `full_graph`")
     parser.add_argument("--edges", type=int, default=21_111_007, help="of `full_graph`")
@@ -340,7 +310,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, save: Save) -> None:
     if args.check:
-        args.scale, args.igb_scale, args.seeds, args.nodes, args.edges = 0.002, 2e-6, 32, 400, 3000
+        args.scale, args.seeds, args.nodes, args.edges = 0.002, 32, 400, 3000
         args.rows, args.width, args.steps, args.turns, args.calls = 512, 8, 2, 1, 1
     if "DEJAX_PROCESS" in os.environ:
         table_process(args)
