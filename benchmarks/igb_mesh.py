@@ -114,6 +114,7 @@ def measured(name: str, trainer: RGATTrainer, run: Any, args: argparse.Namespace
     }  # fmt: skip
     if args.no_profile:
         return result
+    print("timed", json.dumps(result), flush=True)  # a profile of several GPUs can take long, or fail
     given = arguments_of(trainer, 0, args.steps)
     records = record(lambda: jax.block_until_ready(run(state, *given)))
     devices = sorted({r.device for r in records})
