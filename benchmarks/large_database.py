@@ -22,6 +22,7 @@ import numpy as np
 
 from benchmarks.provenance import Save
 from dejax.datasets import HeteroDataset, from_tables, task_of_events
+from dejax.datasets._parallel import for_blocks
 
 ROWS = {"customers": 1_850_000, "products": 506_000, "brands": 60_000, "categories": 500, "reviews": 15_000_000}
 WIDTH = 300
@@ -35,6 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the rows")
     parser.add_argument("--folder", type=Path, required=True, help="of the files, which are made if they are missing")
     parser.add_argument("--only", choices=("files", "prepare", "epoch"), default="epoch", help="the last thing to do")
+    parser.add_argument("--batch-size", type=int, default=2048, help="training examples of a step")
     parser.add_argument("--epochs", type=int, default=2, help="the first one has the compilation")
 
 
@@ -62,6 +64,12 @@ def write_files(folder: Path, scale: float) -> None:
     stops = rng.integers(DAYS // 4, 2 * DAYS, counts["customers"])
     rows = counts["reviews"]
     vectors = np.lib.format.open_memmap(folder / "reviews.npy", "w+", np.float16, (rows, WIDTH))
+
+    def written(number: int, start: int, stop: int) -> None:
+        own = np.random.default_rng([1, number])
+        vectors[start:stop] = own.standard_normal((stop - start, WIDTH), np.float32)
+
+    for_blocks(written, rows, _PART // 32, label="vectors")
     writer = None
     for at in range(0, rows, _PART):
         count = min(_PART, rows - at)
@@ -78,7 +86,6 @@ def write_files(folder: Path, scale: float) -> None:
         )
         writer = writer or parquet.ParquetWriter(folder / "reviews.parquet", part.schema)
         writer.write_table(part)
-        vectors[at : at + count] = rng.standard_normal((count, WIDTH), np.float32)
     if writer is not None:
         writer.close()
 
@@ -99,7 +106,7 @@ def database(folder: Path) -> HeteroDataset:
         fixed_features=False,
         name="large database",
     )
-    quarters = [START + np.timedelta64(day, "D") for day in range(DAYS // 2, DAYS - 180, 90)]
+    quarters = [START + np.timedelta64(day, "D") for day in range(DAYS * 7 // 10, DAYS - 180, 90)]
     splits = {"valid_from": quarters[-2], "test_from": quarters[-1]}
     task = task_of_events(
         data, "churn", ("reviews", "customer"), quarters, "90 days", how="none", active="180 days", **splits
@@ -138,7 +145,8 @@ def run(args: argparse.Namespace, save: Save) -> None:
     print(data.tasks["churn"].summary())
     from dejax.training import Trainer, resolve
 
-    trainer = timed("trainer", found, lambda: Trainer(resolve(data.name, task="tables", epochs=args.epochs), data))
+    given = {"epochs": args.epochs, "batch_size": args.batch_size}
+    trainer = timed("trainer", found, lambda: Trainer(resolve(data.name, task="tables", **given), data))
     found["bytes_per_review"] = (peak() - before) / data.num_nodes["reviews"]
     print(f"{found['bytes_per_review']:,.0f} bytes a review at most")
     save(found)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from dejax.datasets._columns import as_numbers, in_parts, missing_in, text_of, texts_of
+from dejax.datasets._columns import as_numbers, missing_in, of_parts, text_of, texts_of
 from dejax.datasets._known_from import TimeColumn, time_of_text, times_of_texts
 from dejax.datasets.columns import NEVER, Column, Kind, hashes_of
 
@@ -222,7 +222,7 @@ class RawColumn:
                 f"{values.dtype}{list(values.shape)}; convert the column, or leave its kind out"
             )
         values = values if values.dtype.kind == "f" else values.astype(np.float32)
-        if any(np.isinf(part).any() for part in in_parts(values)):
+        if any(of_parts(lambda part, _: bool(np.isinf(part).any()), values)):
             raise ValueError(
                 f"the column {self.name} must be finite, got infinity; replace infinity by a finite number, or the "
                 "whole vector by None"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 import decimal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dejax._optional import is_there, optional
+from dejax.datasets._parallel import for_blocks
 
 Columns = dict[str, np.ndarray]
 ForeignKey = tuple[str, str, str]
@@ -219,13 +220,22 @@ def missing_in(values: np.ndarray) -> np.ndarray:
         return np.zeros(len(values), bool)
     if values.ndim == 1:
         return np.isnan(values)
-    return np.concatenate([np.zeros(0, bool), *(np.isnan(part).any(axis=1) for part in in_parts(values))])
+    return np.concatenate([np.zeros(0, bool), *of_parts(lambda part, _: np.isnan(part).any(axis=1), values)])
 
 
-def in_parts(values: np.ndarray) -> Iterator[np.ndarray]:
-    """The rows of an array or memory map, some megabytes at a time, so that what is computed of them is small."""
+def of_parts(work: Callable[[np.ndarray, int], Any], values: np.ndarray) -> list[Any]:
+    """The results of `work(part, first row)` for parts of an array's or memory map's rows, on all cores.
+
+    A part has some megabytes, so that what is computed of it is small.
+    """
     rows = max(1, (1 << 22) // max(1, values[:1].size))
-    return (np.asarray(values[at : at + rows]) for at in range(0, len(values), rows))
+    found: list[Any] = [None] * -(-len(values) // rows)
+
+    def of_part(number: int, start: int, stop: int) -> None:
+        found[number] = work(np.asarray(values[start:stop]), start)
+
+    for_blocks(of_part, len(values), rows, progress=False)
+    return found
 
 
 def texts_of(values: np.ndarray) -> list[str | None]:

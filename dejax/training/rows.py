@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dejax.datasets import Column
-from dejax.datasets._columns import in_parts
+from dejax.datasets._columns import of_parts
 
 DAY = 86_400
 KINDS = ("number", "time", "category", "categories", "vector")
@@ -152,24 +152,29 @@ def apart(columns: Mapping[str, Column], plan: TablePlan) -> dict[str, np.ndarra
     found = {}
     for place in plan.apart:
         column = columns[place.name]
-        there = [np.isfinite(part).all(axis=1) for part in in_parts(column.values)]
-        finite = np.concatenate([np.zeros(0, bool), *there])
         values = column.values
-        if (column.missing & finite).any():
+        if _has_finite_rows(values, column.missing):
             values = np.where(column.missing[:, None], np.array(np.nan, values.dtype), values)
         found[place.name] = values
     return found
 
 
+def _has_finite_rows(values: np.ndarray, some: np.ndarray) -> bool:
+    """Whether some of an array's rows are finite."""
+    return any(of_parts(lambda part, at: np.isfinite(part[some[at : at + len(part)]]).all(axis=1).any(), values))
+
+
 def _place_apart(name: str, column: Column, fitted: np.ndarray, known: int | None) -> ColumnPlace:
-    """Mean and deviation of the fitted rows, some megabytes at a time."""
+    """Mean and deviation of the fitted rows."""
     width = column.values.shape[1]
-    count, sums, squares, at = 0, np.zeros(width), np.zeros(width), 0
-    for part in in_parts(column.values):
-        some = part[fitted[at : at + len(part)]].astype(np.float32)
-        at += len(part)
-        count, sums = count + len(some), sums + some.sum(0, dtype=np.float64)
-        squares += np.einsum("nw,nw->w", some, some, dtype=np.float64)
+
+    def sums_of(part: np.ndarray, first: int) -> tuple[int, np.ndarray, np.ndarray]:
+        some = part[fitted[first : first + len(part)]].astype(np.float32)
+        return len(some), some.sum(0, dtype=np.float64), np.einsum("nw,nw->w", some, some, dtype=np.float64)
+
+    parts = of_parts(sums_of, column.values)
+    count = sum(part[0] for part in parts)
+    sums, squares = (sum((part[n] for part in parts), np.zeros(width)) for n in (1, 2))
     mean = sums / max(count, 1)
     deviation = np.sqrt(np.maximum(squares / max(count, 1) - mean**2, 0.0))
     deviation = np.where(deviation > 1e-6 * np.maximum(1.0, np.abs(mean)), deviation, 1.0)

@@ -206,38 +206,41 @@ class Trainer:
     def updated(self, state: TrainState, mean: Part) -> TrainState:
         """Applies Adam to a state with the mean gradients of a step.
 
-        If they are not finite, the parameters stay as they are. Adam sees all parameters as one vector: for each of 50
-        arrays a step would compile and launch eight kernels.
+        If they are not finite, the parameters stay as they are; a step without seeds, which fills up a call, changes
+        nothing. Adam sees all parameters as one vector: for each of 50 arrays a step would compile and launch eight
+        kernels.
         """
         gradient, _ = ravel_pytree(mean.gradients)
         params, unravel = ravel_pytree(state.params)
+        weight = jnp.asarray(mean.weight, jnp.float32)
+        has_seeds = weight > 0
         finite = jnp.isfinite(mean.loss).all() & jnp.isfinite(gradient).all()
+        applied = finite & has_seeds
 
         def kept(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old)
+            return jax.tree.map(lambda x, y: jnp.where(applied, x, y), new, old)
 
         updates, opt_state = self._optimizer.update(gradient, state.opt_state, params)
         embeddings, moments = state.embeddings, state.moments
         if mean.rows:
-            ids = {kind: jnp.where(finite, rows.ids, -1) for kind, rows in mean.rows.items()}  # -1 writes no row
+            ids = {kind: jnp.where(applied, rows.ids, -1) for kind, rows in mean.rows.items()}  # -1 writes no row
             values = {kind: rows.values for kind, rows in mean.rows.items()}
             embeddings, moments = embeddings.update(self._of_rows, ids, values, moments)
             moments = {kind: m._replace(step=kept(m.step, state.moments[kind].step)) for kind, m in moments.items()}
         counts = {name: count for name, count in mean.counts.items() if name != "lost"}
-        weight = jnp.asarray(mean.weight, jnp.float32)
-        of_step = {"loss": jnp.where(finite, mean.loss * weight, 0.0), "weight": weight, **counts}
-        first = state.step % self.task.steps_per_epoch == 0
+        of_step = {"loss": jnp.where(applied, mean.loss * weight, 0.0), "weight": weight, **counts}
+        first = has_seeds & (state.step % self.task.steps_per_epoch == 0)
         return TrainState(
             params=unravel(kept(optax.apply_updates(params, updates), params)),
             opt_state=kept(opt_state, state.opt_state),
             embeddings=embeddings,
             moments=moments,
-            step=state.step + 1,
+            step=state.step + has_seeds,
             seed=state.seed,
             key=state.key,
             sums={name: jnp.where(first, 0, value) + of_step[name] for name, value in state.sums.items()},
             lost=state.lost + mean.counts["lost"],
-            skipped=state.skipped + (~finite).astype(jnp.int32),
+            skipped=state.skipped + (has_seeds & ~finite),
         )
 
     def drawn(self, world: World, seeds: Any, key: Array) -> tuple[SampledBlocks | None, Any, Array]:
@@ -319,8 +322,8 @@ class Trainer:
         if per_epoch == 1 and not self.task.sampled:
             return self.settings.eval_every
         most = min(self.settings.pipeline or (_PIPELINE if jax.default_backend() == "gpu" else 1), per_epoch)
-        # Calls of one length fill an epoch but for a few steps, which are called one by one.
-        return min(range(most, most // 2, -1), key=lambda count: per_epoch % count)
+        # Calls of one length fill an epoch, the last one with the fewest steps without seeds.
+        return min(range(most, most // 2, -1), key=lambda count: -per_epoch % count)
 
     # -------------------------------------------------------------------------------------------- a run
 
@@ -337,16 +340,17 @@ class Trainer:
         """
         per_epoch = self.task.steps_per_epoch
         period = per_epoch if per_epoch > 1 else self.settings.eval_every
-        losses: list[Array] = []
+        losses: list[tuple[Array, int]] = []
         seconds, done = 0.0, int(state.step)
         while done < epochs * per_epoch:
             # Calls end at reports, and reports at multiples of the period, even if a resumed run begins between them.
             end = min((done // period + 1) * period, epochs * per_epoch)
-            count = self.steps_per_call if end - done >= self.steps_per_call else end - done if per_epoch == 1 else 1
-            keys, seeds = step_keys(state.key, done, count), self._seeds(int(state.seed), done, count)
+            count = min(self.steps_per_call, end - done)
+            width = count if per_epoch == 1 else self.steps_per_call  # so that one program serves all calls
+            keys, seeds = step_keys(state.key, done, width), self._seeds(int(state.seed), done, count, width)
             compiled, begin = self.compile_seconds, time.perf_counter()
             state, found = self._steps(state, keys, seeds)
-            losses.append(found)
+            losses.append((found, count))
             done += count
             jax.block_until_ready(state.step)  # or the caller, who reads the step, would wait outside of the clock
             seconds += time.perf_counter() - begin - (self.compile_seconds - compiled)
@@ -355,7 +359,7 @@ class Trainer:
                 continue
             epoch = done // per_epoch
             measures = self.task.measures(self, state, last=epoch == epochs)
-            of_steps = [float(value) for some in losses for value in np.asarray(some)]
+            of_steps = [float(value) for some, count in losses for value in np.asarray(some)[:count]]
             loss = of_steps if per_epoch == 1 else [float(state.sums["loss"]) / max(1.0, float(state.sums["weight"]))]
             yield state, Epochs(epoch, loss, measures, seconds)
             losses, seconds = [], 0.0
@@ -369,8 +373,8 @@ class Trainer:
             state = now
         return state
 
-    def _seeds(self, seed: int, first: int, count: int) -> Any:
-        """The seeds of some steps of one epoch, or of epochs of one step."""
+    def _seeds(self, seed: int, first: int, count: int, width: int) -> Any:
+        """The seeds of some steps of one epoch, or of epochs of one step; -1 in steps from `count` to `width`."""
         per_epoch = self.task.steps_per_epoch
         if per_epoch == 1:
             orders = [self.task.order(seed, first + n) for n in range(count)]
@@ -378,7 +382,13 @@ class Trainer:
         epoch, at = divmod(first, per_epoch)
         if getattr(self, "_order", (None,))[0] != (seed, epoch):
             self._order = ((seed, epoch), self.task.order(seed, epoch))
-        return jax.tree.map(lambda some: jnp.asarray(some[at : at + count]), self._order[1])
+
+        def filled(some: Any) -> Array:
+            own = np.asarray(some[at : at + count])
+            none = np.full((width - count, *own.shape[1:]), -1, own.dtype)
+            return jnp.asarray(np.concatenate([own, none]) if width > count else own)
+
+        return jax.tree.map(filled, self._order[1])
 
     def final(self, state: TrainState, *, inference: str | None = None) -> dict[str, float]:
         """Computes the final results of a state: accuracies of the splits, or ranks of the test edges.
