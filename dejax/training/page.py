@@ -85,6 +85,9 @@ def measures(
         if not len(values):
             continue
         labels = labels_of(task, task.splits[split])
+        if task.kind == "binary":  # so that no draw of the intervals has to sort them
+            order = np.argsort(-values, kind="stable")
+            labels, values = labels[order], values[order]
         found = measure(task.kind, labels, values)
         bounds = interval(lambda weights: measure(task.kind, labels, values, weights), len(labels))  # noqa: B023
         for name, value in found.items():

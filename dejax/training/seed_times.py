@@ -1,15 +1,20 @@
-"""`Clock`: times of a data set as the int32 that samplers compare, counted from a day near the task's cutoffs."""
+"""Times as samplers compare them: `Clock` counts them from a day near the task's cutoffs, and every edge has one."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from dejax.datasets import HeteroDataset
+from dejax.minibatch import HeteroTopology
+
 _LEAST, _MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 _DAY = 86_400
+_LATEST = ", latest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +75,30 @@ def with_a_relation(edges: Any, tables: Iterable[str]) -> Any:
     first = next(iter(tables))
     none = np.zeros(0, np.int32)
     return edges or {(first, "itself", first): (none, none)}
+
+
+def topology_in_time(data: HeteroDataset, clock: Clock, *, latest: bool, on_host: bool) -> HeteroTopology:
+    """The edges, all with times: those of relations without have that of what was always known.
+
+    So each seed has a neighbourhood of its own, with its cutoff, and all relations share one list. With `latest`, each
+    relation with several edges of a row is there once more, by the name "NAME, latest": a model takes a mean over the
+    latest rows, and without that the one before the cutoff, such as the hour's weather, would be lost in it.
+    """
+    edges = with_a_relation(data.edges, data.num_nodes)
+    known = {
+        relation: clock.relative(data.edge_times.get(relation, np.full(len(ends[0]), -(2**63))))
+        for relation, ends in edges.items()
+    }
+    topology = HeteroTopology.from_edges(edges, data.num_nodes, times=known, on_host=on_host, keep_edge_ids=False)
+    again = [
+        dataclasses.replace(relation, edge_type=(source, name + _LATEST, target))
+        for relation in topology.relations
+        for source, name, target in [relation.edge_type]
+        if latest and relation.max_degree > 1
+    ]
+    return dataclasses.replace(topology, relations=(*topology.relations, *again))
+
+
+def is_latest(relation: tuple[str, str, str]) -> bool:
+    """Whether a relation of a topology is one of `topology_in_time` for the latest edges of another."""
+    return relation[1].endswith(_LATEST)

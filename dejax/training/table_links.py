@@ -7,7 +7,7 @@ wrong candidate of a training link is a row that exists at the link's cutoff and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,10 +21,10 @@ from dejax.minibatch import FeatureStore, HeteroTopology, NegativePool, SampledB
 from dejax.rgnn import Options
 from dejax.segment import gather
 from dejax.training.metrics import Ranking
-from dejax.training.rows import TablePlan
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
-from dejax.training.tables import TableModel, TableTask, task_of
+from dejax.training.table_models import LinkedTablesModel
+from dejax.training.tables import TableTask, task_of
 from dejax.training.task import CAPACITY_BATCHES, Runner, StepView, World, spread_over_steps
 
 with optional("flax", of="dejax.training"):
@@ -43,39 +43,6 @@ def table_task(
     """The `TableTask` of the settings' target: a `TableLinkTask` where it is a task of links. Arguments as there."""
     make = TableLinkTask if task_of(data, settings.target).kind == "link" else TableTask
     return make(settings, data, options, print_table)
-
-
-class LinkedTablesModel(nnx.Module):
-    """The vectors of entities and of candidates, whose product is a score.
-
-    Args:
-        settings, plans, edge_types, day, options, rngs: as `TableModel`.
-        entity, target: the tables.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        plans: Mapping[str, TablePlan],
-        edge_types: tuple[tuple[str, str, str], ...],
-        entity: str,
-        target: str,
-        *,
-        day: int,
-        options: Options,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.entity, self.target = entity, target
-        self.tables = TableModel(settings, plans, edge_types, None, day=day, options=options, rngs=rngs)
-        self.of_entity = nnx.Linear(settings.hidden, settings.hidden, rngs=rngs)
-        self.of_target = nnx.Linear(settings.hidden, settings.hidden, rngs=rngs)
-
-    def __call__(self, *given: Any, **more: Any) -> tuple[Array, Array]:
-        """The seeds' vectors as entities and as candidates, [seeds, hidden]; arguments as `TableModel`."""
-        found = self.tables(*given, **more)
-        entities, targets = found[self.entity], found[self.target]
-        scale = entities.shape[1] ** -0.5
-        return scale * self.of_entity(nnx.relu(entities)), self.of_target(nnx.relu(targets))
 
 
 class TableLinkTask(TableTask):
@@ -260,23 +227,15 @@ class TableLinkTask(TableTask):
         own = embeddings.gather({kind: view.ids[kind] for kind in embeddings.types}, dtype=jnp.float32)
         return self._vectors(trainer.merged(params), view, {**x, **own}, seeds, None)
 
-    def predict(
-        self,
-        trainer: Runner,
-        state: TrainState,
-        places: np.ndarray | None = None,
-        *,
-        examples: Task | None = None,
-        world: World | None = None,
+    def _predictions(
+        self, trainer: Runner, state: TrainState, places: np.ndarray, examples: Task, world: World
     ) -> Ranking:
         """The best candidates of examples, among all rows of the target that are known by their cutoffs.
 
         All candidates get a vector for each different cutoff, so a grid of cutoffs is much faster than a cutoff of its
-        own for each example. Arguments as `TableTask.predict`.
+        own for each example.
         """
-        examples = examples or self.examples
         assert examples.offsets is not None
-        places = np.arange(len(examples)) if places is None else places
         count, k = len(places), self.settings.top
         rows, scores = np.full((count, k), -1, np.int32), np.zeros((count, k), np.float32)
         first = np.full(count, np.inf)
@@ -286,7 +245,7 @@ class TableLinkTask(TableTask):
             candidates = np.flatnonzero(self._known <= cutoff)
             if not len(candidates):
                 continue
-            vectors = self._both(trainer, state, world or self.world, examples.rows[places[asked]], candidates, cutoff)
+            vectors = self._both(trainer, state, world, examples.rows[places[asked]], candidates, cutoff)
             links = self._places_of_links(examples, places[asked], candidates)
             part = max(1, min(_SCORES // len(vectors[1]), 1 << (len(asked) - 1).bit_length()))
             for at in range(0, len(asked), part):

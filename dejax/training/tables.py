@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,91 +23,22 @@ from dejax.minibatch import (
     make_blocks,
 )
 from dejax.rgnn import Options
-from dejax.training.encoders import TablesEncoder, apart_name
+from dejax.training.encoders import apart_name
 from dejax.training.metrics import Ranking, measure
-from dejax.training.models import SampledClassifier
 from dejax.training.predictions import labels_of
-from dejax.training.rows import TablePlan, apart, pack
-from dejax.training.seed_times import Clock, with_a_relation
+from dejax.training.rows import apart, pack
+from dejax.training.seed_times import Clock, is_latest, topology_in_time
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
+from dejax.training.table_models import TableModel
 from dejax.training.task import CAPACITY_BATCHES, Runner, StepView, TrainingTask, World, log_losses, spread_over_steps
-from dejax.training.tree_attention import TreeTransformer, days_between
+from dejax.training.tree_attention import days_between
 
 with optional("flax", of="dejax.training"):
     from flax import nnx
 
 
-_LATEST = ", latest"
 _MEASURES = {"binary": "auroc", "classes": "accuracy", "regression": "mae", "link": "map@{k}"}
-
-
-class TableModel(nnx.Module):
-    """Encoders of rows, relational layers, and a linear map of the seeds' vectors to outputs.
-
-    Args:
-        settings: layer, widths, encoding of numbers.
-        plans: the packed columns of each table.
-        edge_types: those of the topology.
-        day: the day since 1970 from which cutoffs are counted.
-        outputs: width of the result; None for the last layer's result itself.
-        options: options of the compiler.
-        rngs: streams `params` and, with dropout, `dropout`.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        plans: Mapping[str, TablePlan],
-        edge_types: tuple[tuple[str, str, str], ...],
-        outputs: int | None,
-        *,
-        day: int = 0,
-        options: Options,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.encoder = TablesEncoder(plans, settings.hidden, numbers=settings.numbers, day=day, rngs=rngs)
-        self.has_trees = settings.model == "relgt"
-        self.layers: Any
-        if self.has_trees:
-            counts = settings.layers, len(plans), len(edge_types)
-            self.layers = TreeTransformer(settings.hidden, settings.heads, *counts, outputs, options=options, rngs=rngs)
-        else:
-            norm = outputs is not None  # scores of links learn slower with it
-            self.layers = SampledClassifier(
-                settings, {}, edge_types, tuple(plans), outputs, normalized=norm, options=options, rngs=rngs
-            )
-
-    def __call__(
-        self,
-        graphs: Any,
-        rows: Mapping[str, Array],
-        cutoffs: Mapping[str, Array],
-        *,
-        added: Mapping[str, Array] | None = None,
-        trees: Mapping[str, Array] | None = None,
-        days: Mapping[str, Array] | None = None,
-        deterministic: bool = True,
-        rngs: nnx.Rngs | None = None,
-    ) -> dict[str, Array]:
-        """The outputs of the seeds by table, [seeds, outputs].
-
-        Args:
-            graphs: the blocks of a sample.
-            rows: float32[rows, width] by table, packed.
-            cutoffs: int[rows] by table, the cutoff of the seed that each row was sampled for.
-            added: float32[rows, hidden] by table, what is added to the encodings of its rows.
-            trees, days: for the model "relgt", the seed of each row, and the days from its time to the cutoff.
-            deterministic, rngs: as `SampledClassifier`.
-        """
-        encoded = self.encoder(rows, cutoffs)
-        encoded |= {table: encoded[table] + vectors for table, vectors in (added or {}).items()}
-        found: dict[str, Array]
-        if self.has_trees:
-            found = self.layers(graphs, encoded, trees, days)
-        else:
-            found = self.layers(graphs, encoded, deterministic=deterministic, rngs=rngs)
-        return found
 
 
 class TableTask(TrainingTask):
@@ -165,7 +96,7 @@ class TableTask(TrainingTask):
                 vectors = apart(data.columns.get(table, {}), plan)
                 self.packed |= {apart_name(table, column): values for column, values in vectors.items()}
         self.clock = Clock.of(examples.times, f"cutoffs of task {examples.name!r}")
-        topology = _topology(data, self.clock, latest=settings.recent, on_host=settings.place != "device")
+        topology = topology_in_time(data, self.clock, latest=settings.recent, on_host=settings.place != "device")
         features = FeatureStore.from_arrays(self.packed, on_device=settings.place == "device")
         self.world = World(topology, features, {**self._labels(), "known": self._known_from()})
         self._train = self._trained_on(print_table)
@@ -358,7 +289,7 @@ class TableTask(TrainingTask):
         examples: Task | None = None,
         world: World | None = None,
     ) -> np.ndarray | Ranking:
-        """Predictions of examples: probabilities of class 1, of each class [rows, classes], or amounts.
+        """Predictions of examples: probabilities of class 1, of each class [rows, classes], amounts, or ranked rows.
 
         Args:
             trainer: of the task.
@@ -369,13 +300,18 @@ class TableTask(TrainingTask):
         """
         examples = examples or self.examples
         places = np.arange(len(examples)) if places is None else places
+        return self._predictions(trainer, state, places, examples, world or self.world)
+
+    def _predictions(
+        self, trainer: Runner, state: TrainState, places: np.ndarray, examples: Task, world: World
+    ) -> np.ndarray | Ranking:
         order = np.random.default_rng(0).permutation(len(places))  # so that samples are of about one size
         found = []
         for at in range(0, len(places), self._part):
             some = places[order[at : at + self._part]]
             seeds = self._seeds_of(examples, np.pad(some, (0, self._part - len(some)), constant_values=-1))
             key = jax.random.fold_in(jax.random.key(0), at)
-            found.append(self._outputs(trainer, key, state.params, world or self.world, seeds)[: len(some)])
+            found.append(self._outputs(trainer, key, state.params, world, seeds)[: len(some)])
         raw = np.concatenate([np.zeros((0, self.outputs), np.float32), *map(np.asarray, found)])
         back = np.empty_like(raw)
         back[order] = raw
@@ -450,30 +386,3 @@ def task_of(data: HeteroDataset, name: str | None) -> Task:
     if (name is None and len(tasks) > 1) or (name is not None and name not in tasks):
         raise ValueError(f"target must be one of the tasks {', '.join(tasks)}, got {name!r}")
     return next(iter(tasks.values())) if name is None else tasks[name]
-
-
-def _topology(data: HeteroDataset, clock: Clock, *, latest: bool, on_host: bool) -> HeteroTopology:
-    """The edges, all with times: those of relations without have that of what was always known.
-
-    So each seed has a neighbourhood of its own, with its cutoff, and all relations share one list. With `latest`, each
-    relation with several edges of a row is there once more, by the name "NAME, latest": a model takes a mean over the
-    latest rows, and without that the one before the cutoff, such as the hour's weather, would be lost in it.
-    """
-    edges = with_a_relation(data.edges, data.num_nodes)
-    known = {
-        relation: clock.relative(data.edge_times.get(relation, np.full(len(ends[0]), -(2**63))))
-        for relation, ends in edges.items()
-    }
-    topology = HeteroTopology.from_edges(edges, data.num_nodes, times=known, on_host=on_host, keep_edge_ids=False)
-    again = [
-        dataclasses.replace(relation, edge_type=(source, name + _LATEST, target))
-        for relation in topology.relations
-        for source, name, target in [relation.edge_type]
-        if latest and relation.max_degree > 1
-    ]
-    return dataclasses.replace(topology, relations=(*topology.relations, *again))
-
-
-def is_latest(relation: tuple[str, str, str]) -> bool:
-    """Whether a relation of a topology is one of `_topology` for the latest edges of another."""
-    return relation[1].endswith(_LATEST)

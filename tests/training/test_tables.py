@@ -19,8 +19,8 @@ from dejax.training.importance import importance
 from dejax.training.page import calibration, write_page
 from dejax.training.report import summarise, table
 from dejax.training.rows import apart, as_days, pack
+from dejax.training.seed_times import is_latest
 from dejax.training.state import History
-from dejax.training.tables import is_latest
 from tests.training.test_contract import check_equal, stopped_and_whole
 
 DAY = 86_400

@@ -1,0 +1,120 @@
+"""Models of tables: encoders of rows, layers over the sample of each example, and its outputs, or vectors of links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax import Array
+
+from dejax._optional import optional
+from dejax.rgnn import Options
+from dejax.training.encoders import TablesEncoder
+from dejax.training.models import SampledClassifier
+from dejax.training.rows import TablePlan
+from dejax.training.settings import Settings
+from dejax.training.tree_attention import TreeTransformer
+
+with optional("flax", of="dejax.training"):
+    from flax import nnx
+
+
+class TableModel(nnx.Module):
+    """Encoders of rows, relational layers, and a linear map of the seeds' vectors to outputs.
+
+    Args:
+        settings: layer, widths, encoding of numbers.
+        plans: the packed columns of each table.
+        edge_types: those of the topology.
+        day: the day since 1970 from which cutoffs are counted.
+        outputs: width of the result; None for the last layer's result itself.
+        options: options of the compiler.
+        rngs: streams `params` and, with dropout, `dropout`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        plans: Mapping[str, TablePlan],
+        edge_types: tuple[tuple[str, str, str], ...],
+        outputs: int | None,
+        *,
+        day: int = 0,
+        options: Options,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.encoder = TablesEncoder(plans, settings.hidden, numbers=settings.numbers, day=day, rngs=rngs)
+        self.has_trees = settings.model == "relgt"
+        self.layers: Any
+        if self.has_trees:
+            counts = settings.layers, len(plans), len(edge_types)
+            self.layers = TreeTransformer(settings.hidden, settings.heads, *counts, outputs, options=options, rngs=rngs)
+        else:
+            norm = outputs is not None  # scores of links learn slower with it
+            self.layers = SampledClassifier(
+                settings, {}, edge_types, tuple(plans), outputs, normalized=norm, options=options, rngs=rngs
+            )
+
+    def __call__(
+        self,
+        graphs: Any,
+        rows: Mapping[str, Array],
+        cutoffs: Mapping[str, Array],
+        *,
+        added: Mapping[str, Array] | None = None,
+        trees: Mapping[str, Array] | None = None,
+        days: Mapping[str, Array] | None = None,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
+    ) -> dict[str, Array]:
+        """The outputs of the seeds by table, [seeds, outputs].
+
+        Args:
+            graphs: the blocks of a sample.
+            rows: float32[rows, width] by table, packed.
+            cutoffs: int[rows] by table, the cutoff of the seed that each row was sampled for.
+            added: float32[rows, hidden] by table, what is added to the encodings of its rows.
+            trees, days: for the model "relgt", the seed of each row, and the days from its time to the cutoff.
+            deterministic, rngs: as `SampledClassifier`.
+        """
+        encoded = self.encoder(rows, cutoffs)
+        encoded |= {table: encoded[table] + vectors for table, vectors in (added or {}).items()}
+        found: dict[str, Array]
+        if self.has_trees:
+            found = self.layers(graphs, encoded, trees, days)
+        else:
+            found = self.layers(graphs, encoded, deterministic=deterministic, rngs=rngs)
+        return found
+
+
+class LinkedTablesModel(nnx.Module):
+    """The vectors of entities and of candidates, whose product is a score.
+
+    Args:
+        settings, plans, edge_types, day, options, rngs: as `TableModel`.
+        entity, target: the tables.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        plans: Mapping[str, TablePlan],
+        edge_types: tuple[tuple[str, str, str], ...],
+        entity: str,
+        target: str,
+        *,
+        day: int,
+        options: Options,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.entity, self.target = entity, target
+        self.tables = TableModel(settings, plans, edge_types, None, day=day, options=options, rngs=rngs)
+        self.of_entity = nnx.Linear(settings.hidden, settings.hidden, rngs=rngs)
+        self.of_target = nnx.Linear(settings.hidden, settings.hidden, rngs=rngs)
+
+    def __call__(self, *given: Any, **more: Any) -> tuple[Array, Array]:
+        """The seeds' vectors as entities and as candidates, [seeds, hidden]; arguments as `TableModel`."""
+        found = self.tables(*given, **more)
+        entities, targets = found[self.entity], found[self.target]
+        scale = entities.shape[1] ** -0.5
+        return scale * self.of_entity(nnx.relu(entities)), self.of_target(nnx.relu(targets))
