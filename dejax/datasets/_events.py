@@ -51,7 +51,7 @@ class Events:
         times: int64[events], ascending.
         rows: int32[events], rows of their table.
         entities: int32[events], rows of the entity table.
-        ends: int32[events], rows of the target table.
+        ends: int32[events], rows of the target table; without one, the entities.
     """
 
     table: str
@@ -64,35 +64,24 @@ class Events:
 
     @classmethod
     def of(cls, data: HeteroDataset, task: str, events: tuple[str, str], target: str | None) -> Events:
-        """The events of a foreign key.
+        """The events of a foreign key, or of a path of foreign keys.
 
         Raises:
             ValueError: a foreign key that does not exist, or a table without times.
         """
-        table, column = events
-        relations = {relation[:2]: relation for relation in data.edges if f"rev_{relation[1]}" in _names(data)}
-        for wanted in (events, *([(table, target)] if target else [])):
-            if tuple(wanted) not in relations:
-                shown = ", ".join(".".join(key) for key in relations)
-                raise ValueError(f"task {task!r} must name foreign keys, {shown}; got {'.'.join(wanted)}")
+        table, path = events
+        entity_of, entity = _followed(data, task, table, path)
+        end_of, other = (entity_of, None) if target is None else _followed(data, task, table, target)
         if table not in data.node_times:
             raise ValueError(
                 f"events of task {task!r} must have times, got the table {table!r} without times; name its column in "
                 "`time_columns` of from_tables"
             )
-        rows, entities = data.edges[relations[table, column]]
-        ends = np.zeros(len(rows), np.int32)
-        other = None
-        if target is not None:
-            other = relations[table, target][2]
-            end_of = np.full(data.num_nodes[table], -1, np.int32)
-            end_of[data.edges[relations[table, target]][0]] = data.edges[relations[table, target]][1]
-            kept = end_of[rows] >= 0
-            rows, entities = rows[kept], entities[kept]
-            ends = end_of[rows]
+        rows = np.flatnonzero((entity_of >= 0) & (end_of >= 0)).astype(np.int32)
         times = np.asarray(data.node_times[table])[rows]
         order = np.argsort(times, kind="stable")
-        return cls(table, relations[table, column][2], other, times[order], rows[order], entities[order], ends[order])
+        rows = rows[order]
+        return cls(table, entity, other, times[order], rows, entity_of[rows], end_of[rows])
 
     def within(self, after: int, until: int) -> slice:
         """The events later than one time, up to another."""
@@ -111,8 +100,23 @@ class Events:
         return np.where(column.missing, np.nan, column.values)[self.rows]
 
 
-def _names(data: HeteroDataset) -> set[str]:
-    return {relation[1] for relation in data.edges}
+def _followed(data: HeteroDataset, task: str, table: str, path: str) -> tuple[np.ndarray, str]:
+    """The row to which each row of a table leads by a path of foreign keys, int32[rows], -1 for none; and its table."""
+    names = {relation[1] for relation in data.edges}
+    references = {relation[:2]: relation for relation in data.edges if f"rev_{relation[1]}" in names}
+    found, at = np.arange(data.num_nodes[table] if table in data.num_nodes else 0, dtype=np.int32), table
+    for column in [path] if (table, path) in references else path.split("."):
+        if (at, column) not in references:
+            shown = ", ".join(".".join(key) for key in references)
+            raise ValueError(
+                f"task {task!r} must name a foreign key, {shown}, or a path of them such as order.customer; got "
+                f"{table}.{path}"
+            )
+        rows, ends = data.edges[references[at, column]]
+        end_of = np.full(data.num_nodes[at], -1, np.int32)
+        end_of[rows] = ends
+        found, at = np.where(found >= 0, end_of[found], -1).astype(np.int32), references[at, column][2]
+    return found, at
 
 
 def label_of(how: str, entities: np.ndarray, amounts: np.ndarray | None, count: int) -> np.ndarray:

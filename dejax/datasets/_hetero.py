@@ -250,7 +250,10 @@ class HeteroDataset:
         lines = [f"{self.name}: {sum(self.num_nodes.values()):,} nodes, {sum(self.num_edges.values()):,} edges"]
         for kind, count in self.num_nodes.items():
             rows = self.features.get(kind)
-            width = "no features" if rows is None else f"{' x '.join(map(str, rows.shape[1:]))} {rows.dtype}"
+            columns = len(self.columns.get(kind, ()))
+            width = f"{columns} column{'s' * (columns != 1)}" if columns else "no features"
+            if rows is not None:
+                width = f"{' x '.join(map(str, rows.shape[1:]))} {rows.dtype}"
             task = f", {self.num_classes[kind]} classes" if kind in self.labels else ""
             lines.append(f"{count:>15,}  {kind}: {width}{task}")
         lines += [f"{count:>15,}  {' -> '.join(relation)}" for relation, count in self.num_edges.items()]

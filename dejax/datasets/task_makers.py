@@ -312,15 +312,16 @@ def task_of_events(
     Args:
         data: a data set of `from_tables`.
         name: name of the task.
-        events: (table, foreign key): the rows that count as events, and their key that refers to the entity table.
+        events: (table, foreign key): the rows that count as events, and their key that refers to the entity table. A
+            path of foreign keys leads further: ("lines", "order.customer") are the lines of each customer's orders.
         cutoffs: the cutoff times.
         window: length of time after a cutoff in which events count: a `timedelta`, text such as "30 days", or a number
             in the unit of the times.
         how: the label: "any" or "none" (binary), "count", or "sum" or "mean" of `value` over the events. Without events
             an entity has no mean, and so no label.
         value: the column of numbers for "sum" and "mean".
-        target: in place of `how`, for a link task: another foreign key of the table. The label is the set of rows that
-            the events refer to.
+        target: in place of `how`, for a link task: another foreign key of the table, or a path. The label is the set of
+            rows that the events lead to.
         active: a length of time: only entities with an event within this time before the cutoff are examples.
         valid_from, test_from: times that split the cutoffs, as in `task_from_columns`.
         unit: unit of the labels of a regression.

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dejax.datasets._parallel import for_blocks
 from dejax.host_gather.table import LocalTable
 from dejax.minibatch import _folder
 from dejax.minibatch._checks import EdgeList, EdgeType, check_range, checked_edge_type, ids_of
@@ -20,6 +21,7 @@ __all__ = ["EdgeType", "ListArrays"]
 BLOCK = 1 << 23
 # Positions and groups of lists that several relations share fit in int32. A longer relation has lists of its own.
 SHARED_LIMIT = 2**31 - 1
+_SIDE_BY_SIDE = 1 << 28  # edges of lists whose relations are sorted at once: sorting takes 40 bytes of each edge
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -128,10 +130,17 @@ def build(plan: ListGroup, folder: str | os.PathLike[str] | None, number: int) -
         part.alias, part.logs = array("alias", (edges, 2), np.int32), array("logs", (edges,), np.float32)
     if times is not None:
         part.times = array("times", (edges,), times)
-    group = begin = 0
-    for source in plan.sources:
-        part.places.append((group, begin, source.num_edges, _fill(source, part, group, begin)))
-        group, begin = group + source.num_receivers + 1, begin + source.num_edges
+    groups = np.cumsum([0, *(source.num_receivers + 1 for source in plan.sources)]).tolist()
+    begins = np.cumsum([0, *(source.num_edges for source in plan.sources)]).tolist()
+    degrees = [0] * len(plan.sources)
+
+    def fill(number: int, *_: int) -> None:
+        degrees[number] = _fill(plan.sources[number], part, groups[number], begins[number])
+
+    # Relations side by side, unless what sorting takes beside the lists is large.
+    for_blocks(fill, len(plan.sources), 1, threads=None if edges < _SIDE_BY_SIDE else 1, progress=False)
+    for number, source in enumerate(plan.sources):
+        part.places.append((groups[number], begins[number], source.num_edges, degrees[number]))
     return part
 
 

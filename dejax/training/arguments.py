@@ -309,12 +309,15 @@ def _add_run(p: argparse.ArgumentParser) -> None:
     out.add_argument("--no-checkpoints", action="store_true", help="write no checkpoints")
 
 
-def settings_of(args: argparse.Namespace, configured: Mapping[str, Any] | None = None) -> Settings:
+def settings_of(
+    args: argparse.Namespace, configured: Mapping[str, Any] | None = None, examples: int | None = None
+) -> Settings:
     """The settings that the arguments name; those of a configuration where they say nothing.
 
     Args:
         args: of `parser`.
         configured: fields of `Settings`, "dataset" among them.
+        examples: as `resolve`.
 
     Raises:
         ValueError: a value out of range, an option of another task, or a configured name that is no setting.
@@ -349,4 +352,4 @@ def settings_of(args: argparse.Namespace, configured: Mapping[str, Any] | None =
     name, model = given.pop("dataset", None), given.pop("model", "rgcn")
     # A folder of somebody's own has the defaults of no data set.
     name = name or ("folder" if args.data and task != "nodes" else DEFAULT_DATASET)
-    return resolve(name.lower(), model, task=task, **given)
+    return resolve(name.lower(), model, task=task, examples=examples, **given)

@@ -36,10 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 with a message on stderr if an argument or a file is wrong.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = words = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["tables"]:  # as other commands have subcommands
-        argv = argv[1:] if {"-h", "--help"} & set(argv) else ["--tables", *argv[1:]]
-    args = parser().parse_args(argv)
+        words = argv[1:] if {"-h", "--help"} & set(argv) else ["--tables", *argv[1:]]
+    args = parser().parse_args(words)
     keep_compiled_programs()
     from dejax.datasets import DataUnavailableError
 
@@ -87,6 +87,11 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     from dejax.training.checkpoint import Checkpoints
 
     data, settings = _data(args, settings, configured)
+    if configured is not None:
+        from dejax.training.tables import training_examples
+
+        examples = training_examples(data, settings.target)
+        settings = settings_of(args, configured.settings, examples).replace(dataset=data.name)
     _check_inference(args, data)
     suffixes = {"nodes": "", "samples": "-sampled", "links": f"-{settings.decoder}", "tables": ""}
     out = Path(args.out or f"out/{settings.dataset}-{settings.model}{suffixes[settings.task]}")

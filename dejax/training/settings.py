@@ -313,13 +313,17 @@ _EMBEDDINGS: dict[str, Any] = {
 }
 
 
-def resolve(dataset: str, model: str = "rgcn", *, task: str = "nodes", **given: Any) -> Settings:
+def resolve(
+    dataset: str, model: str = "rgcn", *, task: str = "nodes", examples: int | None = None, **given: Any
+) -> Settings:
     """Makes the settings of a run: given values, and defaults that depend on task, data set and model for all others.
 
     Args:
         dataset: name of the data set.
         model: one of `MODELS`, or "mlp", "embeddings" or "relgt".
         task: one of `TASKS`.
+        examples: tables: number of training examples (of links to train on), to which the defaults of batch size and
+            epochs are fitted; None: those of many.
         given: fields of `Settings`; None means the default.
 
     Raises:
@@ -331,7 +335,7 @@ def resolve(dataset: str, model: str = "rgcn", *, task: str = "nodes", **given: 
     >>> resolve("stdlib", task="samples", fan_outs=(5, -1)).fan_outs
     (5, -1)
     """
-    of_task = {"samples": _samples, "links": _links, "tables": lambda *_: dict(_TABLES)}
+    of_task = {"samples": _samples, "links": _links, "tables": lambda *_: _tables(examples)}
     preset = of_task.get(task, _nodes)(dataset, model, given)
     preset.update({name: value for name, value in given.items() if value is not None})
     if preset.get("bases") == 0:
@@ -348,6 +352,15 @@ def _links(dataset: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
     if model != "embeddings":
         return dict(_LINKS)
     return {**_EMBEDDINGS, "reciprocal": given.get("decoder") != "dot"}
+
+
+def _tables(examples: int | None) -> dict[str, Any]:
+    """The defaults of tables: of few examples smaller batches, and epochs for some hundreds of steps."""
+    if examples is None:
+        return dict(_TABLES)
+    batch = min(_TABLES["batch_size"], max(32, 1 << (max(1, examples // 32).bit_length() - 1)))
+    epochs = min(20, max(_TABLES["epochs"], -(-500 * batch // max(1, examples))))
+    return {**_TABLES, "batch_size": batch, "epochs": epochs}
 
 
 def _samples(dataset: str, model: str, given: dict[str, Any]) -> dict[str, Any]:

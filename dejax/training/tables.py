@@ -386,3 +386,10 @@ def task_of(data: HeteroDataset, name: str | None) -> Task:
     if (name is None and len(tasks) > 1) or (name is not None and name not in tasks):
         raise ValueError(f"target must be one of the tasks {', '.join(tasks)}, got {name!r}")
     return next(iter(tasks.values())) if name is None else tasks[name]
+
+
+def training_examples(data: HeteroDataset, name: str | None) -> int:
+    """The number of training examples of `task_of`, or of a link task that of their links."""
+    task = task_of(data, name)
+    places = task.splits.get("train", np.zeros(0, np.int64))
+    return len(places) if task.offsets is None else int(labels_of(task, places).sum())

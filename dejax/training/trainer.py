@@ -404,15 +404,16 @@ class Trainer:
 def _optimizer(settings: Settings, steps: int) -> Any:
     """Adam with decoupled weight decay, its rate by the settings' schedule over so many steps, after clipping."""
     rate: Any = settings.lr
-    rest = max(1, steps - settings.warmup)
+    warmup = min(settings.warmup, steps // 8)  # in a run of few steps the rate must rise, too
+    rest = max(1, steps - warmup)
     if settings.schedule == "cosine":
         rate = optax.cosine_decay_schedule(settings.lr, rest)
     elif settings.schedule == "linear":
         rate = optax.linear_schedule(settings.lr, 0.0, rest)
-    if settings.warmup:
+    if warmup:
         after = rate if callable(rate) else optax.constant_schedule(rate)
-        rising = optax.linear_schedule(0.0, settings.lr, settings.warmup)
-        rate = optax.join_schedules([rising, after], [settings.warmup])
+        rising = optax.linear_schedule(0.0, settings.lr, warmup)
+        rate = optax.join_schedules([rising, after], [warmup])
     adamw = optax.adamw(rate, weight_decay=settings.weight_decay)
     return optax.chain(optax.clip_by_global_norm(settings.clip), adamw) if settings.clip else adamw
 

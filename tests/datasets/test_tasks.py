@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -142,12 +143,28 @@ def test_events_after_each_cutoff() -> None:
     assert early.left_out["training examples whose window reaches validation"] == 4
 
 
+def test_events_along_a_path_of_foreign_keys() -> None:
+    tables = {
+        "users": {"id": [1, 2]},
+        "items": {"id": [7, 8]},
+        "orders": {"id": [0, 1, 2, 3], "user": [1, 1, 2, 1], "day": [1, 3, 6, 8]},
+        "lines": {"order": [3, 2, 2, 1], "item": [8, 7, 8, 7]},  # known from the days of their orders
+    }
+    keys = [("orders", "user", "users"), ("lines", "order", "orders"), ("lines", "item", "items")]
+    data = from_tables(tables, {"users": "id", "items": "id", "orders": "id"}, keys, {"orders": "day"})
+    made = partial(task_of_events, data, "t", ("lines", "order.user"), [2, 5], 3, valid_from=5, test_from=5)
+    assert made().labels.tolist() == [1, 0, 1, 2] and made().entity == "users"
+    links = made(target="item")
+    assert [own.tolist() for own in np.split(links.labels, links.offsets[1:-1])] == [[0], [], [1], [0, 1]]
+
+
 def test_mistakes_of_events_are_named() -> None:
     def fails(message: str, events: Any = ("orders", "user"), window: Any = 7, **more: Any) -> None:
         with pytest.raises(ValueError, match=message):
             task_of_events(DATA, "t", events, [2, 3], window, **{**SPLIT, **more})
 
-    fails("must name foreign keys, orders.user, orders.item; got orders.day", ("orders", "day"))
+    fails("must name a foreign key, orders.user, orders.item, or a path of them .* got orders.day", ("orders", "day"))
+    fails("got orders.user.item", ("orders", "user.item"))
     fails("must be a whole number in the unit of the times, above 0, got '30 days'", window="30 days")
     fails("at least 99 before the end of the data, got 2 that are all later", window=99)
     fails("how of task 't' must be one of any, none, count, sum, mean, got 'all'", how="all")
