@@ -51,7 +51,8 @@ class Settings:
         lr: learning rate of Adam, also for embeddings.
         schedule: how the learning rate of the parameters changes over the steps of the run, one of `SCHEDULES`:
             "cosine" and "linear" end at 0. Embeddings keep `lr`.
-        warmup: number of steps in which the learning rate of the parameters rises from 0 to `lr`.
+        warmup: number of steps in which the learning rate of the parameters rises from 0 to `lr`; with a schedule that
+            falls, an eighth of all steps at most.
         clip: largest global norm of the gradients of parameters; larger gradients are scaled down to it. 0: no limit.
         patience: early stopping: number of evaluations without a better validation measure after which a seed stops;
             its results are then those of its best evaluation. 0: all epochs, and the results of the last one.

@@ -404,7 +404,9 @@ class Trainer:
 def _optimizer(settings: Settings, steps: int) -> Any:
     """Adam with decoupled weight decay, its rate by the settings' schedule over so many steps, after clipping."""
     rate: Any = settings.lr
-    warmup = min(settings.warmup, steps // 8)  # in a run of few steps the rate must rise, too
+    warmup = settings.warmup
+    if settings.schedule != "constant":  # which does not depend on the number of steps, so that a run can be lengthened
+        warmup = min(warmup, steps // 8)
     rest = max(1, steps - warmup)
     if settings.schedule == "cosine":
         rate = optax.cosine_decay_schedule(settings.lr, rest)
