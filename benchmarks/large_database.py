@@ -107,9 +107,16 @@ def database(folder: Path) -> HeteroDataset:
         name="large database",
     )
     quarters = [START + np.timedelta64(day, "D") for day in range(DAYS * 7 // 10, DAYS - 180, 90)]
-    splits = {"valid_from": quarters[-2], "test_from": quarters[-1]}
     task = task_of_events(
-        data, "churn", ("reviews", "customer"), quarters, "90 days", how="none", active="180 days", **splits
+        data,
+        "churn",
+        ("reviews", "customer"),
+        quarters,
+        "90 days",
+        how="none",
+        active="180 days",
+        valid_from=quarters[-2],
+        test_from=quarters[-1],
     )
     return data.with_task(task)
 

@@ -250,8 +250,8 @@ class HeteroDataset:
         lines = [f"{self.name}: {sum(self.num_nodes.values()):,} nodes, {sum(self.num_edges.values()):,} edges"]
         for kind, count in self.num_nodes.items():
             rows = self.features.get(kind)
-            columns = len(self.columns.get(kind, ()))
-            width = f"{columns} column{'s' * (columns != 1)}" if columns else "no features"
+            number = len(self.columns.get(kind, ()))
+            width = f"{number} column{'s' * (number != 1)}" if number else "no features"
             if rows is not None:
                 width = f"{' x '.join(map(str, rows.shape[1:]))} {rows.dtype}"
             task = f", {self.num_classes[kind]} classes" if kind in self.labels else ""

@@ -335,6 +335,9 @@ def resolve(
     (30, 4)
     >>> resolve("stdlib", task="samples", fan_outs=(5, -1)).fan_outs
     (5, -1)
+    >>> few = resolve("shop", task="tables", examples=2000)
+    >>> few.batch_size, few.epochs
+    (32, 8)
     """
     of_task = {"samples": _samples, "links": _links, "tables": lambda *_: _tables(examples)}
     preset = of_task.get(task, _nodes)(dataset, model, given)
