@@ -227,6 +227,7 @@ def finished(data: HeteroDataset, task: Task) -> Task:
     if not len(task):
         raise ValueError(
             f"task {task.name!r} must have examples, got none; {task.entity!r} has {data.num_nodes[task.entity]} rows"
+            + (", none known or active at a cutoff; choose later ones" if data.num_nodes[task.entity] else "")
         )
     for table in filter(None, (task.entity, task.target)):
         if not data.num_nodes[table]:

@@ -23,7 +23,7 @@ Declared = dict[tuple[str, int], list[tuple[str, str, str | None]]]
 def read_sqlite(path: Path) -> tuple[dict[str, Columns], dict[str, str | tuple[str, ...]], Declared]:
     """The tables, primary keys (of several columns as a tuple), and foreign keys of a SQLite file."""
     if not path.is_file():
-        raise FileNotFoundError(f"tables must be the path of a SQLite file, got {path}, which does not exist")
+        raise FileNotFoundError(f"tables must be a folder or a SQLite file, got {path}, which does not exist")
     tables: dict[str, Columns] = {}
     keys: dict[str, str | tuple[str, ...]] = {}
     declared: Declared = {}

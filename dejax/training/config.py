@@ -59,6 +59,8 @@ class TablesConfig:
         if not self.database:
             return HeteroDataset.open(self.path)
         given = dict(self.database)
+        if "path" not in given:
+            raise ValueError("[database] must have `path`, a folder of tables or a SQLite file, got none")
         place = self.path.parent / given.pop("path")
         references = [tuple(reference) for reference in given.pop("foreign_keys", ())] or None
         given["vectors"] = {
@@ -66,7 +68,12 @@ class TablesConfig:
             for table, of in given.get("vectors", {}).items()
         }
         given = {"fixed_features": False, "name": place.stem, **given}  # encoders read columns
-        data = from_tables(place, foreign_keys=references, **given)
+        try:
+            data = from_tables(place, foreign_keys=references, **given)
+        except TypeError as error:  # an unknown argument
+            raise ValueError(
+                f"[database] must have `path` and the arguments of from_tables, got an error: {error}"
+            ) from None
         for name, task in self.tasks.items():
             data = data.with_task(_task(data, name, task, self.path.parent))
         return data

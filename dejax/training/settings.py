@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +162,7 @@ class Settings:
     top: int = 10
 
     def __post_init__(self) -> None:
+        self._check_types()
         object.__setattr__(self, "fan_outs", tuple(self.fan_outs))
         if self.task != "nodes":
             object.__setattr__(self, "layers", len(self.fan_outs))
@@ -193,6 +195,16 @@ class Settings:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {getattr(self, name)!r}")
+
+    def _check_types(self) -> None:
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            if kind in _TYPES and not isinstance(value, _TYPES[kind][0]):
+                raise ValueError(f"{field.name} must be {_TYPES[kind][1]}, got {value!r}")
+        if not isinstance(self.fan_outs, list | tuple) or not all(
+            isinstance(k, numbers.Integral) for k in self.fan_outs
+        ):
+            raise ValueError(f"fan_outs must be whole numbers, one for each layer, got {self.fan_outs!r}")
 
     def _check_ranges(self) -> None:
         if self.model == "embeddings":
@@ -229,6 +241,11 @@ class Settings:
         return {**dataclasses.asdict(self), "fan_outs": list(self.fan_outs)}
 
 
+_TYPES: dict[type, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+}
 _LEAST: dict[int, tuple[str, ...]] = {
     1: (
         *("hidden", "layers", "heads", "bases", "seeds", "eval_every", "pipeline", "batch_size", "parts", "negatives"),

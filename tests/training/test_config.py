@@ -5,6 +5,7 @@ import csv
 import numpy as np
 import pytest
 
+from dejax.training import resolve
 from dejax.training.config import read_config
 
 DATABASE = """
@@ -81,3 +82,21 @@ def test_mistakes_in_a_task_of_a_file(shop):
         ValueError, match=r"must have the arguments of dejax.datasets.task_from_columns, got an error: .*'wrong'"
     ):
         opened(shop, task.format("churn.csv", "who") + SPLIT + "wrong = 1\n")
+
+
+def test_mistakes_in_the_database_and_in_settings(shop):
+    task = f'[tasks.late]\ntable = "orders"\nlabel = "late"\nkind = "classes"\n{SPLIT}'
+    for wrong, message in (
+        (DATABASE.replace('path = "shop"', ""), "must have `path`, a folder of tables or a SQLite file, got none"),
+        (DATABASE.replace("primary_keys", "primary_key"), "the arguments of from_tables, got an error: .*primary_key'"),
+    ):
+        (shop / "wrong.toml").write_text(wrong + task)
+        with pytest.raises(ValueError, match=message):
+            read_config(shop / "wrong.toml").dataset()
+    for name, value, message in (
+        ("epochs", "three", "epochs must be a whole number, got 'three'"),
+        ("recent", 1, "recent must be True or False, got 1"),
+        ("fan_outs", 16, "fan_outs must be whole numbers, one for each layer, got 16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve("shop", task="tables", **{name: value})
