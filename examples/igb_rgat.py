@@ -511,7 +511,8 @@ class RGATTrainer:
         loss, gradients = jax.value_and_grad(loss_of)(state["params"])
         lost = batch.sample.lost.sum()
         if self.mesh is not None:  # the mean over the seeds of all devices
-            share = valid.sum() / jnp.maximum(jax.lax.psum(valid.sum(), "data"), 1)
+            count = valid.sum(dtype=jnp.float32)
+            share = count / jnp.maximum(jax.lax.psum(count, "data"), 1)
             loss, gradients = jax.lax.psum(jax.tree.map(lambda x: x * share, (loss, gradients)), "data")
             lost = jax.lax.psum(lost, "data")
         changes, moments = self.optimizer.update(gradients, state["moments"], state["params"])

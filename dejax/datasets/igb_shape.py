@@ -32,6 +32,9 @@ FEATURE_WIDTH = 1024
 _LABELLED_SHARE = 94_605_581 / 269_346_174  # training papers of all papers
 _EDGE_BLOCK = 1 << 20
 _BYTE_BLOCK = 8 << 20
+# Numbers of 8 bytes that a thread draws at once. The arrays of a piece stay in the core's cache, and are not so large
+# that the allocator maps and unmaps their memory, for which the threads of a process wait for each other.
+_PIECE = 1 << 16
 _NODES = {
     "paper": 269_346_174,
     "author": 277_220_883,
@@ -134,10 +137,11 @@ def random_csc(
 
     def draw(number: int, start: int, stop: int) -> None:
         rng = np.random.default_rng([seed, 2, number])
-        u = rng.random(stop - start)
-        u = u * u * np.sqrt(u)  # u ** 2.5 without a power function
-        rank = np.minimum((u * num_senders).astype(np.int64), num_senders - 1)
-        senders[start:stop] = node_of(rank)
+        for first in range(start, stop, _PIECE):
+            u = rng.random(min(_PIECE, stop - first))
+            u = u * u * np.sqrt(u)  # u ** 2.5 without a power function
+            rank = np.minimum((u * num_senders).astype(np.int64), num_senders - 1)
+            senders[first : first + len(u)] = node_of(rank)
 
     for_blocks(degrees, num_receivers, _EDGE_BLOCK, threads=threads, label="degrees", progress=progress)
     np.cumsum(offsets, out=offsets)
@@ -216,14 +220,18 @@ def fill_rows(
 
     def fill(number: int, start: int, stop: int) -> None:
         rng = np.random.default_rng([seed, 3, number])
-        words = -(-(stop - start) * row * dtype.itemsize // 8)
-        bits = rng.integers(0, 2**64, words, np.uint64).view(f"u{dtype.itemsize}")[: (stop - start) * row]
-        if limits is not None:
-            keep, put = limits
-            bits &= bits.dtype.type(keep)
-            bits |= bits.dtype.type(put)
-        write(start, bits.view(dtype).reshape(stop - start, *shape[1:]))
+        for first in range(start, stop, piece):
+            count = min(piece, stop - first)
+            words = -(-count * row * dtype.itemsize // 8)
+            bits = rng.integers(0, 2**64, words, np.uint64).view(f"u{dtype.itemsize}")[: count * row]
+            if limits is not None:
+                keep, put = limits
+                bits &= bits.dtype.type(keep)
+                bits |= bits.dtype.type(put)
+            write(first, bits.view(dtype).reshape(count, *shape[1:]))
 
+    # A multiple of 8 rows, which have whole words.
+    piece = max(1, _PIECE // max(1, row * dtype.itemsize)) * 8
     size = max(1, _BYTE_BLOCK // max(1, row * dtype.itemsize))
     for_blocks(fill, shape[0] if row else 0, size, threads=threads, label=label, progress=progress)
 

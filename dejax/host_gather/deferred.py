@@ -91,9 +91,9 @@ def deferrable_gather(table: Table, ids: Array, *, num_sms: int | None = None) -
 
 
 def _may_wait(spec: TableSpec, on_cpu: bool) -> bool:
-    """Whether a gather can be left open: of host memory, by a program that may begin it ahead."""
+    """Whether a gather can be left open: of host memory that no other device writes, in a program that reads ahead."""
     ahead = spec.platform == "cuda" or on_cpu
-    return ahead and spec.host_bytes > 0 and not spec.shared and not is_recorded(spec)
+    return ahead and spec.host_bytes > 0 and (spec.read_only or not spec.shared) and not is_recorded(spec)
 
 
 def open_read(eqn: Any) -> OpenRead | None:

@@ -20,6 +20,7 @@ from dejax.minibatch import (
     SampleOptions,
     edge_ids,
     link_batch,
+    pipeline,
     pipelined_steps,
     sample_blocks,
     sampled_step,
@@ -204,7 +205,9 @@ def divided_over(devices, rows):
 
 @pytest.mark.devices(2)
 @pytest.mark.parametrize("pipelined", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_each_device_of_a_mesh_has_its_own_seeds_and_keys(pipelined):
+def test_each_device_of_a_mesh_has_its_own_seeds_and_keys(pipelined, monkeypatch):
+    cuts, cut = [], pipeline.split_at_reads
+    monkeypatch.setattr(pipeline, "split_at_reads", lambda *some, **more: cuts.append(cut(*some, **more)) or cuts[-1])
     mesh, rng = make_mesh(2), np.random.default_rng(4)
     rows = {name: rng.standard_normal((count, 4)).astype(np.float32) for name, count in COUNTS.items()}
     topology, store = topology_of(on_host=True), FeatureStore.from_arrays(rows)
@@ -229,6 +232,7 @@ def test_each_device_of_a_mesh_has_its_own_seeds_and_keys(pipelined):
     inputs, state, found = share((topology, divided), mesh), jnp.zeros(()), []
     if pipelined:
         state, found = pipelined_steps(of_all, plain, edges_ahead=True, mesh=mesh)(state, *inputs, keys, seeds)
+        assert [split.depth for split in cuts] == [6]  # as of one device
     else:
         step = sampled_step(of_all, plain, mesh=mesh)
         for key, some in zip(keys, seeds, strict=True):
