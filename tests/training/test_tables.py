@@ -226,7 +226,7 @@ def test_the_latest_row_of_each_relation_stands_apart_from_the_mean(trained):
     }
     assert {fan_out for relation, fan_out in task.fan_outs[0].items() if is_latest(relation)} == {0}
     topology, seeds = task.world.topology, jax.tree.map(lambda x: jnp.asarray(x[-1]), task.order(0, 0))
-    sample = task.sample(jax.random.key(0), topology, seeds)
+    sample = jax.jit(task.sample)(jax.random.key(0), topology, seeds)
     pieces = zip(sample.layout.pieces, sample.senders, strict=True)
     senders = {sample.layout.edge_types[piece.relation][1]: own for piece, own in pieces if piece.hop}
     for name in ("customer", "customer@known"):

@@ -1,5 +1,7 @@
 """Attention of seeds over their trees, against float64 numpy, and its gradients against differences of that."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,14 +72,24 @@ def test_attention_and_its_gradients():
         assert slope == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-3, abs=1e-3), name
 
 
-def test_each_row_of_a_sample_has_an_edge_to_its_seed():
+@functools.cache
+def sampling():
+    """Cutoffs of two seeds and of padding -> the sample and the graph of its trees; compiled once."""
     edges = {("a", "to", "b"): ([0, 1, 2, 0], [0, 0, 1, 1]), ("b", "of", "a"): ([0, 1], [0, 2])}
     times = {relation: np.arange(len(ends[0])) for relation, ends in edges.items()}
     topology = HeteroTopology.from_edges(edges, {"a": 3, "b": 2}, times=times)
-    seeds = {"b": jnp.array([0, 1, -1])}
-    sample = sample_blocks(jax.random.key(0), topology, seeds, [2, 2], seed_times={"b": jnp.array([9, 2, 0])})
-    blocks = make_blocks(sample)
-    graph = tree_graph(blocks[0], sample.trees)
+
+    @jax.jit
+    def run(cutoffs):
+        seeds = {"b": jnp.array([0, 1, -1])}
+        sample = sample_blocks(jax.random.key(0), topology, seeds, [2, 2], seed_times={"b": cutoffs})
+        return sample, tree_graph(make_blocks(sample)[0], sample.trees)
+
+    return run
+
+
+def test_each_row_of_a_sample_has_an_edge_to_its_seed():
+    sample, graph = sampling()(np.array([9, 2, 0], np.int32))
     mask = np.asarray(graph.edge_mask)
     roots, kinds = np.asarray(graph.receivers)[mask], np.asarray(graph.edge_type)[mask]
     trees = np.concatenate([np.asarray(tree) for tree in sample.trees.values()])
@@ -89,11 +101,7 @@ def test_each_row_of_a_sample_has_an_edge_to_its_seed():
 
 def test_a_seed_reads_its_own_tree_alone():
     """Other trees, and padding, change nothing; a row of its own does."""
-    edges = {("a", "to", "b"): ([0, 1, 2, 0], [0, 0, 1, 1]), ("b", "of", "a"): ([0, 1], [0, 2])}
-    times = {relation: np.arange(len(ends[0])) for relation, ends in edges.items()}
-    topology = HeteroTopology.from_edges(edges, {"a": 3, "b": 2}, times=times)
-    cutoffs = {"b": jnp.array([9, 9, 0])}
-    sample = sample_blocks(jax.random.key(0), topology, {"b": jnp.array([0, 1, -1])}, [2, 2], seed_times=cutoffs)
+    sample, _ = sampling()(np.array([9, 9, 0], np.int32))
     model = TreeTransformer(4, 2, 2, 2, 2, 1, options=Options(), rngs=nnx.Rngs(0))
     x = {table: jax.random.normal(jax.random.key(len(ids)), (len(ids), 4)) for table, ids in sample.node_ids.items()}
     days = {table: jnp.ones(len(ids)) for table, ids in sample.node_ids.items()}
