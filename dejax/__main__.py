@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dejax import info
+from dejax._optional import missing_packages
 
 NEXT = (
     ("dejax-train", "train an R-GCN on the code graph of your Python's standard library, in about a minute"),
@@ -46,8 +47,11 @@ def render(report: dict[str, Any]) -> str:
     lines = [f"dejax {versions['dejax']} with jax {versions['jax']}: deep learning in JAX that moves less data", ""]
     lines += [f"  {name:<18} {what:<23} runs {how}" for name, what, how in parts(report)]
     lines += ["", "Next:"]
+    missing = missing_packages()
     for command, purpose in NEXT:
         lines += [f"  {command}", f"      {purpose}"]
+        if missing and command == "dejax-train":
+            lines += [f"      first: pip install {' '.join(missing)}"]
     return "\n".join(lines)
 
 
@@ -57,6 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.parse_args(arguments)
     print(render(info.collect()))
     return 0
+
+
+def train() -> int:
+    """The command `dejax-train`: `dejax.training.cli.main`, or the packages to install first."""
+    missing = missing_packages()
+    if {"flax", "optax", "orbax-checkpoint", "matplotlib"} & set(missing):
+        print(f"error: dejax-train needs more packages: pip install {' '.join(missing)}", file=sys.stderr)
+        return 2
+    from dejax.training import cli
+
+    return cli.main()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,15 @@ def is_there(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+TRAINING = ("flax", "optax", "orbax-checkpoint", "matplotlib", "pyarrow", "rdflib")
+"""Packages of the command `dejax-train`, by the names on the registry."""
+
+
+def missing_packages() -> list[str]:
+    """The packages of `TRAINING` that are not installed."""
+    return [name for name in TRAINING if not is_there(name.partition("-")[0])]
+
+
 @contextmanager
 def optional(package: str, of: str) -> Iterator[None]:
     """Imports inside this context say who needs the package, and how to get it.

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from dejax._cache import keep_compiled_programs
+from dejax._optional import missing_packages
 from dejax.training.arguments import parser, settings_of
 from dejax.training.config import TablesConfig, read_config
 from dejax.training.settings import Settings
@@ -52,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             _train(args, argv)
     except (ValueError, FileNotFoundError, DataUnavailableError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if not missing_packages():
+            raise
+        print(f"error: {error}; for all of dejax-train: pip install {' '.join(missing_packages())}", file=sys.stderr)
         return 2
     return 0
 

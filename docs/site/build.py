@@ -74,7 +74,7 @@ def topics(module: Any) -> dict[str, list[str]]:
         if isinstance(value, type(sys)):
             continue
         home = sys.modules.get(getattr(value, "__module__", ""), module)
-        text = (home.__doc__ or "").strip() if home is not module else "Values."
+        text = (home.__doc__ or "").strip() if home is not module else "Constants."
         found.setdefault(" ".join(text.split("\n\n")[0].split()), []).append(name)
     mentioned = re.findall(r"`(\w+)", module.__doc__ or "")
     place = {name: number for number, name in reversed(list(enumerate(mentioned)))}

@@ -15,6 +15,7 @@ from typing import Any
 _PART = re.compile(r"(<a\b.*?</a>|<pre\b.*?</pre>|<h[1-6]\b.*?</h[1-6]>|<code>[^<]*</code>)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _DEFINED = re.compile(r"\b(?:class|def)\s+(\w+)")
+_OPTION = re.compile(r"(?<![\w-])--?\w[\w-]*")
 _PAGE = re.compile(r"(?<![\w/])docs/[\w/]+\.md")
 
 
@@ -38,6 +39,8 @@ def linked(html: str, start: str, places: dict[str, str]) -> str:
         text = escapes.unescape(code[len("<code>") : -len("</code>")])
         if text in places and _PAGE.fullmatch(text):
             return page_link(text)
+        if text.startswith("-"):  # a browser would break the line after the hyphens of an option
+            return _OPTION.sub(lambda option: f'<span class="option">{option[0]}</span>', code)
         name = _NAME.match(text)
         if name is None or name[0] in own or not re.fullmatch(r"(\(.*\))?", text[name.end() :]):
             return code

@@ -115,7 +115,12 @@ class LayerSpec:
 
         Raises:
           ValueError: the graph's counts, or the shapes of x and edge_features, are not those of the specification.
+          TypeError: the first argument is no graph.
         """
+        if not hasattr(graph, "num_nodes"):
+            raise TypeError(
+                f"{self.name}: the first argument must be a RelGraph, got {described(graph)}; call layer(graph, x)"
+            )
         for name, count in self.graph_counts.items():
             if getattr(graph, name) != count:
                 raise ValueError(
@@ -161,7 +166,13 @@ class LayerSpec:
                 raise ValueError(f"{self.name}: x must be {self._expected(graph)}, got {described(x)}")
             return spread(self.name, graph, x, self.widths)
         if getattr(x, "shape", None) != (graph.num_nodes, self.in_features):
-            raise ValueError(f"{self.name}: x must be {self._expected(graph)}, got {described(x)}")
+            remedy = (
+                "; concatenate the types in the order of graph.node_type_names, or use dejax.minibatch.nnx.HeteroGNN"
+            )
+            raise ValueError(
+                f"{self.name}: x must be {self._expected(graph)}, got {described(x)}"
+                + (remedy if isinstance(x, dict) else "")
+            )
         return x, None
 
     def _expected(self, graph: RelGraph) -> str:
@@ -202,4 +213,8 @@ def described(x: Any) -> str:
     """An argument in an error message."""
     if isinstance(x, tuple | list):
         return f"a {type(x).__name__} of {len(x)}"
-    return f"an array of shape {x.shape}" if hasattr(x, "shape") else repr(x)
+    if isinstance(x, dict):
+        return f"a dict with {', '.join(map(repr, x))}"
+    if hasattr(x, "shape"):
+        return f"an array of shape {x.shape}"
+    return repr(x) if isinstance(x, int | float | str | None) else f"a {type(x).__name__}"
