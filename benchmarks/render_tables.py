@@ -96,6 +96,14 @@ def sampled_table(results: Path) -> str:
     return markdown(head, rows)
 
 
+def measured_on(found: Any) -> str:
+    """The newest date in the JSON of a result."""
+    if isinstance(found, dict):
+        parts = [measured_on(value) for key, value in found.items() if key != "date"]
+        return max([*parts, str(found.get("date", ""))], default="")
+    return max(map(measured_on, found), default="") if isinstance(found, list) else ""
+
+
 def means_table(results: Path) -> str:
     """README's table: each part against its peers, as geometric means over the cells of the full tables."""
     report = json.loads((results / PERFORMANCE).read_text(encoding="utf-8"))
@@ -107,23 +115,53 @@ def means_table(results: Path) -> str:
             both = rgnn_report.known_ratios(report, rgnn_report.BASE, cells, against)
             means = [f"{rgnn_report.rounded(rgnn_report.geometric_mean(values), 2)}x" for values in both]
             if known := min(map(len, both)):
-                rows.append([f"{title} layer, forward / training", name, " / ".join(means), f"{known} graphs"])
-    sizes = _host_gather_sizes(results)
+                own = [r for r in report["results"] if r["model"] == model and r["implementation"] == "dejax"]
+                over = f"{known} graphs"
+                rows.append([f"{title} layer, forward / training", name, " / ".join(means), over, measured_on(own)])
+    sizes, when = _host_gather_sizes(results), _date_of(results / HOST_GATHER)
     for peer, name in (("torch", "PyTorch on 16 CPU threads, and a copy"), ("numpy", "`numpy.take`, and a copy")):
         ratios = [cell["auto"] / cell[peer] for cell in sizes if cell.get(peer)]
         if ratios:
             mean = rgnn_report.rounded(rgnn_report.geometric_mean(ratios), 2)
-            rows.append(["rows of a table in host memory", name, f"{mean}x", f"{len(ratios)} sizes"])
+            rows.append(["rows of a table in host memory", name, f"{mean}x", f"{len(ratios)} sizes", when])
     rows += _mini_batch_rows(results)
     saved, named = (_offload_row(results, "gpt", name) for name in ("saved", "names"))
     memory = f"{_gib(named):.1f} instead of {_gib(saved):.1f} GiB, {named['ms']:.0f} instead of {saved['ms']:.0f} ms"
-    rows.append(["activations of 6 GPT blocks, width 8,192", "everything saved", memory, ""])
+    gpt = "activations of 6 GPT blocks, width 8,192"
+    rows.append([gpt, "everything saved", memory, "", _date_of(results / OFFLOAD)])
     for path in results.glob("accuracy_aifb_rgcn.json"):
-        test = json.loads(path.read_text(encoding="utf-8"))["accuracy"]["test"]
+        found = json.loads(path.read_text(encoding="utf-8"))
+        test = found["accuracy"]["test"]
         accuracy = f"{100 * test['mean']:.1f} %, the paper 95.83 %"
         seeds = f"{len(test['runs'])} seeds"
-        rows.append(["test accuracy of R-GCN on AIFB", "its paper (arXiv 1703.06103)", accuracy, seeds])
-    return markdown("what | against | result | over", rows)
+        paper = "its paper (arXiv 1703.06103)"
+        rows.append(["test accuracy of R-GCN on AIFB", paper, accuracy, seeds, measured_on(found)])
+    rows += _entity_rows(results)
+    return markdown("what | against | result | over | measured", rows)
+
+
+def _entity_rows(results: Path) -> list[list[str]]:
+    """Trainings of R-GCN on a real graph: seconds with and without compilation, beside the fastest of the peers."""
+    rows = []
+    for path in sorted(results.glob("entity_*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        own, peer = found["dejax"], min(found["peers"].values(), key=lambda run: run["first_s"])
+        device = "two CPU cores" if own["device"] == "cpu" else own["device"]
+        what = f"R-GCN on AIFB, real data, {found['settings']['epochs']} epochs, {device}"
+        times = f"{_seconds(own['later_s'])} instead of {_seconds(peer['later_s'])} s"
+        first = f"the first one, with compilation, {_seconds(own['first_s'])} instead of {_seconds(peer['first_s'])} s"
+        rows.append(
+            [what, "PyTorch Geometric", f"{times}; {first}", f"{len(own['seconds'])} seeds", measured_on(found)]
+        )
+    return rows
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2g}" if value < 10 else f"{value:.0f}"
+
+
+def _date_of(path: Path) -> str:
+    return measured_on(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else ""
 
 
 def _mini_batch_rows(results: Path) -> list[list[str]]:
@@ -135,18 +173,31 @@ def _mini_batch_rows(results: Path) -> list[list[str]]:
     pipelined = {"section": "steps", "way": "pipelined"}.items()
     steps = [row for row in own["results"] if pipelined <= row.items() and row["case"] == "mag"]
     theirs = next(row for row in peers["results"] if row["peer"].endswith("rgat"))
-    igb = [run["results"] for run in own["runs"] if run["results"][0]["case"] == "igb"][-1]
+    last = [run for run in own["runs"] if run["results"][0]["case"] == "igb"][-1]
+    igb = last["results"]
     (newest,) = (row for row in igb if pipelined <= row.items())
-    rows = [row for run in several["runs"] for row in run.get("mini_batch", []) if row["shape"] == "igb"]
-    two = [row["times_one"] for row in rows if row["devices"] == 2 and row["features"] == "host"]
+    rows = [(row, run) for run in several["runs"] for row in run.get("mini_batch", []) if row["shape"] == "igb"]
+    two = [(row["times_one"], run) for row, run in rows if row["devices"] == 2 and row["features"] == "host"]
     millions = f"{igb[0]['nodes'] / 1e6:,.0f} million nodes"
     eight = "a GPU of MLPerf v5.1, which runs all of IGB on eight"
     times = f"{steps[-1]['wall_ms']:.1f} instead of {theirs['step_ms']:.1f} ms"
     rate = f"{newest['seeds_per_s']:,.0f} seeds/s, theirs 27,700"
     return [
-        ["mini-batch step of R-GAT, ogbn-mag's counts", "PyTorch Geometric fed by 16 CPU threads", times, ""],
-        [f"MLPerf's R-GAT, mini-batches, IGB's shape, {millions}", eight, rate, ""],
-        ["the same with a hundredth of IGB, two H100, features in host memory", "one H100", f"{two[-1]:.2f}x", ""],
+        [
+            "mini-batch step of R-GAT, ogbn-mag's counts",
+            "PyTorch Geometric fed by 16 CPU threads",
+            times,
+            "",
+            str(own["date"]),
+        ],
+        [f"MLPerf's R-GAT, mini-batches, IGB's shape, {millions}", eight, rate, "", measured_on(last)],
+        [
+            "the same with a hundredth of IGB, two H100, features in host memory",
+            "one H100",
+            f"{two[-1][0]:.2f}x",
+            "",
+            measured_on(two[-1][1]) or _date_of(paths[2]),
+        ],
     ]
 
 
