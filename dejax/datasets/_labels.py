@@ -33,7 +33,7 @@ class Label:
     test_from: Any = None
 
     def split_times(self, times: Mapping[str, TimeColumn]) -> tuple[int | float, int | float] | None:
-        """From when on rows are validation rows, and test rows; None for a label without times.
+        """The two times from which on rows are for validation, and for test; None for a label without times.
 
         Raises:
             ValueError: one time without the other; times of another kind or unit than the table has, or in wrong order.

@@ -134,7 +134,8 @@ class DriveTable(LocalTable):
         threads: int | None = None,
         device: jax.Device | None = None,
     ) -> DriveTable:
-        """A table that `dejax.datasets.write_drive_table` wrote. Its scales are those of `NodeFeatures.from_drive`.
+        """Opens a table that `dejax.datasets.write_drive_table` wrote. The rows come without scales, if they have any:
+        `dejax.minibatch.NodeFeatures.from_drive` multiplies by them.
 
         Args:
             folder: the folder, or the first of several.

@@ -153,7 +153,7 @@ class NodeFeatures:
         return result, {"out_dtype": read, "scale": self.row_scale}
 
     def scaled(self, rows: Array, result: np.dtype) -> Array:
-        """Rows as `reading` reads them, times the scale of columns."""
+        """Multiplies rows that `reading` has read by the scales of columns, and converts them to the dtype `result`."""
         return times_scales(rows, result, None, self.column_scale)
 
     def init(self, optimizer: Optimizer) -> OptimizerState:
