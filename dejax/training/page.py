@@ -42,7 +42,8 @@ def write_page(
         f"<h1>{escape(task.name)} of {escape(task.entity)}</h1>",
         f'<p class="quiet">{escape(results["dataset"])}: {escape(results["command"])}</p>',
         f"<pre>{escape(task.summary())}</pre>",
-        "<h2>Measures</h2><p>Of the first seed, with bootstrap intervals of 95 %; of the test also over all seeds.</p>",
+        "<h2>Measures</h2><p>Of the first seed, with bootstrap intervals of 95 %; of the test also over all seeds, "
+        "where there are several.</p>",
         _table(("", "value", "95 %", "mean of seeds", "deviation"), measures(results, task, predicted)),
         "<h2>Curves</h2>",
         _image((path.parent / "curves.png").read_bytes()),
@@ -78,7 +79,7 @@ _HEADINGS = {
 def measures(
     results: Mapping[str, Any], task: Task, predicted: Mapping[str, Any]
 ) -> list[tuple[str, str, str, str, str]]:
-    """For each split and measure its value with an interval; of the test also mean and deviation over seeds."""
+    """For each split and measure its value with an interval; of the test also mean and deviation over several seeds."""
     rows = []
     for split in ("valid", "test"):
         values = predicted.get(split, ())
@@ -92,8 +93,9 @@ def measures(
         bounds = interval(lambda weights: measure(task.kind, labels, values, weights), len(labels))  # noqa: B023
         for name, value in found.items():
             low, high = bounds[name]
-            of_seeds = results["test"].get(name) if split == "test" else None
-            more = ("", "") if of_seeds is None else (f"{of_seeds['mean']:.4f}", f"{of_seeds['std']:.4f}")
+            of_seeds = results["test"].get(name, {"runs": []})
+            several = split == "test" and len(of_seeds["runs"]) > 1
+            more = (f"{of_seeds['mean']:.4f}", f"{of_seeds['std']:.4f}") if several else ("", "")
             rows.append((f"{name}, {split}", f"{value:.4f}", f"{low:.4f} .. {high:.4f}", *more))
     return rows
 
