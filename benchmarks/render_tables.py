@@ -31,7 +31,7 @@ HOST_GATHER = "host_gather_h200.json"
 OFFLOAD = "offload_h200.json"
 MINI_BATCH = "mini_batch_pipeline_h200.json"
 MINI_BATCH_PEER = "mini_batch_peer_h200.json"
-SEVERAL_GPUS = "several_gpus_h100x2.json"
+IGB_MESH = "igb_mesh_h200x4.json"
 
 _GPT = {
     "saved": "everything saved",
@@ -165,8 +165,8 @@ def _date_of(path: Path) -> str:
 
 
 def _mini_batch_rows(results: Path) -> list[list[str]]:
-    """Steps on mini-batches: against a pipeline of CPU threads, MLPerf's R-GAT, and two GPUs against one."""
-    paths = [results / name for name in (MINI_BATCH, MINI_BATCH_PEER, SEVERAL_GPUS)]
+    """Steps on mini-batches: against a pipeline of CPU threads, MLPerf's R-GAT, and four GPUs against one."""
+    paths = [results / name for name in (MINI_BATCH, MINI_BATCH_PEER, IGB_MESH)]
     if not all(path.exists() for path in paths):
         return []
     own, peers, several = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
@@ -176,12 +176,14 @@ def _mini_batch_rows(results: Path) -> list[list[str]]:
     last = [run for run in own["runs"] if run["results"][0]["case"] == "igb"][-1]
     igb = last["results"]
     (newest,) = (row for row in igb if pipelined <= row.items())
-    rows = [(row, run) for run in several["runs"] for row in run.get("mini_batch", []) if row["shape"] == "igb"]
-    two = [(row["times_one"], run) for row, run in rows if row["devices"] == 2 and row["features"] == "host"]
+    (whole,) = several["all of IGB"]["results"]
+    of_four = [row["times_one"] for row in several["a hundredth of IGB"]["results"]
+               if row["devices"] == 4 and row["case"] == "divided"]  # fmt: skip
     millions = f"{igb[0]['nodes'] / 1e6:,.0f} million nodes"
     eight = "a GPU of MLPerf v5.1, which runs all of IGB on eight"
     times = f"{steps[-1]['wall_ms']:.1f} instead of {theirs['step_ms']:.1f} ms"
     rate = f"{newest['seeds_per_s']:,.0f} seeds/s, theirs 27,700"
+    all_of_it = f"{whole['seeds_per_s_and_gpu']:,} seeds/s a GPU, theirs 27,700"
     return [
         [
             "mini-batch step of R-GAT, ogbn-mag's counts",
@@ -192,12 +194,13 @@ def _mini_batch_rows(results: Path) -> list[list[str]]:
         ],
         [f"MLPerf's R-GAT, mini-batches, IGB's shape, {millions}", eight, rate, "", measured_on(last)],
         [
-            "the same with a hundredth of IGB, two H100, features in host memory",
-            "one H100",
-            f"{two[-1][0]:.2f}x",
+            "the same, IGB's counts, 547 million nodes, on four H200 of one host",
+            eight,
+            all_of_it,
             "",
-            measured_on(two[-1][1]) or _date_of(paths[2]),
+            measured_on(several),
         ],
+        ["the same, a hundredth of IGB, on four H200", "one H200", f"{of_four[-1]:.2f}x", "", measured_on(several)],
     ]
 
 
