@@ -1,9 +1,10 @@
-"""MLPerf's R-GAT on IGB's heterogeneous graph, in mini-batches, with features and edges in host memory.
+"""MLPerf's R-GAT on IGB's heterogeneous graph, in mini-batches, with features and edges in host memory or on a drive.
 
     python examples/igb_rgat.py                          # a small random graph: minutes on a CPU
     python examples/igb_rgat.py --scale 0.1 --batch 1024 --pipeline 32 --steps 1000 --device-gb 40   # on a GPU
     python examples/igb_rgat.py --scale 1 --gpus 4 --device-gb 100 --batch 1024 --pipeline 32 --steps 1000  # on 4 GPUs
     python examples/igb_rgat.py --data FOLDER --size medium --batch 1024 --pipeline 32 --steps 5000  # IGB's own files
+    python examples/igb_rgat.py --data FOLDER --size large --drive /fast/igb --cache-gb 100  # more than host memory has
     python examples/igb_rgat.py --resume --steps 40                        # go on; the same losses as without a pause
 
 Without `--data` the graph is random with IGB's counts times `--scale`: it shows speed, and there is nothing to learn.
@@ -42,14 +43,15 @@ from jax import Array
 from jax.sharding import Mesh
 
 from dejax import distributed, rgnn
-from dejax.datasets import IGBShape, fill_rows, load_igb, random_rows_on_device
-from dejax.host_gather import DeviceTable, HostTable, PeerTable, SplitTable
+from dejax.datasets import IGBShape, fill_rows, load_igb, random_rows_on_device, write_drive_table
+from dejax.host_gather import DeviceTable, DriveTable, HostTable, PeerTable, SplitTable
 from dejax.minibatch import (
     Block,
     Capacities,
     FeatureStore,
     HeteroTopology,
     MiniBatch,
+    NodeFeatures,
     SampledBlocks,
     find_capacities,
     hot_rows,
@@ -253,12 +255,63 @@ def relation_counts(shape: IGBShape) -> dict[tuple[str, str, str], int]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class DriveSpace:
+    """Where features lie that are larger than host memory.
+
+    Attributes:
+        folder: on the drive.
+        cache_bytes: host memory for rows that were read, of all types together.
+    """
+
+    folder: Path
+    cache_bytes: int
+
+    def options(
+        self, name: str, visits: Mapping[str, np.ndarray], on_device: Mapping[str, np.ndarray]
+    ) -> dict[str, Any]:
+        """The options of a type's table: its share of the cache is its share of the visits that the device leaves."""
+        left = {kind: counts.copy() for kind, counts in visits.items()}
+        for kind, ids in on_device.items():
+            left[kind][ids] = 0
+        share = left[name].sum() / max(1e-9, sum(counts.sum() for counts in left.values()))
+        return {"cache_bytes": (1 << 20) + int(share * self.cache_bytes), "visits": left[name]}
+
+    def random_file(self, name: str, shape: tuple[int, int], dtype: Any, seed: int, progress: bool | None) -> Path:
+        """A file of random rows; that of an earlier run, if there is one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{name}-{seed}-{dtype}-{shape[0]}x{shape[1]}.bin"
+        if not path.exists():
+            part = path.with_suffix(".part")
+            with open(part, "wb") as file:
+                fill_rows(_RowsOfFile(file.fileno(), shape, np.dtype(dtype)), seed, label=name, progress=progress)
+                os.fsync(file.fileno())
+            part.rename(path)
+        return path
+
+
+@dataclass(frozen=True, slots=True)
+class _RowsOfFile:
+    """A file, for `fill_rows` to fill as it fills a table."""
+
+    file: int
+    shape: tuple[int, int]
+    dtype: np.dtype
+
+    def write(self, start: int, rows: np.ndarray) -> None:
+        left, at = memoryview(rows.tobytes()), start * rows[0].nbytes
+        while left:
+            written = os.pwrite(self.file, left, at)
+            left, at = left[written:], at + written
+
+
 def random_data(
     scale: float,
     *,
     width: int = 1024,
     dtype: Any = "float8_e4m3fn",
     device_bytes: int = 0,
+    drive: DriveSpace | None = None,
     batch: int = 1024,
     fan_outs: Sequence[int] = (15, 10, 5),
     seed: int = 0,
@@ -273,6 +326,7 @@ def random_data(
         width: elements of a row.
         dtype: of the tables.
         device_bytes: of rows that lie on each device: those that batches visit most.
+        drive: where all rows lie then; None: the others lie in host memory.
         batch, fan_outs: of these batches.
         seed: of everything random.
         progress: draw bars; None draws on a terminal only.
@@ -293,16 +347,22 @@ def random_data(
     valid = np.arange(len(train), len(train) + max(1, round(papers * _VALID_SHARE)), dtype=np.int32)
     found = jnp.dtype(dtype)
     hot: dict[str, np.ndarray] = {}
-    if device_bytes:
+    visits: dict[str, np.ndarray] = {}
+    if device_bytes or drive is not None:
         visits = topology.expected_visits({SEED_TYPE: train}, fan_outs, batch_size=batch, devices=devices)
         parts("visits")
+    if device_bytes:
         row_bytes = dict.fromkeys(visits, width * found.itemsize)
         slots = sum(shape.num_nodes.values()) * _SLOT_BYTES  # on each device
         hot = _rows_for_the_device(visits, row_bytes, (device_bytes - slots) * max(1, len(devices)) + slots)
         parts("hot rows")
 
-    def table_of(number: int, name: str) -> HostTable | SplitTable | PeerTable:
+    def table_of(number: int, name: str) -> HostTable | SplitTable | PeerTable | DriveTable:
         ids, seed_of_type = hot.get(name, np.zeros(0, np.int64)), seed * 64 + number
+        if drive is not None:
+            rows_of_type = (shape.num_nodes[name], width)
+            path = drive.random_file(name, rows_of_type, found, seed_of_type, progress)
+            return DriveTable.from_file(path, rows_of_type, found, **drive.options(name, visits, hot))
         # Begun first: devices fill their rows while the CPU fills the others.
         blocks = [
             random_rows_on_device(-(-len(ids) // max(1, len(devices))), width, found, seed_of_type + at, device=device)
@@ -319,6 +379,8 @@ def random_data(
         store = FeatureStore()
         for name, table in zip(shape.num_nodes, tables, strict=True):
             store = store.with_table(name, table)
+    if drive is not None:
+        store = store.cached(hot)
     labels = jax.random.randint(jax.random.key(seed), (papers,), 0, NUM_CLASSES, jnp.int32)
     parts("features")
     return IGBData(f"random graph, {scale:g} of IGB", topology, store, labels, NUM_CLASSES, train, valid, seconds)
@@ -352,6 +414,7 @@ def folder_data(
     num_classes: int = NUM_CLASSES,
     dtype: Any = "float8_e4m3fn",
     device_bytes: int = 0,
+    drive: DriveSpace | None = None,
     batch: int = 1024,
     fan_outs: Sequence[int] = (15, 10, 5),
     cache: str | os.PathLike[str] | None = None,
@@ -362,7 +425,7 @@ def folder_data(
     Args:
         folder, size, num_classes, check: as in `dejax.datasets.load_igb`.
         dtype: of the tables; float8 and int8 rows get a scale each.
-        device_bytes, batch, fan_outs: as in `random_data`.
+        device_bytes, drive, batch, fan_outs: as in `random_data`; the first run writes the tables of a drive.
         cache: a folder for the sorted lists; a later run opens them instead of sorting again.
     """
     data = load_igb(folder, size=size, num_classes=num_classes, check=check)
@@ -377,15 +440,26 @@ def folder_data(
     topology = _with_starts(topology)
     found = jnp.dtype(dtype)
     train = data.splits["train"][SEED_TYPE].astype(np.int32)
-    on_device: Any = False
+    hot: dict[str, np.ndarray] = {}
+    visits: dict[str, np.ndarray] = {}
+    if device_bytes or drive is not None:
+        every = topology.expected_visits({SEED_TYPE: train}, fan_outs, batch_size=batch)
+        visits = {name: every[name] for name in data.features}
     if device_bytes:
-        visits = topology.expected_visits({SEED_TYPE: train}, fan_outs, batch_size=batch)
-        visits = {name: visits[name] for name in data.features}
         row_bytes = {name: rows.shape[1] * found.itemsize for name, rows in data.features.items()}
-        on_device = _rows_for_the_device(visits, row_bytes, device_bytes)
-    store = FeatureStore.from_arrays(
-        data.features, dtype=found, scale="row" if found.itemsize == 1 else None, on_device=on_device
-    )
+        hot = _rows_for_the_device(visits, row_bytes, device_bytes)
+    scale = "row" if found.itemsize == 1 else None
+    if drive is None:
+        on_device: Any = hot or False
+        store = FeatureStore.from_arrays(data.features, dtype=found, scale=scale, on_device=on_device)
+    else:
+        store = FeatureStore()
+        for name, rows in data.features.items():
+            own = drive.folder / f"{name}-{found}"
+            if not (own / "table.json").exists():
+                write_drive_table(own, rows, dtype=found, scale=scale)
+            store |= FeatureStore({name: NodeFeatures.from_drive(own, **drive.options(name, visits, hot))})
+        store = store.cached(hot)
     store.check_counts(topology.num_nodes)
     valid = data.splits["valid"][SEED_TYPE].astype(np.int32)
     labels = jnp.asarray(data.labels[SEED_TYPE])
@@ -696,6 +770,8 @@ def _parser() -> argparse.ArgumentParser:
         help="of the features' tables",
     )
     group.add_argument("--device-gb", type=float, default=0.0, help="of features on each device: the most visited rows")
+    group.add_argument("--drive", type=Path, help="a folder on a fast drive for the features; by default host memory")
+    group.add_argument("--cache-gb", type=float, default=4.0, help="of host memory for rows of --drive")
     group = parser.add_argument_group("model")
     group.add_argument("--hidden", type=int, default=512, help="width of the layers")
     group.add_argument("--heads", type=int, default=4, help="heads of attention")
@@ -725,9 +801,14 @@ def make_data(options: argparse.Namespace, mesh: Mesh | None = None) -> IGBData:
     shared: dict[str, Any] = {
         "dtype": options.dtype,
         "device_bytes": int(options.device_gb * 1e9),
+        "drive": None if options.drive is None else DriveSpace(options.drive, int(options.cache_gb * 1e9)),
         "batch": options.batch,
         "fan_outs": options.fan_outs,
     }
+    if mesh is not None and options.drive is not None and options.device_gb:
+        raise ValueError(
+            "`--device-gb` must be 0 with `--drive` and `--gpus`: the GPUs of a mesh divide no rows of a drive"
+        )
     if options.data is None:
         return random_data(options.scale, width=options.width, seed=options.seed, mesh=mesh, **shared)
     if mesh is not None and options.device_gb:

@@ -99,8 +99,8 @@ class DriveTable(LocalTable):
                 reads alone.
             direct: whether reads bypass the page cache, if the file system allows it.
             io_uring: whether reads may use io_uring, if the kernel allows it.
-            threads: number of threads that read; by default one for each four cores and at most 4 with io_uring, else
-                32.
+            threads: number of threads that read. With io_uring the most, of which one reads while it keeps up with the
+                drive: by default one for each four cores, at most 4. Otherwise 32.
             device: the device whose steps read the table; by default jax's default device.
 
         Raises:

@@ -1,6 +1,7 @@
 #include "blocks/block_queue.h"
 
 #include <sys/mman.h>
+#include <time.h>
 
 #include <algorithm>
 #include <chrono>
@@ -17,6 +18,15 @@ namespace {
 
 constexpr Result kNotReady = 600;  // CUDA_ERROR_NOT_READY
 constexpr auto kPoll = std::chrono::microseconds(100);
+// How long the thread of a ring is watched, and the shares of that time for which a thread that is too slow, or one that
+// the drive does not need, works.
+constexpr double kWatchSeconds = 4e-3, kTooBusy = 0.85, kHardlyBusy = 0.4;
+
+double ThreadSeconds() {
+  struct timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
 
 // cuEventSynchronize alone would keep a core busy for each waiting thread, and cores are needed to read and write.
 // (Events made for a blocking wait cost the launch thread a millisecond a call.)
@@ -69,8 +79,8 @@ void BlockQueue::StartThreads(const char* name) {
 
 void BlockQueue::StartRings(const char* name, std::vector<std::unique_ptr<ReadRing>> rings) {
   rings_ = std::move(rings);
-  for (const auto& ring : rings_) {
-    StartThread(name, static_cast<int>(rings_.size()), [this, own = ring.get()] { WorkRing(own); });
+  for (size_t number = 0; number < rings_.size(); ++number) {
+    StartThread(name, static_cast<int>(rings_.size()), [this, number] { WorkRing(number); });
   }
 }
 
@@ -93,6 +103,7 @@ void BlockQueue::Join() {
   for (std::thread& thread : threads_) {
     if (thread.joinable()) thread.join();
   }
+  rings_.clear();  // they may hold memory of the owner
   const Lock lock(monitor_->mutex);
   external_.clear();
 }
@@ -200,6 +211,7 @@ struct BlockQueue::Flight {
   std::vector<ChunkJob> jobs;
   std::vector<size_t> free, fresh;  // places without a job, and those whose job has not begun
   std::vector<std::pair<size_t, std::string>> ended;
+  double watched = 0, worked = 0;  // when the thread was last watched, and its processor time then; 0: it has had no reads
 
   bool empty() const { return free.size() == jobs.size(); }
 };
@@ -241,7 +253,23 @@ std::string BlockQueue::Land(const ChunkJob& job, int64_t result) {
   return "";
 }
 
-void BlockQueue::WorkRing(ReadRing* ring) {
+// With the mutex, while the ring has reads under way.
+void BlockQueue::BalanceRings(size_t number, Flight* flight) {
+  const double now = Seconds(), past = now - flight->watched;
+  if (past < kWatchSeconds) return;
+  const double worked = ThreadSeconds(), share = flight->watched > 0 ? (worked - flight->worked) / past : 0.5;
+  flight->watched = now;
+  flight->worked = worked;
+  if (share > kTooBusy && !reads_.empty() && number + 1 == rings_open_ && rings_open_ < rings_.size()) {
+    ++rings_open_;
+    ready_.notify_all();
+  } else if (share < kHardlyBusy && number > 0 && number + 1 == rings_open_) {
+    --rings_open_;
+  }
+}
+
+void BlockQueue::WorkRing(size_t number) {
+  ReadRing* const ring = rings_[number].get();
   const Pages memory(options_.chunk_bytes * ring->depth());
   Flight flight;
   flight.jobs.resize(ring->depth());
@@ -249,7 +277,7 @@ void BlockQueue::WorkRing(ReadRing* ring) {
   Lock lock(monitor_->mutex);
   while (true) {
     ChunkJob job;
-    while (!flight.free.empty() && Pop(&job)) {
+    while (number < rings_open_ && !flight.free.empty() && Pop(&job)) {
       const size_t place = flight.free.back();
       if (job.data == nullptr) job.data = memory.data() + static_cast<int64_t>(place) * options_.chunk_bytes;
       flight.jobs[place] = std::move(job);
@@ -257,10 +285,12 @@ void BlockQueue::WorkRing(ReadRing* ring) {
       flight.fresh.push_back(place);
     }
     if (flight.empty()) {
-      if (closing_ && reads_.empty() && writes_.empty()) return;
+      if (closing_ && (number >= rings_open_ || (reads_.empty() && writes_.empty()))) return;
+      flight.watched = 0;
       ready_.wait(lock);
       continue;
     }
+    BalanceRings(number, &flight);
     lock.unlock();
     BeginFlights(ring, &flight);
     uint64_t place = 0;

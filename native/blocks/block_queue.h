@@ -28,7 +28,9 @@ struct BlockIo {
   // With the mutex. Where nobody needs the block any more, its chunks end before they begin.
   virtual bool IsWanted() const { return true; }
   // Where a chunk of at most `most` bytes lies in memory; null: in memory of the thread that reads it.
-  virtual char* MemoryOf(size_t chunk, int64_t most) { return data == nullptr ? nullptr : data + static_cast<int64_t>(chunk) * most; }
+  virtual char* MemoryOf(size_t chunk, int64_t most) {
+    return data == nullptr ? nullptr : data + static_cast<int64_t>(chunk) * most;
+  }
   // Without the mutex: a chunk was read into `data`. May throw std::runtime_error: then the read has failed.
   virtual void Arrived(size_t, const char*) {}
   // done: bytes that were written or read; 0 where the chunk was not wanted. error: why it failed; empty where it did not.
@@ -65,7 +67,8 @@ class BlockQueue {
 
   // Without the mutex. Throws std::runtime_error, after it ended the threads that it had started.
   void StartThreads(const char* name);
-  // The same for a queue without writes. A thread for each ring keeps as many reads in flight as the ring can hold.
+  // The same for a queue without writes. A thread for each ring keeps as many reads in flight as the ring can hold. One
+  // thread reads, and the others begin while those that read are slower than the drive: several on a slow one contend.
   void StartRings(const char* name, std::vector<std::unique_ptr<ReadRing>> rings);
   void Push(const BlockIoPtr& io);
   bool idle() const { return running_ == 0 && writes_.empty() && reads_.empty(); }
@@ -90,7 +93,8 @@ class BlockQueue {
 
   void StartThread(const char* name, int wanted, std::function<void()> work);
   void Work();
-  void WorkRing(ReadRing* ring);
+  void WorkRing(size_t number);
+  void BalanceRings(size_t number, Flight* flight);
   void BeginFlights(ReadRing* ring, Flight* flight);
   bool Pop(ChunkJob* job);
   void Begin(const ChunkJob& job);
@@ -110,6 +114,7 @@ class BlockQueue {
   int64_t next_id_ = 1;
   int running_ = 0, writing_ = 0;
   std::vector<std::unique_ptr<ReadRing>> rings_;
+  size_t rings_open_ = 1;  // the first ones take reads
   std::vector<std::thread> threads_;
 };
 

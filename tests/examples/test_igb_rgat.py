@@ -114,6 +114,20 @@ def test_rows_that_batches_visit_go_to_the_device():
     assert rows.shape == (539, 8) and (np.abs(rows) >= 0.125).all()
 
 
+@pytest.mark.slow
+def test_rows_on_a_drive_are_those_in_host_memory(tmp_path):
+    small = {"width": 8, "batch": 4, "fan_outs": (2, 2), "seed": 3}
+    stored = random_data(2e-6, drive=igb_rgat.DriveSpace(tmp_path, 1 << 12), device_bytes=8000, **small)
+    assert "drive, cached in host memory, cached on the device" in stored.features.types["paper"].placement
+    ids = {name: np.arange(count) for name, count in stored.topology.num_nodes.items()}
+    want = random_data(2e-6, **small).features.gather(ids, dtype=np.float32)
+    for _ in range(2):  # written, then found
+        found = stored.features.gather(ids, dtype=np.float32)
+        for name, rows in want.items():
+            np.testing.assert_array_equal(found[name], rows)
+        stored = random_data(2e-6, drive=igb_rgat.DriveSpace(tmp_path, 1 << 12), **small)
+
+
 def test_room_on_the_device_is_filled_with_rows_that_no_batch_visited():
     visits = {"a": np.array([0, 3, 0, 0]), "b": np.array([1, 0])}
     found = igb_rgat._rows_for_the_device(visits, {"a": 8, "b": 8}, 4 * 6 + 8 * 4)
@@ -153,7 +167,8 @@ def test_igbs_folder(tmp_path):
         ends = {"paper": 20, "author": 12}
         np.save(folder / "edge_index.npy", np.stack([rng.integers(0, ends[t], 40) for t in (source, target)], 1))
     kept = tmp_path / "lists"
-    for _ in range(2):  # sorted, then mapped
-        data = folder_data(tmp_path, dtype="int8", cache=kept, batch=4, fan_outs=(2,))
+    drive = igb_rgat.DriveSpace(tmp_path / "drive", 1 << 10)
+    for on in (None, drive, drive):  # sorted, then mapped; written to the drive, then found there
+        data = folder_data(tmp_path, dtype="int8", cache=kept, batch=4, fan_outs=(2,), drive=on)
         assert [relation[1] for relation in data.topology.edge_types] == ["cites", "written_by", "rev_written_by"]
         assert len(data.train) == 12 and data.features["paper"].row_scale is not None

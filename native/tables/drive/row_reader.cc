@@ -87,21 +87,20 @@ std::shared_ptr<RowReader> RowReader::Find(int64_t number) {
 }
 
 void RowReader::Start() {
-  // A page at a time, the kernel would spend as much on a new page as on the read that fills it. Pinned memory has its pages.
-  const uintptr_t begin = offload::WholePages(reinterpret_cast<uintptr_t>(options_.cache));
-  const uintptr_t end = reinterpret_cast<uintptr_t>(options_.cache) + options_.slots * options_.layout.row_bytes;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  const int64_t cache_bytes = options_.slots * options_.layout.row_bytes;
+  // A page at a time, the kernel would spend as much on a new page as on the read that fills it.
+  if (!options_.pinned && cache_bytes > 0) madvise(options_.cache, static_cast<size_t>(cache_bytes), MADV_HUGEPAGE);
   offload::DiskOptions how;
   how.chunk_bytes = kChunkBytes;
   how.checksum = false;
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   std::vector<std::unique_ptr<offload::ReadRing>> rings;
   std::string why = "it was not asked for";
-  // A ring's thread copies rows, too: one keeps up with about 2 GB/s.
   const int wanted = options_.threads > 0 ? options_.threads : std::clamp(cores / 4, 1, 4);
   for (int k = 0; options_.use_ring && k < wanted; ++k) {
     auto ring = offload::ReadRing::Make(static_cast<unsigned>(options_.depth), &why);
     if (!ring) break;
+    if (k == 0 && options_.pinned) ring->Register(options_.cache, static_cast<size_t>(cache_bytes));
     rings.push_back(std::move(ring));
   }
   how.num_threads = options_.threads > 0 ? options_.threads : kThreads;
@@ -367,7 +366,8 @@ void RowReader::RequireSums(const Chunk& chunk, const char* data) const {
 // Where the rows of a chunk go, if the drive can put them there: rows of whole pages whose places follow one another.
 char* RowReader::Load::WholeRows(size_t chunk, int64_t row_bytes) const {
   const auto [first, last] = within[chunk];
-  const bool whole = of[chunk].offset == rows[first].at.offset && of[chunk].bytes == static_cast<int64_t>(last - first) * row_bytes;
+  const bool whole = of[chunk].offset == rows[first].at.offset &&
+                     of[chunk].bytes == static_cast<int64_t>(last - first) * row_bytes;
   if (!whole || row_bytes % kPage != 0 || reinterpret_cast<uintptr_t>(rows[first].to) % kPage != 0) return nullptr;
   for (size_t k = first + 1; k < last; ++k) {
     if (rows[k].to != rows[k - 1].to + row_bytes || rows[k].at.offset != rows[k - 1].at.offset + row_bytes) return nullptr;
