@@ -2,10 +2,12 @@
 
     python -m benchmarks first_calls --out benchmarks/results
     python -m benchmarks first_calls --models gat,rgat --graph aifb
+    python -m benchmarks first_calls --models mag,am,igb,mag/pipelined --out benchmarks/results/first_calls_sampled.json
 
-One training step of each layer of `benchmarks/zoo.py` and of RGCN, RGAT and HGT, 64 to 64. Each runs in two new
-processes that share a folder for JAX's persistent compilation cache: the first finds it empty, the second finds its
-program. The device is ready before the clock starts.
+One training step of each layer of `benchmarks/zoo.py` and of RGCN, RGAT and HGT, 64 to 64; or a step on sampled batches
+of `benchmarks/mini_batch_pipeline.py` (igb at a hundredth), or its pipelined program of eight steps, with the launches
+of a step. Each runs in two new processes that share a folder for JAX's persistent compilation cache: the first finds it
+empty, the second finds its program. The device is ready before the clock starts.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from typing import Any
 from benchmarks.provenance import Save
 
 RELATIONAL = ("rgcn", "rgat", "hgt")
+SAMPLED = ("mag", "am", "igb")
 ZOO = ("gcn", "sage", "gin", "gated_gcn", "gat", "gatv2", "transformer", "rggnn")
 LIMIT = 120.0  # seconds of a process
+STEPS = 8  # of a pipelined program
 
 
 def _step(name: str, model: str) -> tuple[Any, tuple[Any, ...]]:
@@ -55,11 +59,35 @@ def _step(name: str, model: str) -> tuple[Any, tuple[Any, ...]]:
     return training, (graph, x, params)
 
 
+def _sampled(model: str) -> tuple[Any, tuple[Any, ...], int]:
+    """A program of steps on sampled batches, its arguments, and how many steps it has."""
+    import jax
+    import jax.numpy as jnp
+
+    from benchmarks import mini_batch_pipeline as sampled
+    from dejax.minibatch import pipelined_steps, sampled_step, step_keys
+
+    name, _, way = model.partition("/")
+    parser = argparse.ArgumentParser()
+    sampled.arguments(parser)
+    case = sampled.CASES[name](parser.parse_args(["--scale", "0.01"]))
+    keys, seeds = step_keys(jax.random.key(1), 0, STEPS), jnp.arange(STEPS * case.seeds).reshape(STEPS, -1)
+    count, make = (STEPS, pipelined_steps) if way else (1, sampled_step)
+    keys, seeds = (keys, jnp.asarray(case.nodes)[seeds]) if way else (keys[0], jnp.asarray(case.nodes)[seeds[0]])
+    step = make(case.update, case.sample, dtype=case.dtype, joined=True)
+    return step, (case.state(), case.topology, case.features, keys, seeds, *case.rest), count
+
+
 def child(name: str, model: str) -> dict[str, float]:
-    """Seconds of the parts of the first call in this process."""
+    """Seconds of the parts of the first call in this process; of steps on sampled batches also a step's launches."""
     import jax
 
-    training, given = _step(name, model)
+    steps = 0
+    if model.partition("/")[0] in SAMPLED:
+        training, given, steps = _sampled(model)
+    else:
+        training, given = _step(name, model)
+        training = jax.jit(training)
     jax.block_until_ready((given, jax.jit(lambda x: x + 1)(1.0)))
     found, start = {}, time.perf_counter()
     parts: dict[str, Callable[[Any], Any]] = {
@@ -68,12 +96,17 @@ def child(name: str, model: str) -> dict[str, float]:
         "compile": lambda lowered: lowered.compile(),
         "run": lambda compiled: jax.block_until_ready(compiled(*given)),
     }
-    value: Any = jax.jit(training)
+    value: Any = training
     for part, function in parts.items():
         begin = time.perf_counter()
-        value = function(value)
+        compiled, value = value, function(value)
         found[part] = time.perf_counter() - begin
-    return found | {"all": time.perf_counter() - start}
+    found["all"] = time.perf_counter() - start
+    if steps:
+        from benchmarks.mini_batch_pipeline import profiled
+
+        found |= {"launches": profiled(lambda: compiled(value[0], *given[1:])[1], steps).get("launches", 0)}
+    return found
 
 
 def measure(name: str, model: str) -> dict[str, Any]:
@@ -100,12 +133,13 @@ def measure(name: str, model: str) -> dict[str, Any]:
 def _shown(parts: dict[str, Any]) -> str:
     if "error" in parts:
         return parts["error"]
-    return f"{parts['all']:.2f} s (" + ", ".join(f"{key} {parts[key]:.2f}" for key in list(parts)[:-1]) + ")"
+    inner = ", ".join(f"{key} {value:.2f}" for key, value in parts.items() if key != "all")
+    return f"{parts['all']:.2f} s ({inner})"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graph", default="bgs", help="graph whose counts to use")
-    parser.add_argument("--models", default=",".join((*ZOO, *RELATIONAL)), help="layers, with commas")
+    parser.add_argument("--models", default=",".join((*ZOO, *RELATIONAL)), help="layers or steps, with commas")
     parser.add_argument("--child", help=argparse.SUPPRESS)
 
 

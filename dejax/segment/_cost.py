@@ -53,12 +53,13 @@ def scatter_seconds(shape: ReductionSize) -> float:
 def scatter_pays(shape: ReductionSize, kind: str, is_sorted: bool, deterministic: bool, planned: bool = False) -> bool:
     """Whether to leave a reduction to XLA's scatter: it is faster there, and may add in any order.
 
-    Integers give the same sum in every order, floats do not. XLA's extrema of floats and its additions of less than 32
-    bits use compare and swap, which is slow: 16-bit floats are added as float32.
+    Integers give the same sum in every order, floats do not: with a plan, sums of floats always have a fixed order.
+    XLA's extrema of floats and its additions of less than 32 bits use compare and swap, which is slow: 16-bit floats
+    are added as float32.
     """
     dtype = jnp.dtype(shape.dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         allowed = dtype.itemsize >= 4
     else:
-        allowed = kind == "sum" and dtype.itemsize <= 4 and not deterministic
+        allowed = kind == "sum" and dtype.itemsize <= 4 and not (deterministic or planned)
     return allowed and not is_sorted and scatter_seconds(shape) < kernel_seconds(shape, is_sorted, planned)

@@ -65,7 +65,7 @@ def segment_softmax(
     unique_indices: bool = False,
     *,
     plan: SegmentPlan | None = None,
-    deterministic: bool = True,
+    deterministic: bool = False,
     backend: str = "auto",
 ) -> Array:
     """The softmax of logits within each segment, like `jraph.segment_softmax`.
@@ -82,7 +82,7 @@ def segment_softmax(
         indices_are_sorted: promises that the ids ascend.
         unique_indices: promises that no id occurs twice.
         plan: a `SegmentPlan` of the ids, made in advance.
-        deterministic: whether equal calls must give equal bits.
+        deterministic: as in `segment_sum`.
         backend: as in `segment_sum`.
 
     Returns:
@@ -105,7 +105,7 @@ def segment_logsumexp(
     unique_indices: bool = False,
     *,
     plan: SegmentPlan | None = None,
-    deterministic: bool = True,
+    deterministic: bool = False,
     backend: str = "auto",
 ) -> Array:
     """The logarithm of the sum of exp(x) over the entries x of each segment; -inf for a segment without entries.
@@ -153,7 +153,7 @@ def segment_variance(
     unique_indices: bool = False,
     *,
     plan: SegmentPlan | None = None,
-    deterministic: bool = True,
+    deterministic: bool = False,
     backend: str = "auto",
 ) -> Array:
     """The variance (mean squared deviation from the mean) of each segment's entries, like jraph's function.
@@ -180,7 +180,7 @@ def segment_normalize(
     eps: float = 1e-8,
     *,
     plan: SegmentPlan | None = None,
-    deterministic: bool = True,
+    deterministic: bool = False,
     backend: str = "auto",
 ) -> Array:
     """Normalizes the entries of each segment to mean 0 and standard deviation 1, like `jraph.segment_normalize`.

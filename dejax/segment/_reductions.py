@@ -87,7 +87,7 @@ def segment_sum(
     mode: Any = None,
     *,
     plan: SegmentPlan | None = None,
-    deterministic: bool = True,
+    deterministic: bool = False,
     backend: str = "auto",
 ) -> Array:
     """The sum of the entries of each segment. A replacement of `jax.ops.segment_sum` with some additional arguments.
@@ -105,8 +105,8 @@ def segment_sum(
             `clip` adds them to the nearest segment.
         plan: `plan(segment_ids, num_segments)`, made in advance so that the call need not sort the ids. `segment_ids`
             may then be None.
-        deterministic: whether equal calls must give equal bits. False allows atomic additions of float32 where they are
-            faster.
+        deterministic: whether the sums must have equal bits in every run. By default, sums of floats are deterministic
+            on a GPU only with a plan or sorted ids; without, XLA's atomic additions are used where they are faster.
         backend: `"pallas"` for GPU kernels, `"xla"`, or `"auto"`: kernels on a GPU and XLA elsewhere.
 
     Returns:
@@ -134,7 +134,7 @@ def segment_mean(
     *,
     mode: Any = None,
     plan: SegmentPlan | None = None,
-    deterministic: bool = True,
+    deterministic: bool = False,
     backend: str = "auto",
 ) -> Array:
     """The mean of the entries of each segment, like `jraph.segment_mean`; 0 for a segment without entries.
@@ -174,7 +174,7 @@ def segment_max(
     *,
     empty: Any = None,
     plan: SegmentPlan | None = None,
-    deterministic: bool = True,
+    deterministic: bool = False,
     backend: str = "auto",
 ) -> Array:
     """The maximum of the entries of each segment. A replacement of `jax.ops.segment_max`.
@@ -213,7 +213,7 @@ def segment_min(
     *,
     empty: Any = None,
     plan: SegmentPlan | None = None,
-    deterministic: bool = True,
+    deterministic: bool = False,
     backend: str = "auto",
 ) -> Array:
     """The minimum of the entries of each segment.

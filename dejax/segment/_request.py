@@ -30,7 +30,7 @@ class SegmentOptions:
         unique_indices: the caller's word that no id occurs twice.
         bucket_size: for XLA.
         mode: `drop` or `clip`, for ids out of range.
-        deterministic: whether equal calls must give equal bits.
+        deterministic: whether equal calls must give equal bits also without a plan.
         backend: `auto`, `pallas` or `xla`.
     """
 
@@ -38,7 +38,7 @@ class SegmentOptions:
     unique_indices: bool = False
     bucket_size: int | None = None
     mode: Any = None
-    deterministic: bool = True
+    deterministic: bool = False
     backend: str = "auto"
 
     def __post_init__(self) -> None:
