@@ -16,6 +16,7 @@ _SORT_ENTRY = 45e-12
 _SCATTERED_ENTRY = 10e-12
 _SCATTERED_ELEMENT = 3.4e-12
 _MEETING = 2.5e-9
+_SWAPPED = 2.5  # times as long for extrema of floats, which compare and swap
 # A row that is read through an index takes at least the time of a sector from memory.
 _SECTOR = 30e-12
 _GATHERED_BYTE = 1 / 3.9e12
@@ -42,24 +43,26 @@ def kernel_seconds(shape: ReductionSize, is_sorted: bool, planned: bool = False)
     return sort + offsets + 9e-6 + shape.entries * max(_SECTOR, nbytes * _GATHERED_BYTE)
 
 
-def scatter_seconds(shape: ReductionSize) -> float:
-    """Seconds of XLA's scatter with the GPU's atomic additions, maxima and minima of 32 or 64 bits."""
+def scatter_seconds(shape: ReductionSize, swapped: bool = False) -> float:
+    """Seconds of XLA's scatter with the GPU's atomic additions of 32 or 64 bits, or where it compares and swaps."""
     apart = shape.entries * (_SCATTERED_ENTRY + shape.width * _SCATTERED_ELEMENT)
     if jnp.dtype(shape.dtype).itemsize < 4:  # they become wider first
         apart += shape.entries * shape.width * 10 * _STREAMED_BYTE
-    return 6e-6 + max(apart, shape.entries / max(shape.segments, 1) * _MEETING)
+    seconds = max(apart, shape.entries / max(shape.segments, 1) * _MEETING)
+    return 6e-6 + seconds * (_SWAPPED if swapped else 1)
 
 
 def scatter_pays(shape: ReductionSize, kind: str, is_sorted: bool, deterministic: bool, planned: bool = False) -> bool:
-    """Whether to leave a reduction to XLA's scatter: it is faster there, and may add in any order.
+    """Whether to leave a reduction to XLA's scatter: it is faster there, and may take entries in any order.
 
-    Integers give the same sum in every order, floats do not: with a plan, sums of floats always have a fixed order.
-    XLA's extrema of floats and its additions of less than 32 bits use compare and swap, which is slow: 16-bit floats
-    are added as float32.
+    Integers give the same result in every order. Floats do not: sums round, and a maximum of 0 and -0 is either. With a
+    plan, reductions of floats always have a fixed order. 16-bit floats are reduced as float32.
     """
     dtype = jnp.dtype(shape.dtype)
-    if jnp.issubdtype(dtype, jnp.integer):
+    integers = jnp.issubdtype(dtype, jnp.integer)
+    if integers:
         allowed = dtype.itemsize >= 4
     else:
-        allowed = kind == "sum" and dtype.itemsize <= 4 and not (deterministic or planned)
-    return allowed and not is_sorted and scatter_seconds(shape) < kernel_seconds(shape, is_sorted, planned)
+        allowed = dtype.itemsize <= 4 and not (deterministic or planned)
+    seconds = scatter_seconds(shape, swapped=kind != "sum" and not integers)
+    return allowed and not is_sorted and seconds < kernel_seconds(shape, is_sorted, planned)

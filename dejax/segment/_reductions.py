@@ -191,7 +191,7 @@ def segment_max(
         mode: as in `segment_sum`.
         empty: the result of segments without entries. None means -inf, or the smallest integer, as in JAX.
         plan: a `SegmentPlan` of the ids, made in advance.
-        deterministic: has no effect; maxima are always deterministic.
+        deterministic: as in `segment_sum`; of a maximum it decides only the sign of a zero.
         backend: as in `segment_sum`.
 
     Returns:

@@ -16,15 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax.rgnn.graphs import sorting_traced
-from dejax.rgnn.graphs.build import pairs_of
 from dejax.rgnn.graphs.packed import packed_tiles
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Grouping, Segments, bounded_segments, make_segments
-from dejax.rgnn.graphs.slots import Places, SlotSpec, first_groups_of, first_of_nodes_of, places_of
+from dejax.rgnn.graphs.slots import Places, SideBySide, SlotSpec, first_groups_of, first_of_nodes_of, places_of
 from dejax.rgnn.graphs.sorting_traced import (
     begins_run,
-    count_before,
     cumulative_sum,
     inverse,
     put,
@@ -57,23 +54,24 @@ def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -
 
 
 def graphs_of_slots(many: Sequence[tuple[Sequence[Array], Array, SlotSpec]]) -> list[tuple[RelGraph, Array]]:
-    """Several graphs as `graph_of_slots` makes them, with the same `long_segment_chunk`.
+    """Several graphs as `graph_of_slots` makes them, with the same types and the same `long_segment_chunk`.
 
-    Their small tables, of tiles and of long segments, are made together. These take a dozen kernels, whose time hardly
-    depends on how many tables there are. The long segments by sender of the last graph are cut apart from the others:
-    the first layer reads that graph, and mostly needs no gradient of its input, so that XLA drops them.
+    The graphs are made as one, so that there is one sort and four cumulative sums, however many graphs there are. Of
+    the small tables, the long segments by sender of the last graph are cut apart from the others: the first layer reads
+    that graph, and mostly needs no gradient of its input, so that XLA drops them.
     """
-    edges = [_receiver_side(senders, spec) for senders, _, spec in many]
-    sources = [_source_side(own, spec) for own, (_, _, spec) in zip(edges, many, strict=True)]
+    specs = tuple(spec for _, _, spec in many)
+    edges = _receiver_side([senders for senders, _, _ in many], specs)
+    sources = _source_side(edges, specs)
     groupings: dict[tuple[int, str], Grouping] = {}
     typed: dict[tuple[int, str], Grouping] = {}
     by_sender: dict[tuple[int, str], Grouping] = {}
-    for n, (own, source) in enumerate(zip(edges, sources, strict=True)):
+    for n, source in enumerate(sources):
         groupings[n, "by_source_pair"] = source.pop("by_source_pair")
         by_sender[n, "by_sender"] = source.pop("by_sender")
-        own_typed = {**own.typed, "source_pair_by_type": source.pop("source_pair_by_type")}
+        own_typed = {**edges.typed[n], "source_pair_by_type": source.pop("source_pair_by_type")}
         typed |= {(n, name): grouping for name, grouping in own_typed.items()}
-    chunk = many[0][2].long_segment_chunk
+    chunk = specs[0].long_segment_chunk
     made = bounded_segments({**groupings, **typed}, long_segment_chunk=chunk, typed=tuple(typed), tiled=False)
     packed = packed_tiles({name: made[name] for name in typed}, len(many))
     last = len(many) - 1, "by_sender"
@@ -81,13 +79,13 @@ def graphs_of_slots(many: Sequence[tuple[Sequence[Array], Array, SlotSpec]]) -> 
         made |= bounded_segments(some, long_segment_chunk=chunk)
     found = []
     for n, (_, node_mask, spec) in enumerate(many):
-        tables: dict[str, Any] = {**edges[n].tables, **sources[n], "packed": packed[n]}
+        tables: dict[str, Any] = {**edges.tables[n], **sources[n], "packed": packed[n]}
         tables |= {name: table for (at, name), table in made.items() if at == n}
-        found.append((_graph(edges[n], tables, node_mask, spec), edges[n].slots))
+        found.append((_graph(edges.columns[n], tables, node_mask, spec), edges.columns[n]["slot"]))
     return found
 
 
-def _graph(edges: _SlotEdges, tables: dict[str, Any], node_mask: Array, spec: SlotSpec) -> RelGraph:
+def _graph(columns: dict[str, Array], tables: dict[str, Any], node_mask: Array, spec: SlotSpec) -> RelGraph:
     """The graph of these groupings, with those that follow from the sizes alone."""
     names = spec.node_type_names
     by_type = np.array(spec.source_types, np.int32)
@@ -105,53 +103,59 @@ def _graph(edges: _SlotEdges, tables: dict[str, Any], node_mask: Array, spec: Sl
         long_segment_chunk=spec.long_segment_chunk,
         typical_source_pairs=spec.typical_source_pairs,
     )
+    names_of_columns = ("senders", "receivers", "edge_type", "edge_ids", "edge_positions")
     fields = {
-        **edges.columns,
+        **{name: columns[name] for name in names_of_columns},
         **tables,
         "node_type": node_type,
         "by_node_type": by_node_type,
         "destinations_by_type": of_destinations,
         "edge_type_by_source": of_types["by_source"],
         "node_mask": node_mask,
-        "edge_mask": edges.columns["edge_type"] < len(spec.edge_type_names),
+        "edge_mask": columns["edge_type"] < len(spec.edge_type_names),
     }
     return RelGraph._made(jax.tree.map(jnp.asarray, fields), graph_spec)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SlotEdges:
-    """Canonical edges, and their groupings by receiver.
+    """Canonical edges of several graphs, and their groupings by receiver.
 
     Attributes:
-        columns: senders, receivers, edge types, edge ids and positions, as in `RelGraph`.
-        type_offsets: int32[edge types + 1].
-        tables: the groupings without long segments.
-        typed: index, order and offsets of the groupings by type.
-        slots: int32[edges], the slot of each edge.
+        space: the edges of all graphs side by side.
+        there: bool[places], False for padding.
+        senders, types: int32[places], those of each edge; for padding the numbers of nodes and of types.
+        type_offsets: int32[graphs, edge types + 1].
+        columns: for each graph senders, receivers, edge types, edge ids and positions, as in `RelGraph`; and the slot
+            of each edge.
+        tables: for each graph the groupings without long segments.
+        typed: for each graph index, order and offsets of the groupings by type.
     """
 
-    columns: dict[str, Array]
+    space: SideBySide
+    there: Array
+    senders: Array
+    types: Array
     type_offsets: Array
-    tables: dict[str, Segments]
-    typed: dict[str, Grouping]
-    slots: Array
+    columns: list[dict[str, Array]]
+    tables: list[dict[str, Segments]]
+    typed: list[dict[str, Grouping]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Groups:
-    """Sums over groups, and where each slot's edge is in both orders.
+    """Sums over the groups of a graph before each one, and where each slot's edge is in both orders.
 
     Attributes:
-        start: int32[groups + 1], the valid edges before each group, in canonical order.
-        start_by_receiver: the same in order of (receiver, type).
-        pair: int32[groups + 1], the groups with edges before each group, in canonical order.
-        pair_by_receiver: the same in order of (receiver, type).
-        used: bool[2, groups], which groups have edges, in both orders.
-        positions: int32[slots], the canonical position of each stored slot; empty slots come last.
-        receiver_positions: int32[slots], its position in order of (receiver, type).
+        start, pair: int32[places], the edges, and the groups with edges, before each group in canonical order.
+        start_by_receiver, pair_by_receiver: the same in order of (receiver, type).
+        used: bool[2, places], which groups have edges, in both orders.
+        placed: int32[2 * slots], the place of each stored slot's edge among the edges of all graphs in canonical order,
+            empty slots last; then the same in order of (receiver, type), behind the places of the former.
+        positions: int32[slots], the canonical position of each stored slot in its graph.
         slots: int32[slots], the number of each stored slot among all slots by type and receiver.
         groups: int32[slots], the canonical place of the group of each stored slot.
-        senders: int32[slots], of each stored slot; the number of nodes for an empty one.
+        senders: int32[slots], of each stored slot.
     """
 
     start: Array
@@ -159,53 +163,60 @@ class _Groups:
     pair: Array
     pair_by_receiver: Array
     used: Array
+    placed: Array
     positions: Array
-    receiver_positions: Array
     slots: Array
     groups: Array
     senders: Array
 
 
-def _groups(senders: Sequence[Array], spec: SlotSpec, places: Places) -> _Groups:
+def _groups(
+    senders: Sequence[Sequence[Array]], specs: Sequence[SlotSpec], places: Places, space: SideBySide
+) -> _Groups:
     """The position of an edge: where its group begins, and the valid slots before it in the group."""
-    stored = list(senders)
-    if not spec.stored:
-        stored = [_joined([senders[n] for n in some]) for some in places.by_fan_out.values()]
-    masks = [(some >= 0) & (some < spec.num_nodes) for some in stored]
+    stored: dict[int, list[Array]] = {fan_out: [] for fan_out in places.fan_outs}
+    for own, spec in zip(senders, specs, strict=True):
+        for some in own:
+            stored[some.shape[1]].append(jnp.where(some < spec.num_nodes, some, -1))
+    joined = [_joined(some) for some in stored.values()]
+    masks = [some >= 0 for some in joined]
     within = [cumulative_sum(mask) for mask in masks]  # the valid slots of a group up to each one
     counts = _joined([some[:, -1] for some in within])
-    if spec.is_bounded:
-        counts, masks, within = _bounded(counts, masks, within, spec.num_edges, places)
-    counted = jnp.stack([take(counts, places.stored), take(counts, places.stored_by_receiver)])
+    bounded = any(spec.is_bounded for spec in specs)
+    if bounded:
+        counts, masks, within = _bounded(counts, masks, within, specs, places)
+    counted = take_or(counts, _stacked(places.stored, places.stored_by_receiver), 0)
     used = counted > 0
-    before = count_before(jnp.concatenate([counted, used.astype(jnp.int32)]))
-    start, start_by_receiver, pair, pair_by_receiver = before
+    sums = places.space.sums_before(jnp.concatenate([counted, used.astype(jnp.int32)]))
+    start, start_by_receiver, pair, pair_by_receiver = sums
     starts, starts_by_receiver = take(start, places.canonical), take(start_by_receiver, places.of_receiver)
+    empties = take(start, places.end) - starts
     columns: list[tuple[Array, ...]] = []
     at = 0
-    for some, mask, up_to in zip(stored, masks, within, strict=True):
-        own = slice(at, at + mask.shape[0])
+    for some, mask, up_to in zip(joined, masks, within, strict=True):
+        rows = (slice(at, at + mask.shape[0]), None)
         at += mask.shape[0]
-        slot = jnp.asarray(places.first_slot[own, None]) + jnp.arange(mask.shape[1], dtype=jnp.int32)
-        empty = start[-1] + slot - starts[own, None] - up_to
-        parts = (
-            jnp.where(mask, starts[own, None] + up_to - 1, empty),
-            jnp.where(mask, starts_by_receiver[own, None] + up_to - 1, empty),
-            slot,
-            jnp.broadcast_to(places.canonical[own, None], mask.shape),
-            jnp.where(mask, some, spec.num_nodes),
-        )
-        columns.append(tuple(part.reshape(-1) for part in parts))
-    flat = (_joined(parts) for parts in zip(*columns, strict=True))
-    return _Groups(start, start_by_receiver, pair, pair_by_receiver, used, *flat)
+        slot = jnp.asarray(places.first_slot[rows]) + jnp.arange(mask.shape[1], dtype=jnp.int32)
+        empty = empties[rows] + slot - up_to
+        position = jnp.where(mask, starts[rows] + up_to - 1, empty)
+        by_receiver = jnp.where(mask, starts_by_receiver[rows] + up_to - 1, empty)
+        placed = [position + places.first_edge[rows], by_receiver + (places.first_edge[rows] + space.total)]
+        if bounded:
+            fits = (position < places.num_edges[rows], by_receiver < places.num_edges[rows])
+            placed = [jnp.where(fit, place, 2 * space.total) for fit, place in zip(fits, placed, strict=True)]
+        group = jnp.broadcast_to(places.canonical[rows], mask.shape)
+        columns.append(tuple(part.reshape(-1) for part in (*placed, position, slot, group, some)))
+    first, second, *flat = zip(*columns, strict=True)
+    return _Groups(start, start_by_receiver, pair, pair_by_receiver, used, _joined(first + second), *map(_joined, flat))
 
 
 def _bounded(
-    counts: Array, masks: Sequence[Array], within: Sequence[Array], most: int, places: Places
+    counts: Array, masks: Sequence[Array], within: Sequence[Array], specs: Sequence[SlotSpec], places: Places
 ) -> tuple[Array, list[Array], list[Array]]:
-    """The counts, masks and sums of slots with only the first `most` edges in canonical order."""
-    start = jnp.minimum(count_before(take(counts, places.stored)), most)
-    kept = take(start[1:] - start[:-1], places.canonical)
+    """The counts, masks and sums of slots with only the first edges of each graph in canonical order."""
+    start = places.space.sums_before(take_or(counts, places.stored, 0))
+    start = jnp.minimum(start, places.space.each([spec.num_edges for spec in specs]))
+    kept = take(start, places.canonical + 1) - take(start, places.canonical)
     new_masks, sums, at = [], [], 0
     for mask, up_to in zip(masks, within, strict=True):
         own = kept[at : at + mask.shape[0], None]
@@ -215,106 +226,147 @@ def _bounded(
     return kept, new_masks, sums
 
 
-def _receiver_side(senders: Sequence[Array], spec: SlotSpec) -> _SlotEdges:
+def _receiver_side(senders: Sequence[Sequence[Array]], specs: tuple[SlotSpec, ...]) -> _SlotEdges:
     """Canonical order and the groupings by receiver, by arithmetic."""
-    num_edges, num_groups, num_types = spec.num_edges, spec.num_groups, len(spec.edge_type_names)
-    places = places_of(spec).on_device()
-    groups = _groups(senders, spec, places)
-    start, pair = groups.start, groups.pair
-    valid = start[-1]
-    there = jnp.arange(num_edges, dtype=jnp.int32) < valid
-
-    def placed(values: Array, where: Array) -> Array:
-        return put(jnp.zeros(num_edges, jnp.int32), where, values, unique=True)
-
-    group = placed(groups.groups, groups.positions)
-
-    def of_group(values: Any, padding: int) -> Array:
-        """A value of each group on all of its edges."""
-        return jnp.where(there, take(values, group), padding)
-
-    slots = ids = placed(groups.slots, groups.positions)
-    if spec.is_bounded:
-        ids = jnp.arange(num_edges, dtype=jnp.int32)
-    columns = {
-        "senders": placed(groups.senders, groups.positions),
-        "receivers": of_group(places.receiver, spec.num_nodes),
-        "edge_type": of_group(places.edge_type, num_types),
-        "edge_ids": ids,
-        "edge_positions": ids if spec.is_bounded else inverse(ids),
+    places, space = places_of(specs).on_device(), SideBySide([spec.num_edges for spec in specs])
+    of_groups, groups = places.space, _groups(senders, specs, places, space)
+    ends = np.array(of_groups.ends, np.int32)
+    there = space.within() < space.each(take(groups.start, ends))
+    # One scatter writes the stored slot of each edge in canonical order, and the edges by (receiver, type). All other
+    # values of edges are read through the first.
+    values = jnp.concatenate([jnp.arange(groups.positions.shape[0], dtype=jnp.int32), groups.positions])
+    found = put(jnp.zeros(2 * space.total, jnp.int32), groups.placed, values, unique=True)
+    slot, receiver_order = found[: space.total], found[space.total :]
+    group = jnp.where(there, take(groups.groups, slot), space.each(ends))
+    edges = {
+        "senders": jnp.where(there, take(groups.senders, slot), space.each([spec.num_nodes for spec in specs])),
+        "receivers": take(places.receiver, group),
+        "edge_type": take(places.edge_type, group),
+        "slot": take(groups.slots, slot),
+        "receiver_order": receiver_order,
+        "pair": jnp.where(there, take(groups.pair, group), space.each(of_groups.sizes)),
     }
-
-    def of_pairs(padding: Array, values: Any) -> Array:
-        """A value of each group with edges, by destination pair."""
-        return put_where(padding, groups.used[0], pair[:-1], values)
-
-    pair_offsets = of_pairs(jnp.full(num_groups + 1, valid, jnp.int32), start[:-1])
-    pair_node = of_pairs(jnp.full(num_groups, spec.num_nodes, jnp.int32), places.receiver)
-    pair_type = of_pairs(jnp.full(num_groups, num_types, jnp.int32), places.edge_type)
-    in_order = take(pair, take(places.canonical, places.stored_by_receiver))
-    number = jnp.arange(num_groups, dtype=jnp.int32)
-    pair_order = put_where(number, groups.used[1], groups.pair_by_receiver[:-1], in_order)
-    receiver_order = placed(groups.positions, groups.receiver_positions)
-    ranges, (first_of_nodes,) = spec.by_receivers(), on_device(first_of_nodes_of(spec))
-    by_receiver = (columns["receivers"], receiver_order, take(groups.start_by_receiver, first_of_nodes))
-    by_node = (pair_node, pair_order, take(groups.pair_by_receiver, first_of_nodes))
-    most_edges = max(sum(spec.slots[n].fan_out for n in together) for together in ranges)
-    most_slots = max(some.fan_out for some in spec.slots)
-    tables = {
-        "by_receiver": _segments(*by_receiver, most_edges, spec),
-        "by_destination_pair": _segments(of_group(pair[:-1], num_groups), None, pair_offsets, most_slots, spec),
-        "destination_pair_by_node": _segments(*by_node, max(map(len, ranges)), spec),
+    pair_group, pair_order = _pairs_in_order(groups, places)
+    pairs = {
+        "offsets": take(groups.start, pair_group),
+        "node": take(places.receiver, pair_group),
+        "edge_type": take(places.edge_type, pair_group),
+        "order": pair_order,
     }
-    first_groups = first_groups_of(spec)
-    type_offsets = take(start, first_groups)
-    typed: dict[str, Grouping] = {
-        "by_edge_type": (columns["edge_type"], None, type_offsets),
-        "destination_pair_by_type": (pair_type, None, take(pair, first_groups)),
-    }
-    return _SlotEdges(columns, type_offsets, tables, typed, slots)
+    first_groups = [first_groups_of(spec) + begin for spec, begin in zip(specs, of_groups.begins, strict=True)]
+    type_offsets, pair_types = (take(x, np.stack(first_groups)) for x in (groups.start, groups.pair))
+    columns, tables, typed = [], [], []
+    for n, spec in enumerate(specs):
+        own, own_pairs = (
+            {name: x.of(some[name], n) for name in some} for x, some in ((space, edges), (of_groups, pairs))
+        )
+        own["edge_ids"] = jnp.arange(spec.num_edges, dtype=jnp.int32) if spec.is_bounded else own["slot"]
+        own["edge_positions"] = own["edge_ids"] if spec.is_bounded else inverse(own["edge_ids"])
+        columns.append(own)
+        (first_of_nodes,) = on_device(first_of_nodes_of(spec) + of_groups.begins[n])
+        by_node = take(groups.start_by_receiver, first_of_nodes), take(groups.pair_by_receiver, first_of_nodes)
+        by_pair = own["pair"], None, of_groups.of(pairs["offsets"], n, ends=1)
+        most_edges, most_pairs = spec.most_of_a_receiver()
+        tables.append(
+            {
+                "by_receiver": _segments(own["receivers"], own["receiver_order"], by_node[0], most_edges, spec),
+                "by_destination_pair": _segments(*by_pair, max(some.fan_out for some in spec.slots), spec),
+                "destination_pair_by_node": _segments(
+                    own_pairs["node"], own_pairs["order"], by_node[1], most_pairs, spec
+                ),
+            }
+        )
+        typed.append(
+            {
+                "by_edge_type": (own["edge_type"], None, type_offsets[n]),
+                "destination_pair_by_type": (own_pairs["edge_type"], None, pair_types[n]),
+            }
+        )
+    return _SlotEdges(space, there, edges["senders"], edges["edge_type"], type_offsets, columns, tables, typed)
 
 
-def _source_side(edges: _SlotEdges, spec: SlotSpec) -> dict[str, Any]:
-    """The groupings by sender: index, order and offsets, or a `Segments` where no segment is long."""
-    num_edges, num_nodes, num_types = spec.num_edges, spec.num_nodes, len(spec.edge_type_names)
-    num_pairs = spec.num_source_pairs
-    columns = edges.columns["edge_type"], edges.columns["senders"]
-    (types, nodes), order = stable_sort(columns, (num_types + 1, num_nodes + 1))
-    position = jnp.arange(num_edges, dtype=jnp.int32)
-    valid = edges.type_offsets[-1]
-    before = count_before(begins_run(types, nodes))
-    pairs = pairs_of(sorting_traced, nodes, types, order, before, valid, num_pairs, (num_nodes, num_types))
-    offsets = pairs.by_pair[2]
-    rank, node_offsets = _ranks_by_node(pairs.node, pairs.edge_type, take(before, valid), spec)
-    pair_order = inverse(rank)
+def _pairs_in_order(groups: _Groups, places: Places) -> tuple[Array, Array]:
+    """int32[places]: the group of each destination pair, or the end of its graph; and the pairs in order of nodes."""
+    space, number = places.space, jnp.arange(places.space.total, dtype=jnp.int32)
+    pair = jnp.stack([groups.pair, groups.pair_by_receiver]) + space.each(space.begins)
+    # The group at each place in order of (receiver, type), and so its pair.
+    by_receiver = take(groups.pair, take_or(places.canonical, places.stored_by_receiver, 0))
+    base = jnp.stack([jnp.broadcast_to(space.each(space.ends), number.shape), space.within()])
+    place = pair + jnp.array([[0], [space.total]], jnp.int32)
+    values = jnp.stack([number, by_receiver])
+    found = put_where(base.reshape(-1), groups.used.reshape(-1), place.reshape(-1), values.reshape(-1))
+    return found[: space.total], found[space.total :]
+
+
+def _source_side(edges: _SlotEdges, specs: tuple[SlotSpec, ...]) -> list[dict[str, Any]]:
+    """For each graph the groupings by sender: index, order and offsets, or a `Segments` where no segment is long."""
+    count, num_types, space, there = len(specs), len(specs[0].edge_type_names), edges.space, edges.there
+    pairs = SideBySide([spec.num_source_pairs for spec in specs])
+    nodes = SideBySide([spec.num_nodes for spec in specs])
+    position, begins, first_edges = space.within(), space.each(space.begins), np.array(space.begins, np.int32)
+    keys = edges.types + (num_types + 1) * space.each(range(count)), edges.senders
+    (types, senders), order = stable_sort(keys, (count * (num_types + 1), max(nodes.sizes) + 1))
+    is_first = begins_run(types, senders)
+    # The pair of each edge. The padding of a graph begins a pair, too, which shows how many pairs there are.
+    number = cumulative_sum(is_first)
+    number = number - space.each(take(number, first_edges))
+    pair = jnp.where(there, number, space.each(pairs.sizes))
+    bounds = take(number, edges.type_offsets + first_edges[:, None])
+    # One scatter writes the pair of each canonical edge, and where each pair begins.
+    base = jnp.broadcast_to(pairs.each(edges.type_offsets[:, -1]), (pairs.total,))
+    place = jnp.where(is_first & there, space.total + pair + space.each(pairs.begins), space.total + pairs.total)
+    found = put(
+        jnp.concatenate([jnp.zeros(space.total, jnp.int32), base]),
+        jnp.concatenate([order, place]),
+        jnp.concatenate([pair, position]),
+        unique=True,
+    )
+    index, offsets = found[: space.total], found[space.total :]
+    # An unused pair begins at the padding.
+    begin = offsets + pairs.each(space.begins)
+    pair_node, pair_type = take(senders, begin), take(types, begin) - (num_types + 1) * pairs.each(range(count))
+    rank, node_offsets = _ranks_by_node(pair_node, pair_type, bounds[:, -1], pairs, nodes, num_types)
+    first_pair = pairs.each(pairs.begins)
+    pair_order = put(jnp.zeros_like(rank), first_pair + rank, pairs.within(), unique=True)
     # The edges of a pair stay together in the order by sender: only where each pair begins there is new.
-    begins = count_before(take(offsets[1:] - offsets[:-1], pair_order))
-    own = jnp.minimum(before[1:] - 1, num_pairs - 1)
-    place = jnp.where(position < valid, take(begins, take(rank, own)) + position - take(offsets, own), position)
-    sender_order = put(jnp.zeros(num_edges, jnp.int32), place, order, unique=True)
-    return {
-        "by_source_pair": pairs.by_pair,
-        "source_pair_by_type": (pairs.edge_type, None, take(before, edges.type_offsets)),
-        "source_pair_by_node": _segments(pairs.node, pair_order, node_offsets, num_types, spec),
-        "by_sender": (edges.columns["senders"], sender_order, take(begins, node_offsets)),
-    }
+    sizes = jax.lax.pad(offsets, np.int32(0), [(-1, 1, 0)]) - offsets
+    edges_before = pairs.sums_before(take(sizes, first_pair + pair_order))
+    own = pair + space.each(pairs.begins)
+    shift = take(edges_before, space.each(pairs.begins) + take(rank, own)) - take(offsets, own)
+    place = begins + position + jnp.where(there, shift, 0)
+    order = order - begins
+    sender_order = put(jnp.zeros_like(order), place, order, unique=True)
+    offsets_by_node = take(edges_before, node_offsets + nodes.each(pairs.begins))
+    return [
+        {
+            "by_source_pair": (space.of(index, n), space.of(order, n), pairs.of(offsets, n, ends=1)),
+            "source_pair_by_type": (pairs.of(pair_type, n), None, bounds[n]),
+            "source_pair_by_node": _segments(
+                pairs.of(pair_node, n), pairs.of(pair_order, n), nodes.of(node_offsets, n, ends=1), num_types, spec
+            ),
+            "by_sender": (edges.columns[n]["senders"], space.of(sender_order, n), nodes.of(offsets_by_node, n, ends=1)),
+        }
+        for n, spec in enumerate(specs)
+    ]
 
 
-def _ranks_by_node(pair_node: Array, pair_type: Array, used: Array, spec: SlotSpec) -> tuple[Array, Array]:
+def _ranks_by_node(
+    pair_node: Array, pair_type: Array, used: Array, pairs: SideBySide, nodes: SideBySide, num_types: int
+) -> tuple[Array, Array]:
     """The place of each pair in order of (node, type), and where the pairs of each node begin there."""
-    num_nodes, num_pairs = spec.num_nodes, pair_node.shape[0]
-    position = jnp.arange(num_pairs, dtype=jnp.int32)
-    if len(spec.edge_type_names) > 32:
-        nodes, order = sort_pairs(pair_node, num_nodes + 1, position)
-        counts = jnp.zeros(num_nodes, jnp.int32).at[nodes.astype(jnp.int32)].add(1, mode="drop")
-        return inverse(order), count_before(counts)
+    node, is_used = pair_node + pairs.each(nodes.begins), pairs.within() < pairs.each(used)
+    written = jnp.where(is_used, node, nodes.total)
+    if num_types > 32:
+        _, order = sort_pairs(node, nodes.total)
+        counts = jnp.zeros(nodes.total, jnp.int32).at[written].add(1, mode="drop")
+        return inverse(order) - pairs.each(pairs.begins), nodes.sums_before(counts)
     # Bit t of a node says that it has a pair of type t; the bits below are those of the pairs before it.
     bit = jnp.left_shift(jnp.uint32(1), pair_type.astype(jnp.uint32))
-    bits = jnp.zeros(num_nodes, jnp.uint32).at[pair_node].add(bit, mode="drop", wrap_negative_indices=False)
-    offsets = count_before(jax.lax.population_count(bits).astype(jnp.int32))
-    lower = take_or(bits, pair_node, 0) & (bit - 1)
-    rank = take(offsets, pair_node) + jax.lax.population_count(lower).astype(jnp.int32)
-    return jnp.where(position < used, rank, position), offsets
+    bits = jnp.zeros(nodes.total, jnp.uint32).at[written].add(bit, mode="drop", wrap_negative_indices=False)
+    offsets = nodes.sums_before(jax.lax.population_count(bits).astype(jnp.int32))
+    lower = take(bits, node) & (bit - 1)
+    rank = take(offsets, node) + jax.lax.population_count(lower).astype(jnp.int32)
+    return jnp.where(is_used, rank, pairs.within()), offsets
 
 
 def _by_node_type(spec: SlotSpec, num_nodes: int) -> tuple[Any, Segments]:
@@ -334,6 +386,11 @@ def _segments(index: Array, order: Array | None, offsets: Array, longest: int, s
     if longest > spec.long_segment_chunk:
         return bounded_segments({"it": (index, order, offsets)}, long_segment_chunk=spec.long_segment_chunk)["it"]
     return Segments(index, order, offsets, None, (), offsets.shape[0] - 1, index.shape[0])
+
+
+def _stacked(*arrays: Any) -> Any:
+    """Places of equal length as one array, static if they are."""
+    return np.stack(arrays) if all(isinstance(array, np.ndarray) for array in arrays) else jnp.stack(arrays)
 
 
 def _joined(parts: Sequence[Array]) -> Array:

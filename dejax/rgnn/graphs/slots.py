@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from dejax.rgnn.graphs.sorting_traced import inverse
+from dejax.rgnn.graphs.sorting_traced import count_before, put
 from dejax.rgnn.graphs.static_tables import on_device
 from dejax.rgnn.graphs.tables import LONG_SEGMENT_CHUNK
 
@@ -96,27 +100,81 @@ class SlotSpec:
         places = sorted(range(len(self.slots)), key=lambda n: (self.slots[n].first, self.slots[n].edge_type))
         return [list(some) for _, some in itertools.groupby(places, key=lambda n: self.slots[n].first)]
 
+    def most_of_a_receiver(self) -> tuple[int, int]:
+        """The most edges, and the most destination pairs, that a receiver can have."""
+        ranges = self.by_receivers()
+        return max(sum(self.slots[n].fan_out for n in together) for together in ranges), max(map(len, ranges))
+
+
+class SideBySide:
+    """A space (groups, edges, nodes or pairs) of several graphs in one array. Static.
+
+    The entries of a graph lie side by side, and behind them one place more: for padding, and for the end of offsets.
+    So each operation is done once, however many graphs there are.
+
+    Attributes:
+        sizes: for each graph the number of its entries.
+        begins: for each graph its first place.
+        total: the number of all places.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = tuple(sizes)
+        *begins, self.total = np.cumsum([0, *(size + 1 for size in sizes)]).tolist()
+        self.begins = tuple(begins)
+
+    @property
+    def ends(self) -> list[int]:
+        """For each graph the place behind its entries."""
+        return [begin + size for begin, size in zip(self.begins, self.sizes, strict=True)]
+
+    def each(self, values: Sequence[Any]) -> Any:
+        """A value of each graph on its places: [places], or the value where there is one graph."""
+        found, position = values[0], jnp.arange(self.total, dtype=jnp.int32)
+        for begin, value in zip(self.begins[1:], values[1:], strict=True):
+            found = jnp.where(position >= begin, value, found)
+        return found
+
+    def within(self) -> Array:
+        """int32[places], the number of each place within its graph."""
+        return jnp.arange(self.total, dtype=jnp.int32) - self.each(self.begins)
+
+    def sums_before(self, counts: Array) -> Array:
+        """int32[..., places], the sum of counts (or flags) of the same graph before each place."""
+        sums = count_before(counts[..., :-1])
+        return sums - self.each([sums[..., begin, None] for begin in self.begins]) if len(self.sizes) > 1 else sums
+
+    def of(self, values: Any, graph: int, ends: int = 0) -> Any:
+        """The values of a graph's entries, and of the place behind them with `ends=1`."""
+        begin = self.begins[graph]
+        return values[begin : begin + self.sizes[graph] + ends]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Places of groups (a receiver and a type), int32[groups] each. They follow from the sizes alone.
+    """Places of groups (a receiver and a type) of several graphs. They follow from the sizes alone.
 
-    Groups are stored by fan-out, so that those of one fan-out are one array. Canonical order is by (type, receiver).
-    Gathers by static places take one kernel each, however many relations there are; slices and joins of the groups of
-    each relation would take one for some dozens of them, and long to compile.
+    Groups are stored by fan-out, then by graph, so that those of one fan-out are one array. Canonical order is by
+    (graph, type, receiver). Gathers by static places take one kernel each, however many relations there are; slices and
+    joins of the groups of each relation would take one for some dozens of them, and long to compile.
 
     Attributes:
-        by_fan_out: places in `SlotSpec.slots` of those with one fan-out.
-        stored: the stored group at each canonical place.
+        fan_outs: the fan-outs, in the order in which their groups are stored.
+        space: the groups in canonical order.
+        stored: the stored group at each canonical place; their number at the end of a graph.
         canonical: the canonical place of each stored group.
-        stored_by_receiver: the stored group at each place in order of (receiver, type).
-        of_receiver: the place in order of (receiver, type) of each stored group.
-        receiver: the receiver, by canonical place.
-        edge_type: the type, by canonical place.
+        stored_by_receiver: the stored group at each place in order of (graph, receiver, type), as `stored`.
+        of_receiver: the place in order of (graph, receiver, type) of each stored group.
+        receiver: the receiver, by canonical place; the number of nodes at the end of a graph.
+        edge_type: the type, by canonical place; the number of types at the end of a graph.
         first_slot: the first of the user's edges of each stored group.
+        end: the place behind the last group of its graph, for each stored group.
+        first_edge: the first place of the edges of its graph, for each stored group.
+        num_edges: the most edges of its graph, for each stored group.
     """
 
-    by_fan_out: dict[int, list[int]]
+    fan_outs: tuple[int, ...]
+    space: SideBySide
     stored: Any
     canonical: Any
     stored_by_receiver: Any
@@ -124,35 +182,58 @@ class Places:
     receiver: Any
     edge_type: Any
     first_slot: Any
+    end: Any
+    first_edge: Any
+    num_edges: Any
 
     def on_device(self) -> Places:
         """The same places, where they are many made on the device."""
-        stored, receiver, edge_type = on_device(self.stored, self.receiver, self.edge_type)
-        canonical, of_receiver, first_slot = on_device(self.canonical, self.of_receiver, self.first_slot)
-        by_receiver = self.stored_by_receiver
-        if not isinstance(of_receiver, np.ndarray):  # receivers of several types alternate: not linear in pieces
-            by_receiver = inverse(of_receiver)
-        return Places(self.by_fan_out, stored, canonical, by_receiver, of_receiver, receiver, edge_type, first_slot)
+        by_place, by_group = ("stored", "receiver", "edge_type"), ("canonical", "of_receiver", "first_slot")
+        by_group += ("end", "first_edge", "num_edges")
+        made = {
+            name: array
+            for names in (by_place, by_group)
+            for name, array in zip(names, on_device(*(getattr(self, name) for name in names)), strict=True)
+        }
+        count = self.canonical.shape[0]
+        if not isinstance(
+            made["of_receiver"], np.ndarray
+        ):  # receivers of several types alternate: not linear in pieces
+            number = jnp.arange(count, dtype=jnp.int32)
+            none = jnp.full(self.space.total, count, jnp.int32)
+            made["stored_by_receiver"] = put(none, made["of_receiver"], number, unique=True)
+        return dataclasses.replace(self, **made)
 
 
 @lru_cache(maxsize=64)
-def places_of(spec: SlotSpec) -> Places:
-    by_fan_out: dict[int, list[int]] = {}
-    for n in itertools.chain(*spec.stored) if spec.stored else range(len(spec.slots)):
-        by_fan_out.setdefault(spec.slots[n].fan_out, []).append(n)
-    counts = [some.count for some in spec.slots]
-    first_slot = np.cumsum([0, *(some.count * some.fan_out for some in spec.slots)])
-    # In the user's order, which is the canonical one.
-    receiver = np.concatenate([np.arange(some.first, some.first + some.count) for some in spec.slots])
-    edge_type = np.repeat([some.edge_type for some in spec.slots], counts)
-    slot = np.concatenate([first_slot[n] + np.arange(some.count) * some.fan_out for n, some in enumerate(spec.slots)])
-    begins = np.cumsum([0, *counts])
-    canonical = np.concatenate([np.arange(begins[n], begins[n + 1]) for some in by_fan_out.values() for n in some])
-    stored = np.argsort(canonical)
-    by_receiver = np.lexsort((edge_type, receiver))
-    of_receiver = np.argsort(by_receiver)[canonical]
-    arrays = stored, canonical, stored[by_receiver], of_receiver, receiver, edge_type, slot[canonical]
-    return Places(by_fan_out, *(array.astype(np.int32) for array in arrays))
+def places_of(specs: tuple[SlotSpec, ...]) -> Places:
+    space, edges = SideBySide([spec.num_groups for spec in specs]), SideBySide([spec.num_edges for spec in specs])
+    stored: dict[int, list[np.ndarray]] = {}
+    by_place: list[np.ndarray] = []
+    for n, spec in enumerate(specs):
+        counts = [some.count for some in spec.slots]
+        first_slot = np.cumsum([0, *(some.count * some.fan_out for some in spec.slots)])
+        # In the user's order, which is the canonical one.
+        receiver = np.concatenate([np.arange(some.first, some.first + some.count) for some in spec.slots])
+        edge_type = np.repeat([some.edge_type for some in spec.slots], counts)
+        slot = np.concatenate(
+            [first_slot[i] + np.arange(c) * s.fan_out for i, (s, c) in enumerate(zip(spec.slots, counts, strict=True))]
+        )
+        place = space.begins[n] + np.arange(len(receiver))
+        of_receiver = space.begins[n] + np.argsort(np.lexsort((edge_type, receiver)))
+        same = [np.full_like(place, number) for number in (space.ends[n], edges.begins[n], spec.num_edges)]
+        columns = np.stack([place, of_receiver, slot, *same])
+        begins = np.cumsum([0, *counts])
+        for i in itertools.chain(*spec.stored) if spec.stored else range(len(counts)):
+            stored.setdefault(spec.slots[i].fan_out, []).append(columns[:, begins[i] : begins[i + 1]])
+        ends = [spec.num_nodes], [len(spec.edge_type_names)]
+        by_place.append(np.stack([np.append(receiver, ends[0]), np.append(edge_type, ends[1])]))
+    canonical, of_receiver, *others = np.concatenate(list(itertools.chain(*stored.values())), axis=1)
+    inverses = np.full((2, space.total), len(canonical))
+    inverses[0, canonical] = inverses[1, of_receiver] = np.arange(len(canonical))
+    receiver, edge_type = np.concatenate(by_place, axis=1)
+    arrays = inverses[0], canonical, inverses[1], of_receiver, receiver, edge_type, *others
+    return Places(tuple(stored), space, *(array.astype(np.int32) for array in arrays))
 
 
 def first_groups_of(spec: SlotSpec) -> np.ndarray:
