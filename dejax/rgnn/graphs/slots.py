@@ -128,7 +128,7 @@ class SideBySide:
         """For each graph the place behind its entries."""
         return [begin + size for begin, size in zip(self.begins, self.sizes, strict=True)]
 
-    def each(self, values: Sequence[Any]) -> Any:
+    def each(self, values: Any) -> Any:
         """A value of each graph on its places: [places], or the value where there is one graph."""
         found, position = values[0], jnp.arange(self.total, dtype=jnp.int32)
         for begin, value in zip(self.begins[1:], values[1:], strict=True):
@@ -188,8 +188,8 @@ class Places:
 
     def on_device(self) -> Places:
         """The same places, where they are many made on the device."""
-        by_place, by_group = ("stored", "receiver", "edge_type"), ("canonical", "of_receiver", "first_slot")
-        by_group += ("end", "first_edge", "num_edges")
+        by_place = "stored", "receiver", "edge_type"
+        by_group = "canonical", "of_receiver", "first_slot", "end", "first_edge", "num_edges"
         made = {
             name: array
             for names in (by_place, by_group)
