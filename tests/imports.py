@@ -21,6 +21,11 @@ def modules(package: str = "dejax") -> dict[str, Path]:
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imported_names(path: Path, annotations: bool = True) -> frozenset[str]:
     """Every dotted name that a file imports; `from a import b` gives `a.b`.
 
@@ -29,7 +34,7 @@ def imported_names(path: Path, annotations: bool = True) -> frozenset[str]:
       annotations: whether imports under `if TYPE_CHECKING` count.
     """
     found: set[str] = set()
-    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    waiting: list[ast.AST] = [tree_of(path)]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not annotations:

@@ -216,15 +216,12 @@ def close(got: Any, want: Any) -> None:
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=2e-5 * scale)
 
 
-# Which tables the parts have is compared above for every case, so one layer runs on the case that has most of them.
-MORE = [
-    *(("rgcn", case) for case in list(CASES)[1:]),
-    ("hgt", "long segments at borders"),
-    ("rgat", "no long segments"),
-]
-MODELS = [("rgcn", "long segments at borders"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+# The tables of parts are compared above for every case, and test_full_graph_lowering.py compares the kernels that read
+# them with those of one device.
+MODELS = [*(("rgcn", case) for case in CASES), ("hgt", "long segments at borders"), ("rgat", "no long segments")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), MODELS)
 def test_kernels_on_parts_equal_one_device(name: str, case: str) -> None:
     compare(name, case, "pallas")

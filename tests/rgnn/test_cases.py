@@ -209,13 +209,11 @@ def assert_padding_is_gone(got: tuple, want: Expected, masks: dict) -> None:
     assert_agrees((plain, results, gradients), want, F32)
 
 
+@SLOW  # test_contract.py has RGAT on a padded graph
 @pytest.mark.parametrize(
     ("name", "backend"),
-    # The kernels read the same tables as XLA, and more. test_contract.py has RGAT on XLA.
-    slow_but(
-        [("source_pairs", "pallas")],
-        [*((n, "xla") for n in PADDED if n not in PADDED_KERNELS), *((n, "pallas") for n in PADDED_KERNELS)],
-    ),
+    # The kernels read the same tables as XLA, and more.
+    [*((n, "xla") for n in PADDED if n not in PADDED_KERNELS), *((n, "pallas") for n in PADDED_KERNELS)],
 )
 def test_padding_has_no_effect(name: str, backend: str) -> None:
     check_padding(name, BACKENDS[backend], padded_case(name, Size(3, 3, 2)))
