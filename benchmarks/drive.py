@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import mmap
 import os
 import subprocess
@@ -29,6 +30,7 @@ from benchmarks.provenance import Save
 from dejax.host_gather import DriveTable, prefetched_scan
 from dejax.minibatch import FeatureStore, infer_layers
 
+PEER = Path(__file__).parent / "peers" / "graphbolt_disk.py"
 ROW = 4096  # bytes
 DEPTH = 128  # reads in flight
 RUN = 128 << 10  # bytes of a read in a sequential pass
@@ -204,6 +206,61 @@ def mostly_cached(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
     return median(found)
 
 
+def skewed(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
+    """Batches in which some rows come often, with a cache of a tenth of the rows; beside it GraphBolt, if it is given.
+
+    The file is one of its own: an .npy file of float32 whose header takes a block.
+    """
+    rows, warm = drive.blocks // 2, args.batches
+    path, ids_path = drive.path.with_suffix(".npy"), drive.path.with_suffix(".ids.npy")
+    batches = skewed_batches(rows, args.batch, 3 * warm)
+    np.save(ids_path, batches)
+    write_npy(path, rows)
+    given, measured = jnp.asarray(batches[warm:], jnp.int32), len(batches) - warm
+    read = jax.jit(lambda table, ids: prefetched_scan(lambda carry, rows, _: (carry, rows[:, 0]), 0, table, ids)[1])
+    found = []
+    for _ in range(args.turns):
+        with DriveTable.from_npy(path, cache_bytes=rows // 10 * ROW) as table:
+            for ids in batches[:warm]:
+                table[ids].block_until_ready()
+            read(table, jnp.full_like(given, int(batches[0][0]))).block_until_ready()
+            before, begin, cpu = table.stats()["drive_rows"], time.perf_counter(), time.process_time()
+            first = read(table, given).block_until_ready()
+            seconds, used = time.perf_counter() - begin, time.process_time() - cpu
+            assert np.array_equal(first, given), "wrong rows"
+            missed = (table.stats()["drive_rows"] - before) / given.size
+        own = {"ms": 1e3 * seconds / measured, "cpu_ms": 1e3 * used / measured, "missed": missed}
+        if args.graphbolt is not None:
+            names = [args.graphbolt, path, ids_path, rows // 10, warm]
+            command = [args.python, str(PEER), *map(str, names)]
+            out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            peer = json.loads(out.splitlines()[-1])
+            own |= {f"graphbolt_{name}": value for name, value in peer.items()} | {"ratio": peer["ms"] / own["ms"]}
+        found.append(own)
+    path.unlink()
+    ids_path.unlink()
+    return median(found)
+
+
+def skewed_batches(rows: int, batch: int, count: int) -> np.ndarray:
+    """int64[count, batch], distinct ids in each batch; the k-th most frequent one has the weight k^-0.8."""
+    rng, weights = np.random.default_rng(3), np.arange(1, rows + 1) ** -0.8
+    order = rng.permutation(rows)
+    return np.stack([order[rng.choice(rows, batch, False, weights / weights.sum())] for _ in range(count)])
+
+
+def write_npy(path: Path, rows: int) -> None:
+    """float32[rows, 1024], each of which begins with its number, after a header of a block."""
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({rows}, {ROW // 4}), }}".ljust(ROW - 11) + "\n"
+    noise = np.random.default_rng(0).standard_normal((1024, ROW // 4)).astype(np.float32)
+    with open(path, "wb") as file:
+        file.write(b"\x93NUMPY\x01\x00" + (ROW - 10).to_bytes(2, "little") + header.encode())
+        for start in range(0, rows, len(noise)):
+            noise[:, 0] = np.arange(start, start + len(noise))
+            file.write(noise[: rows - start].tobytes())
+        os.fsync(file.fileno())
+
+
 _MEMORY = """
 import resource, sys
 if sys.argv[5] != "0":
@@ -263,6 +320,7 @@ CASES = {
     "sequential": sequential,
     "inference": inference,
     "mostly_cached": mostly_cached,
+    "skewed": skewed,
     "memory": memory,
 }
 
@@ -274,6 +332,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, default=8, help="gathers of a turn")
     parser.add_argument("--turns", type=int, default=3, help="how often each figure is taken; its median counts")
     parser.add_argument("--memory-calls", type=int, default=40, help="calls of 8 steps, of the case `memory`")
+    parser.add_argument("--graphbolt", type=Path, help="GraphBolt's library, beside which `skewed` is measured")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter with torch, for --graphbolt")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="which cases; default: all")
 
 
