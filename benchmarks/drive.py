@@ -184,6 +184,7 @@ def mostly_cached(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(args.turns):
         order = rng.permutation(drive.blocks)
         warm, fresh = order[:hot], order[hot : hot + misses * (args.batches + 1)].reshape(-1, misses)
+        others = order[-4 * args.batch :]
         visits = np.zeros(drive.blocks)
         visits[warm] = 1
         some = [rng.choice(warm, args.batch, replace=False) for _ in range(args.batches + 1)]
@@ -192,7 +193,7 @@ def mostly_cached(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
         cache = hot + 4 * args.batch
         stored = DriveTable.from_file(drive.path, (drive.blocks, ROW), np.uint8, cache_bytes=cache * ROW, visits=visits)
         with stored as table:
-            fill(table, warm, args.batch)
+            fill(table, np.concatenate([warm, others]), args.batch)
             cached = args.batch * ROW / table_rate(table, some)[0]
             before = table.stats()
             took = args.batch * ROW / table_rate(table, mixed)[0]
