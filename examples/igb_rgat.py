@@ -655,6 +655,8 @@ def train(trainer: RGATTrainer, options: argparse.Namespace) -> tuple[dict[str, 
     """
     checkpoints = Checkpoints(options.out)
     settings = {"data": trainer.data.name, "model": asdict(trainer.config), **asdict(trainer.recipe)}
+    if trainer.mesh is not None:
+        settings["devices"] = trainer.devices
     # How steps are called and where residuals lie change no number.
     checkpoints.begin({**settings, "pipeline": None, "offload": None}, resume=options.resume)
     state, done, seed = trainer.init(), 0, trainer.recipe.seed

@@ -154,6 +154,23 @@ def test_a_run_that_resumes_has_the_same_losses(tmp_path, capsys):
     assert "must be the folder of a run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.devices(2)
+def test_a_run_on_two_devices_resumes(tmp_path, capsys):
+    small = ["--scale", "1e-6", "--width", "8", "--hidden", "4", "--heads", "2", "--batch", "4", "--fan-outs", "2"]
+    small += ["--compute", "float32", "--eval-batches", "1", "--device-gb", "5e-6", "--pipeline", "2", "--gpus", "2"]
+    assert main([*small, "--steps", "4", "--out", str(tmp_path / "a")]) == 0
+    whole = json.loads((tmp_path / "a" / "results.json").read_text())
+    assert len(whole["loss"]) == 4 and whole["devices"] == 2 and len(whole["accuracy"]) == 1
+    assert main([*small, "--steps", "2", "--out", str(tmp_path / "b")]) == 0
+    assert main([*small, "--steps", "4", "--out", str(tmp_path / "b"), "--resume"]) == 0
+    resumed = json.loads((tmp_path / "b" / "results.json").read_text())
+    np.testing.assert_allclose(resumed["loss"], whole["loss"], rtol=1e-6)
+    with pytest.raises(SystemExit):
+        main([*small, "--gpus", "1", "--steps", "6", "--out", str(tmp_path / "b"), "--resume"])
+    assert "got devices=1 (it has 2)" in capsys.readouterr().err
+
+
 def test_igbs_folder(tmp_path):
     rng = np.random.default_rng(0)
     root = tmp_path / "processed"
