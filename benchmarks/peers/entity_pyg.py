@@ -60,15 +60,17 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")  # TF32, as ours on a GPU
     arrays = {path.stem: torch.from_numpy(np.load(path)).to(device) for path in folder.glob("*.npy")}
     torch.ones(8, device=device).sum().item()  # the device is ready
-    seconds, accuracies, parameters = [], [], 0
+    seconds, of_cpu, accuracies, parameters = [], [], [], 0
     for seed in range(job["seeds"]):
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         accuracy, parameters = train(job, arrays, seed)
         accuracies.append(accuracy)
         seconds.append(time.perf_counter() - begin)
+        of_cpu.append(time.process_time() - cpu)
     found = {
         "parameters": parameters,
         "seconds": seconds,
+        "cpu_seconds": of_cpu,
         "test": accuracies,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
