@@ -51,6 +51,11 @@ class Splitting:
             order = np.random.default_rng(0).permutation(len(times))
             cuts = [int(share * len(times)) for share in _SHARES]
             found = {split: np.sort(part) for split, part in zip(SPLITS, np.split(order, cuts), strict=True)}
+        elif not has_times(data):
+            raise ValueError(
+                f"task {task!r} must have no `valid_from` and `test_from` if no table has times, got "
+                f"{self.valid_from!r} and {self.test_from!r}; name the columns of times in `time_columns` of from_tables"
+            )
         else:
             if self.valid_from is None or self.test_from is None:
                 raise ValueError(

@@ -217,7 +217,11 @@ def boundary(what: str, value: Any, times: np.ndarray, unit: str, of: str) -> in
         ValueError: a boundary of another kind than the times (a year for dates, a date for milliseconds), or so far
             from all of them that it must be of another unit.
     """
-    time = TimeColumn.of(what, objects_of([value]))
+    try:
+        time = TimeColumn.of(what, objects_of([value]))
+    except ValueError:
+        example = "such as 2024-12-31 or 2024-12-31T18:30:00Z" if unit == "s" else "as a finite number"
+        raise ValueError(f"{what} that is a time {example}, got {value!r}") from None
     if time.kind is None or time.unit != unit:
         expected = "a time, such as a date" if unit == "s" else "a number in the unit of the column"
         raise ValueError(
