@@ -54,7 +54,7 @@ class Splitting:
         elif not has_times(data):
             raise ValueError(
                 f"task {task!r} must have no `valid_from` and `test_from` if no table has times, got "
-                f"{self.valid_from!r} and {self.test_from!r}; name the columns of times in `time_columns` of from_tables"
+                f"{self.valid_from!r} and {self.test_from!r}; name columns of times in `time_columns` of from_tables"
             )
         else:
             if self.valid_from is None or self.test_from is None:
