@@ -2,7 +2,7 @@
 
     python -m benchmarks first_calls --out benchmarks/results
     python -m benchmarks first_calls --models gat,rgat --graph aifb
-    python -m benchmarks first_calls --models mag,am,igb,mag/pipelined --out benchmarks/results/first_calls_sampled_h200.json
+    python -m benchmarks first_calls --models mag,mag/pipelined,am/pipelined --out first_calls_sampled_h200.json
 
 One training step of each layer of `benchmarks/zoo.py` and of RGCN, RGAT and HGT, 64 to 64; or a step on sampled batches
 of `benchmarks/mini_batch_pipeline.py` (igb at a hundredth), or its pipelined program of eight steps, with the launches

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -130,14 +131,15 @@ class SideBySide:
 
     def each(self, values: Any) -> Any:
         """A value of each graph on its places: [places], or the value where there is one graph."""
-        found, position = values[0], jnp.arange(self.total, dtype=jnp.int32)
+        found = values[0]
         for begin, value in zip(self.begins[1:], values[1:], strict=True):
-            found = jnp.where(position >= begin, value, found)
+            position = jax.lax.iota(jnp.int32, self.total)
+            found = jnp.where(jax.lax.ge(position, jax.lax.full_like(position, begin)), value, found)
         return found
 
     def within(self) -> Array:
         """int32[places], the number of each place within its graph."""
-        return jnp.arange(self.total, dtype=jnp.int32) - self.each(self.begins)
+        return jax.lax.iota(jnp.int32, self.total) - self.each(self.begins)
 
     def sums_before(self, counts: Array) -> Array:
         """int32[..., places], the sum of counts (or flags) of the same graph before each place."""

@@ -60,9 +60,11 @@ def take_or(values: Array, index: Array, fill: float) -> Array:
     count, row = values.shape[0], values.shape[1:]
     if not count:
         return jnp.full(index.shape + row, fill, values.dtype)
-    there = (index < count).reshape(*index.shape, *(1,) * len(row))
+    index = jnp.asarray(index)
+    there = jax.lax.lt(index, jax.lax.full_like(index, count))
     found = take(values, jax.lax.min(index, jax.lax.full_like(index, count - 1)))
-    return jnp.where(there, found, jnp.asarray(fill, values.dtype))
+    there = jax.lax.broadcast_in_dim(there, found.shape, tuple(range(index.ndim)))
+    return jax.lax.select(there, found, jax.lax.full_like(found, fill))
 
 
 def put(base: Array, place: Array, values: Any, unique: bool = False) -> Array:
