@@ -1,7 +1,8 @@
-"""The only file that names Pallas' Triton lowering: calls, loads, stores, products, extrema and atomic additions.
+"""What kernels are made of: calls, loads, stores, products, extrema and atomic additions, for both lowerings.
 
-The lowering is deprecated since jax 0.11 and has no successor for gathered loads on Hopper; leaving it for one that has
-them costs this file (docs/performance/lowering.md says what it costs without).
+This is the only file that names Pallas' own lowering to Triton, which is deprecated since jax 0.11 and has no successor
+for gathered loads on Hopper. `dejax.pallas.lowering` is dejax's; without the former it is the only one
+(docs/performance/lowering.md compares them).
 
 Kernels of this package keep to these rules, which make interpret mode run the same code:
 
@@ -30,19 +31,27 @@ import jax
 # caches compare, so that the first interpreted program of a process was traced and compiled twice.
 import jax._src.pallas.fuser.jaxpr_fusion
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.pallas.triton import lowering
+from jax._src.pallas import primitives as pallas_primitives
 from jax.extend import source_info_util
 from jax.extend.core import Primitive
-from jaxlib.mlir.dialects import arith
 
 from dejax import _compat
 from dejax.pallas._shapes import divide
 from dejax.pallas._tiles import broadcast, where
 from dejax.pallas.formats.table_slice import SliceRef, TableSlice
+from dejax.pallas.lowering import primitives
+from dejax.pallas.lowering.choice import chosen
+from dejax.pallas.lowering.launch import KernelSchedule, compiling_ahead
+
+try:
+    import jax.experimental.pallas.triton as plt
+    from jax._src.pallas.triton import lowering
+    from jaxlib.mlir.dialects import arith
+except ImportError:  # JAX has removed it, as it says it will
+    plt = lowering = arith = None  # type: ignore[assignment]
 
 # The warning comes when a jitted function is lowered, which is in the user's code and not in ours: a scope around our
 # calls would not catch it.
@@ -93,6 +102,17 @@ def _from_nowhere() -> Iterator[None]:
 
 
 _interpreted: contextvars.ContextVar[bool] = contextvars.ContextVar("dejax_kernel_interpreted", default=True)
+
+
+def _lowering() -> str:
+    """Which of `LOWERINGS` makes a program of a kernel."""
+    return chosen() or ("dejax" if plt is None else "pallas")
+
+
+def _parameters(num_warps: int, num_stages: int) -> Any:
+    if _lowering() == "pallas":
+        return plt.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+    return KernelSchedule(num_warps, num_stages)
 
 
 def _traced(kernel: Callable[..., Any], interpret: bool, slices: Mapping[int, TableSlice]) -> Callable[..., Any]:
@@ -155,11 +175,14 @@ def pallas_call(
             _traced(kernel, interpret, slices),
             out_shape=list(out_shape),
             grid=(num_programs,),
-            compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+            compiler_params=_parameters(num_warps, num_stages),
             interpret=interpret,
             input_output_aliases=dict(aliases or {}),
             name=f"{_label.get()}_{name}" if _label.get() else name,
         )
+        given = [o.table if isinstance(o, TableSlice) else o for o in operands]
+        ahead = _lowering() == "dejax" and not interpret
+        kernel_call = functools.partial(compiling_ahead, kernel_call) if ahead else kernel_call
         call = jax.custom_jvp(functools.partial(_compat.unchecked, kernel_call))
 
         @call.defjvp
@@ -169,7 +192,7 @@ def pallas_call(
                 "own backward kernels, or give the function that calls the kernel a jax.custom_vjp"
             )
 
-        return call(*(o.table if isinstance(o, TableSlice) else o for o in operands))
+        return call(*given)
 
     return run
 
@@ -209,13 +232,14 @@ def load(ref: Any, indices: tuple[jax.Array, ...], mask: jax.Array | None = None
     if isinstance(ref, SliceRef):
         ref, indices = ref.ref, (indices[0] + ref.start,)
     if mask is None:
-        return plt.load(ref.at[indices])
-    return plt.load(ref.at[indices], mask=mask, other=np.zeros((), ref.dtype) if other is None else other)
+        return pallas_primitives.load(ref, indices)
+    other = np.zeros((), ref.dtype) if other is None else other
+    return pallas_primitives.load(ref, indices, mask=mask, other=other)
 
 
 def store(ref: Any, indices: tuple[jax.Array, ...], value: jax.Array, mask: jax.Array | None = None) -> None:
     """`ref[indices] = value` where `mask` is true; see the module's rule on lanes that are not stored."""
-    plt.store(ref.at[indices], value.astype(ref.dtype), mask=mask)
+    pallas_primitives.store(ref, indices, value.astype(ref.dtype), mask=mask)
 
 
 def arrive(ref: Any, index: jax.Array) -> jax.Array:
@@ -233,16 +257,20 @@ def arrive(ref: Any, index: jax.Array) -> jax.Array:
     # would go through shared memory, and a loop whose program takes any of that is slower, by up to a quarter.
     lane = lax.iota(jnp.int32, 32)
     first = lax.eq(lane, np.int32(0))
-    plt.debug_barrier()
-    before = plt.atomic_add(ref, (lane * 0 + index,), lax.full((32,), np.float32(1)), mask=first)
-    plt.debug_barrier()
+    barrier()
+    place, one = lane * 0 + index, lax.full((32,), np.float32(1))
+    if _lowering() == "dejax":
+        before = primitives.atomic_add(ref, place, one, first)
+    else:
+        before = plt.atomic_add(ref, (place,), one, mask=first)
+    barrier()
     return lax.reduce_sum(where(first, before, 0.0), (0,))
 
 
 def barrier() -> None:
     """What a program has stored before can be loaded by it after."""
     if not _interpreted.get():
-        plt.debug_barrier()
+        (primitives.barrier if _lowering() == "dejax" else plt.debug_barrier)()
 
 
 def multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
@@ -318,9 +346,10 @@ def _primitives(kind: str) -> tuple[Primitive, Primitive]:
     shaped = jax.core.ShapedArray
     of_two.def_abstract_eval(lambda x, y: shaped(x.shape, x.dtype))
     along.def_abstract_eval(lambda x, axes: shaped(tuple(np.delete(x.shape, axes).tolist()), x.dtype))
-    lowering.register_lowering(of_two)(lambda _, x, y: getattr(arith, f"{kind}imumf")(x, y))
-    combine = functools.partial(_extremum_with_nan, kind)
-    lowering.register_lowering(along)(functools.partial(lowering._reduce_lowering, combine))
+    if lowering is not None:
+        lowering.register_lowering(of_two)(lambda _, x, y: getattr(arith, f"{kind}imumf")(x, y))
+        combine = functools.partial(_extremum_with_nan, kind)
+        lowering.register_lowering(along)(functools.partial(lowering._reduce_lowering, combine))
     return of_two, along
 
 
@@ -332,6 +361,8 @@ for _kind in ("max", "min"):
 
 def _instruction(text: str, *args: jax.Array) -> jax.Array:
     """One instruction of PTX on each number of float32 tiles of one shape."""
+    if _lowering() == "dejax":
+        return primitives.instruction(text, *args)
     (result,) = plt.elementwise_inline_asm(
         text, args=args, constraints=",".join(["=f", *"f" * len(args)]), pack=1,
         result_shape_dtypes=(jax.ShapeDtypeStruct(args[0].shape, jnp.float32),),

@@ -44,3 +44,23 @@ def machine() -> Machine:
         return H200
     capability = getattr(jax.devices()[0], "compute_capability", "")
     return Machine(shared_bytes=_SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES))
+
+
+# Ten times the major number, plus the minor one, of devices that a program may be lowered for where there are none.
+_CAPABILITIES = {"A100": 80, "H100": 90, "H200": 90, "GH200": 90, "B200": 100, "GB200": 100, "B300": 103, "GB300": 103}
+
+
+def compute_capability() -> int | None:
+    """Of the GPU that programs are traced for: ten times the major number, plus the minor one; None: there is none.
+
+    That of the abstract device of `jax.sharding.use_abstract_mesh`, else the default device's.
+    """
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    words = str(getattr(described, "device_kind", "")).split()
+    known = [number for name, number in _CAPABILITIES.items() if name in words]
+    if known:
+        return known[0]
+    if jax.default_backend() not in ("gpu", "cuda"):
+        return None
+    found = getattr(jax.devices()[0], "compute_capability", None)
+    return None if found is None else int(str(found).replace(".", ""))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from dejax.pallas.lowering.choice import checked
 from dejax.rgnn.passes import known_passes
 
 BACKENDS = ("auto", "pallas", "xla")
@@ -25,21 +26,27 @@ class Options:
         most 1e-6 (f32), 2e-3 (tf32) or 2e-2 (bf16) where nothing cancels (docs/precision.md).
       disable: names of compiler passes to leave out, from `dejax.rgnn.passes.PASSES`.
       interpret: whether kernels are interpreted; None: if the default backend is not a GPU.
+      lowering: what makes GPU programs of kernels: `"pallas"`, JAX's own lowering to Triton, which it has deprecated,
+        or `"dejax"`, dejax's, which needs the package triton (`pip install 'dejax-ml[triton]'`). None: what the
+        environment variable `DEJAX_LOWERING` says, else `"pallas"` as long as JAX has it. They are compared in
+        docs/performance/lowering.md.
 
     Raises:
-      ValueError: the backend, the precision or a pass is unknown.
+      ValueError: the backend, the precision, a pass or the lowering is unknown.
     """
 
     backend: str = "auto"
     precision: str | None = None
     disable: tuple[str, ...] = ()
     interpret: bool | None = None
+    lowering: str | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
         if self.precision not in (None, *PRECISIONS):
             raise ValueError(f"precision must be None or one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        checked(self.lowering, "lowering")
         object.__setattr__(self, "disable", known_passes(self.disable))
 
     def with_default_precision(self) -> Options:

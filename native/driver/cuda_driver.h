@@ -68,6 +68,8 @@ enum Part : unsigned { kOptional = 0, kCore = 1, kTables = 2, kOffload = 4 };
   X(kTables, host_get_device_pointer, "cuMemHostGetDevicePointer_v2", DevicePointer*, void* host, unsigned flags)      \
   X(kTables, module_load_data, "cuModuleLoadData", Module*, const void* image)                                         \
   X(kTables, module_get_function, "cuModuleGetFunction", Function*, Module, const char* name)                          \
+  X(kTables, func_set_attribute, "cuFuncSetAttribute", Function, int attribute, int value)                             \
+  X(kTables, thread_exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", int* mode)                             \
   X(kTables, launch_kernel, "cuLaunchKernel", Function, unsigned grid_x, unsigned grid_y, unsigned grid_z,             \
     unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream, void** parameters,            \
     void** extra)                                                                                                      \

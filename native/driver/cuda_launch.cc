@@ -1,5 +1,6 @@
-#include "driver/cuda_driver.h"
+#include "driver/cuda_launch.h"
 
+#include <functional>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -23,6 +24,20 @@ Kernels& AllKernels() {
   static Kernels* const kernels = new Kernels;
   return *kernels;
 }
+
+// While it lives, this thread may load modules although it is capturing a graph.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { Exchange(); }
+  ~RelaxedCapture() { Exchange(); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  void Exchange() { GetDriver(kTables).thread_exchange_capture_mode(&mode_); }
+
+  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED, then the thread's own
+};
 
 Function LoadInto(Kernel& kernel, Context context, std::string* why) {
   const auto found = kernel.loaded.find(context);
@@ -147,6 +162,27 @@ bool HasKernel(int64_t key, const std::vector<int>& ordinals) {
     if (GetDriver(kCore).device_get(&device, ordinal) != 0 || found->second.images.count(device) == 0) return false;
   }
   return true;
+}
+
+Function LoadKernel(int64_t key, Context context, const std::function<std::string()>& image, const std::string& name,
+                    int64_t shared_bytes) {
+  constexpr int kMaxDynamicSharedBytes = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+  constexpr int64_t kSharedBytesWithoutAsking = 48 * 1024;
+  static auto* const mutex = new std::mutex;
+  static auto* const loaded = new std::map<std::pair<int64_t, Context>, Function>;
+  std::lock_guard<std::mutex> lock(*mutex);
+  Function& function = (*loaded)[{key, context}];
+  if (function != nullptr) return function;
+  const Driver& driver = GetDriver(kTables);
+  const RelaxedCapture relaxed;
+  Module module = nullptr;
+  Function found = nullptr;
+  Check(driver.module_load_data(&module, image().data()), "cuModuleLoadData");
+  Check(driver.module_get_function(&found, module, name.c_str()), "cuModuleGetFunction");
+  if (shared_bytes > kSharedBytesWithoutAsking) {
+    Check(driver.func_set_attribute(found, kMaxDynamicSharedBytes, static_cast<int>(shared_bytes)), "cuFuncSetAttribute");
+  }
+  return function = found;
 }
 
 DevicePointer NextCounter(Context context) {

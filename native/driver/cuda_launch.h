@@ -1,7 +1,8 @@
-// Kernels that Python has compiled with NVRTC, and the contexts of devices.
+// Kernels that Python has compiled, and the contexts of devices.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,11 @@ bool HasKernel(int64_t key, const std::vector<int>& ordinals);
 
 // The kernel of `key` in a context; null with a reason.
 Function FindKernel(int64_t key, Context context, std::string* why);
+
+// The kernel of `key` in the current context, loaded by its first caller, which may be capturing a graph. `image` gives the
+// binary. Throws std::runtime_error.
+Function LoadKernel(int64_t key, Context context, const std::function<std::string()>& image, const std::string& name,
+                    int64_t shared_bytes);
 
 // Eight bytes of device memory of the current context for a kernel's work counter. They come from a ring of 1,024, so that
 // calls on several streams do not share one. 0 if there is no memory.

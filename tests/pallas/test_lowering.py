@@ -23,12 +23,12 @@ except ImportError:
     from jax._src.mesh import AbstractDevice
 
 
-def lower(function, *arguments) -> str:
+def lower(function, *arguments, device: str = "NVIDIA H200") -> str:
     """The StableHLO of `function` for CUDA, whose custom calls hold the kernels' Triton IR, verified.
 
     No kernel may drop NaN.
     """
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device, 132, "gpu"))
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
     with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Triton.*", category=DeprecationWarning)

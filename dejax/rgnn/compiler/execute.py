@@ -7,9 +7,10 @@ edges in canonical order.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from dejax.pallas import label
 from dejax.pallas.formats.column_powers import column_powers, of_array
 from dejax.pallas.formats.encode import to_row_scaled
 from dejax.pallas.formats.row_scaled import RowScaled, of_stored
+from dejax.pallas.lowering.choice import lowered_by
 from dejax.rgnn.compiler.failures import record_failure
 from dejax.rgnn.compiler.reverse_only import reverse_only
 from dejax.rgnn.compiler.traced import TracedKernel, note
@@ -148,7 +150,19 @@ def differentiable_positions(task: CompileTask) -> tuple[int, ...]:
     return tuple(op.attr("position") for op in ops if is_float(op.dtype))
 
 
+def _lowered_as_chosen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a task and more, whose kernels are lowered as the task's options say."""
+
+    @wraps(function)
+    def run(task: CompileTask, *args: Any) -> Any:
+        with lowered_by(task.options.lowering):
+            return function(task, *args)
+
+    return run
+
+
 @broadcasting
+@_lowered_as_chosen
 def run_kernels(
     task: CompileTask, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs = ()
 ) -> tuple[Arrays, Kept]:
@@ -294,6 +308,7 @@ def _positions_of_array(array: jax.Array, count: int) -> tuple[int, ...]:
 
 
 @broadcasting
+@_lowered_as_chosen
 def encode_shared(task: CompileTask, graph: RelGraph, values: Arrays, row_scaled: RowScaledInputs) -> RowScaledInputs:
     """`row_scaled` with row-scaled float16 copies of the inputs that both forward and backward read so.
 

@@ -1,0 +1,82 @@
+"""Calls of kernels in a program: each with its kernel's binary, launched by dejax's own FFI handler `dejax_kernel`."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from jax._src.pallas import core as pallas_core
+
+from dejax import _native
+from dejax.pallas.lowering.binary import KernelSource, binary, prepare
+from dejax.pallas.lowering.text import kernel_text
+from dejax.pallas.machine import compute_capability
+
+HANDLER = "dejax_kernel"
+
+
+@dataclass(frozen=True)
+class KernelSchedule:
+    """Parameters of a `pl.pallas_call` by which its kernel is lowered here."""
+
+    BACKEND: ClassVar[str] = "dejax"
+    num_warps: int
+    num_stages: int
+
+
+def compiling_ahead(call: Callable[..., Any], *operands: Any) -> Any:
+    """`call(*operands)`, whose kernel is compiled while the rest of a program is traced."""
+    traced = jax.make_jaxpr(call)(*operands)
+    capability = compute_capability()
+    for equation in traced.jaxpr.eqns:
+        if capability is not None and equation.primitive.name == "pallas_call":
+            prepare(_source(equation.params, capability))
+    return jax.extend.core.jaxpr_as_fun(traced)(*operands)
+
+
+def _source(params: Any, capability: int) -> KernelSource:
+    """What the kernel of a `pallas_call` equation with these parameters is compiled from."""
+    mapping, schedule = params["grid_mapping"], params["compiler_params"]
+    if mapping.num_dynamic_grid_bounds or mapping.num_index_operands:
+        raise NotImplementedError("a kernel whose grid is computed by the program")
+    name = re.sub(r"\W", "_", str(params["name"]))
+    name = f"kernel_{name}" if name[:1].isdigit() else name
+    jaxpr = params["jaxpr"]
+    dtypes = tuple(np.dtype(x.aval.dtype).name for x in jaxpr.invars)
+    text = kernel_text(jaxpr, mapping, name)
+    return KernelSource(text, name, dtypes, schedule.num_warps, schedule.num_stages, capability)
+
+
+def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+    _native.extension("the lowering 'dejax' of kernels")  # which registers the handler
+    capability = compute_capability()
+    if capability is None:
+        raise ValueError(
+            "lowering 'dejax' compiles kernels for one kind of GPU, and there is none: lower inside of "
+            "jax.sharding.use_abstract_mesh, with a mesh of an abstract device such as an NVIDIA H100"
+        )
+    source = _source(params, capability)
+    made = binary(source)
+    image = base64.b64encode(made.image).decode()
+    key = hashlib.sha256(made.image).digest()[:8]
+    call = jax.ffi.ffi_lowering(HANDLER, operand_output_aliases=dict(params["input_output_aliases"]))
+    return call(
+        ctx,
+        *operands,
+        key=int.from_bytes(key, "little", signed=True),
+        image=image,
+        name=made.name,
+        programs=math.prod(params["grid_mapping"].grid),
+        threads=made.threads,
+        shared_bytes=made.shared_bytes,
+    )
+
+
+pallas_core.register_lowering_rule(KernelSchedule, _lower, "gpu")

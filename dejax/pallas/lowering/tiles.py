@@ -1,0 +1,199 @@
+"""Rules of what computes with tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dejax.pallas.lowering.printer import Printer, Rule
+from dejax.pallas.lowering.shapes import broadcast, expanded, is_float, lanes, literal, reshaped, type_name
+
+# By primitive; of floats, and of integers and booleans, where these differ.
+_ELEMENTWISE: dict[str, str | tuple[str, str]] = {
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "div": ("{} / {}", "{} // {}"),
+    "rem": "{} % {}",
+    "max": ("tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)", "tl.maximum({}, {})"),
+    "min": ("tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)", "tl.minimum({}, {})"),
+    "and": "{} & {}",
+    "or": "{} | {}",
+    "xor": "{} ^ {}",
+    "not": "~{}",
+    "neg": "-{}",
+    "lt": "{} < {}",
+    "le": "{} <= {}",
+    "gt": "{} > {}",
+    "ge": "{} >= {}",
+    "eq": "{} == {}",
+    "ne": "{} != {}",
+    "shift_left": "{} << {}",
+    "shift_right_arithmetic": "{} >> {}",
+    "select_n": "tl.where({0}, {2}, {1})",
+    "abs": "tl.abs({})",
+    "exp": "libdevice.exp({})",
+    "exp2": "libdevice.exp2({})",
+    "expm1": "libdevice.expm1({})",
+    "log": "libdevice.log({})",
+    "log1p": "libdevice.log1p({})",
+    "sqrt": "libdevice.sqrt({})",
+    "rsqrt": "libdevice.rsqrt({})",
+    "sin": "libdevice.sin({})",
+    "cos": "libdevice.cos({})",
+    "tan": "libdevice.tan({})",
+    "tanh": "libdevice.tanh({})",
+    "atan2": "libdevice.atan2({}, {})",
+    "pow": "libdevice.pow({}, {})",
+    "erf": "libdevice.erf({})",
+    "floor": "libdevice.floor({})",
+    "ceil": "libdevice.ceil({})",
+    "maximum_with_nan": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
+    "minimum_with_nan": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
+    "copy": "{}",
+    "reshard": "{}",
+}
+
+
+def _elementwise(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    form, dtype = _ELEMENTWISE[equation.primitive.name], equation.outvars[0].aval.dtype
+    of_floats, of_others = form if isinstance(form, tuple) else (form, form)
+    text = (of_floats if is_float(dtype) else of_others).format(*values)
+    if equation.primitive.name == "div" and is_float(dtype) and dtype.itemsize == 2:  # Triton divides in float32
+        text = f"({text}).to({type_name(dtype)})"
+    return [printer.let(text)]
+
+
+def _shift_right_logical(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    dtype = equation.outvars[0].aval.dtype
+    unsigned = f"tl.uint{8 * dtype.itemsize}"
+    shifted = f"{values[0]}.to({unsigned}, bitcast=True) >> {values[1]}.to({unsigned}, bitcast=True)"
+    return [printer.let(f"({shifted}).to({type_name(dtype)}, bitcast=True)")]
+
+
+def _sign(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    (x,), one = values, literal(1, equation.outvars[0].aval.dtype)
+    return [printer.let(f"tl.where({x} > 0, {one}, tl.where({x} < 0, -{one}, {x}))")]  # NaN and zeros stay
+
+
+def _is_finite(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    return [printer.let(f'tl.abs({values[0]}) < float("inf")')]
+
+
+def _integer_pow(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    """By squarings."""
+    exponent, power, product = abs(equation.params["y"]), values[0], ""
+    while exponent:
+        if exponent & 1:
+            product = printer.let(f"{product} * {power}") if product else power
+        exponent >>= 1
+        power = printer.let(f"{power} * {power}") if exponent else power
+    dtype = equation.outvars[0].aval.dtype
+    product = product or printer.let(f"{values[0]} * 0 + 1")
+    return [printer.let(f"{literal(1, dtype)} / {product}") if equation.params["y"] < 0 else product]
+
+
+def _convert(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    bits = ", bitcast=True" if equation.primitive.name == "bitcast_convert_type" else ""
+    return [printer.let(f"{values[0]}.to({type_name(equation.params['new_dtype'])}{bits})")]
+
+
+def _instruction(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    return [printer.let(_assembly(equation.params["text"], ["f"] * len(values), values))]
+
+
+def _assembly(text: str, registers: Sequence[str], values: Sequence[str], result: str = "f") -> str:
+    """Assembly on each element of float32 tiles, which are in registers of these kinds."""
+    constraints = ",".join([f"={result}", *registers])
+    options = "dtype=tl.float32, is_pure=True, pack=1"
+    return f"tl.inline_asm_elementwise({text!r}, {constraints!r}, [{', '.join(values)}], {options})"
+
+
+# ------------------------------------------------------------------------------------------------ shapes
+
+
+def _program_id(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    return [printer.program_ids[equation.params["axis"]]]
+
+
+def _iota(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    p = equation.params
+    cast = "" if p["dtype"] == np.int32 else f".to({type_name(p['dtype'])})"
+    return [printer.let(lanes(p["shape"], p["dimension"]) + cast)]
+
+
+def _broadcast_in_dim(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    shape, old = equation.params["shape"], equation.invars[0].aval.shape
+    first = len(shape) - len(old)
+    kept = equation.params.get("broadcast_dimensions", range(first, len(shape)))
+    if not old or not shape:
+        return [printer.let(reshaped(values[0], old, shape))]
+    whole = dict(zip(kept, old, strict=True))
+    x = expanded(values[0], [a for a in range(len(shape)) if a not in whole])
+    return [printer.let(broadcast(x, [whole.get(a, 1) for a in range(len(shape))], shape))]
+
+
+def _reshape(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    return [printer.let(reshaped(values[0], equation.invars[0].aval.shape, equation.outvars[0].aval.shape))]
+
+
+def _transpose(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    return [printer.let(f"tl.permute({values[0]}, {tuple(equation.params['permutation'])})")]
+
+
+_COMBINED = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min"}
+_COMBINED |= {"maximum_with_nan_along": "max", "minimum_with_nan_along": "min"}
+
+
+def _reduce(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    """One axis after the other, the last one first."""
+    combined, (x,) = _COMBINED[equation.primitive.name], values
+    kind = "float_" if combined != "add" and is_float(equation.outvars[0].aval.dtype) else ""
+    for axis in sorted(equation.params["axes"], reverse=True):
+        x = printer.let(f"tl.reduce({x}, {axis}, _{kind}{combined})")
+    return [x]
+
+
+def _dot(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    p = equation.params
+    ((axis_x,), (axis_y,)), batch = p["dimension_numbers"]
+    if batch != ((), ()):
+        raise NotImplementedError("dot_general with batch axes in a kernel")
+    exact = p["precision"] is not None and jax.lax.Precision.HIGHEST in p["precision"]
+    operands = list(values)
+    if equation.invars[0].aval.dtype == np.float32 and not exact:
+        operands = [_to_tf32(x) for x in values]
+    x = operands[0] if axis_x == 1 else f"tl.permute({operands[0]}, (1, 0))"
+    y = operands[1] if axis_y == 0 else f"tl.permute({operands[1]}, (1, 0))"
+    options = f"input_precision={'ieee' if exact else 'tf32'!r}, out_dtype={type_name(equation.outvars[0].aval.dtype)}"
+    return [printer.let(f"tl.dot({x}, {y}, {options})")]
+
+
+def _to_tf32(x: str) -> str:
+    """Rounded to TF32's mantissa: the tensor cores would cut off what is too long, with twice the error."""
+    return _assembly("cvt.rna.tf32.f32 $0, $1;", ["r"], [x], "r")
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    "shift_right_logical": _shift_right_logical,
+    "sign": _sign,
+    "is_finite": _is_finite,
+    "integer_pow": _integer_pow,
+    "convert_element_type": _convert,
+    "bitcast_convert_type": _convert,
+    "kernel_instruction": _instruction,
+    "program_id": _program_id,
+    "iota": _iota,
+    "broadcast_in_dim": _broadcast_in_dim,
+    "broadcast_to": _broadcast_in_dim,
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "expand_dims": _reshape,
+    "transpose": _transpose,
+    **dict.fromkeys(_COMBINED, _reduce),
+    "dot_general": _dot,
+}

@@ -1,0 +1,164 @@
+"""dejax's own lowering of kernels: what it prints computes what the kernels do, compiles, and becomes a call."""
+
+from __future__ import annotations
+
+import functools
+import math
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.pallas_call import pallas_call_p
+
+from dejax.pallas import _triton
+from dejax.pallas.lowering import binary
+from dejax.pallas.lowering.binary import KernelBinary, KernelSource
+from dejax.pallas.lowering.choice import chosen, lowered_by
+from dejax.pallas.lowering.launch import HANDLER
+from dejax.pallas.lowering.text import kernel_text
+from dejax.rgnn import Options
+from tests.cases import slow_but
+from tests.pallas import triton_language
+from tests.pallas.reference import GEMMS, TRAVERSALS, WEIGHT_GRADIENTS
+from tests.pallas.test_contract import QUICK_GEMMS, QUICK_TRAVERSALS, QUICK_WEIGHT_GRADIENTS
+from tests.pallas.test_lowering import LARGE_GEMMS, LARGE_TRAVERSALS, lower
+
+CASES = GEMMS | {f"gradient, {n}": c for n, c in WEIGHT_GRADIENTS.items()} | TRAVERSALS
+QUICK = {"row-scaled", "gradient, heads merged", "attention, long segments"}
+ALL = QUICK_GEMMS | {f"gradient, {name}" for name in QUICK_WEIGHT_GRADIENTS} | QUICK_TRAVERSALS
+
+
+@pytest.fixture
+def own(monkeypatch, tmp_path):
+    monkeypatch.setenv("DEJAX_LOWERING", "dejax")
+    monkeypatch.setenv("DEJAX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(binary, "_binaries", {})
+
+
+def run_printed(*operands, jaxpr, grid_mapping, input_output_aliases, out_avals, **_):
+    """A `pallas_call` by its printed kernel; what no program writes is NaN, or 77 in arrays of integers."""
+    outs = [np.full(o.shape, np.nan if jnp.issubdtype(o.dtype, jnp.floating) else 77, o.dtype) for o in out_avals]
+    for i, o in input_output_aliases:
+        outs[o][...] = np.asarray(operands[i])
+    text, programs = kernel_text(jaxpr, grid_mapping, "kernel"), math.prod(grid_mapping.grid)
+    triton_language.run(text, "kernel", programs, [*(np.array(o) for o in operands), *outs])
+    return [jnp.asarray(o) for o in outs]
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, CASES))
+def test_printed_kernels_compute_what_kernels_do(name, own, monkeypatch):
+    monkeypatch.setattr(pallas_call_p, "impl", run_printed)
+    case, arrays = CASES[name], CASES[name].arrays()
+    with jax.disable_jit():
+        case.check(case.run(jax.tree.map(jnp.asarray, arrays), interpret=False), arrays)
+
+
+def test_a_mapped_kernel_computes_what_kernels_do(own, monkeypatch):
+    monkeypatch.setattr(pallas_call_p, "impl", run_printed)
+    case = TRAVERSALS["sum"]
+    arrays = case.arrays()
+    several = jnp.stack([jnp.asarray(arrays["x"]) * factor for factor in (1, 2, 4)])
+    run = lambda x: case.run(arrays | {"x": x}, interpret=False)  # noqa: E731
+    with jax.disable_jit():
+        (found,), (one,) = jax.tree.leaves(jax.vmap(run)(several)), jax.tree.leaves(run(several[0]))
+    np.testing.assert_array_equal(found, [one, 2 * one, 4 * one])
+
+
+def test_nan_stays():
+    def kernel(x, out):
+        at = (jnp.arange(8),)
+        tile = _triton.load(x, at)
+        _triton.store(out, at, _triton.maximum(tile, 0.0))
+        _triton.store(out, (at[0] * 0 + 8,), jnp.broadcast_to(_triton.reduce_max(tile, 0), 8))
+        _triton.store(out, (at[0] * 0 + 9,), jax.lax.max(tile, tile * 0 + 2))
+
+    call = _triton.pallas_call(
+        kernel, name="extrema", num_programs=1, out_shape=[jax.ShapeDtypeStruct((10,), jnp.float32)], num_warps=1,
+        num_stages=1, interpret=False,
+    )  # fmt: skip
+    (equation,) = (e for e in jax.make_jaxpr(call)(jnp.zeros(8)).eqns if e.primitive.name == "custom_jvp_call")
+    (equation,) = equation.params["call_jaxpr"].eqns
+    x = np.array([1, -1, np.nan, 2, 3, 4, 5, np.nan], np.float32)
+    (found,) = run_printed(x, **equation.params)
+    np.testing.assert_array_equal(found[:8], np.maximum(x, 0))
+    assert np.isnan(found[8]) and np.isnan(found[9])
+
+
+# ------------------------------------------------------------------------------------------------ binaries and calls
+
+
+def assembled(source: KernelSource) -> KernelBinary:
+    """In place of Triton's compiler."""
+    return KernelBinary(source.text.encode(), source.name, 32 * source.num_warps, 1000)
+
+
+@pytest.mark.parametrize("name", ["row-scaled", "attention, long segments"])
+def test_a_kernel_is_a_call_that_holds_its_binary(name, own, monkeypatch):
+    monkeypatch.setattr(binary, "_compiled", assembled)
+    case = CASES[name]
+    text = lower(functools.partial(case.run, interpret=False), case.arrays())
+    assert f"@{HANDLER}" in text and "xla.gpu.triton" not in text
+    assert "shared_bytes = 1000 : i64" in text and "programs = " in text
+
+
+def test_options_choose(own, monkeypatch):
+    monkeypatch.setenv("DEJAX_LOWERING", "")
+    assert chosen() is None
+    with lowered_by("dejax"), lowered_by(None):
+        assert chosen() == "dejax"
+    with pytest.raises(ValueError, match=r"lowering must be 'pallas' or 'dejax', got 'mosaic'"):
+        Options(lowering="mosaic")
+    monkeypatch.setenv("DEJAX_LOWERING", "own")
+    with pytest.raises(ValueError, match=r"\$DEJAX_LOWERING must be 'pallas' or 'dejax', got 'own'"):
+        chosen()
+
+
+def test_binaries_are_kept_on_disk(own, monkeypatch, tmp_path):
+    source = KernelSource("text", "kernel", ("float32",), 4, 2, 90)
+    monkeypatch.setattr(binary, "_compiled", assembled)
+    made = binary.binary(source)
+    monkeypatch.setattr(binary, "_binaries", {})
+    monkeypatch.setattr(binary, "_compiled", lambda source: pytest.fail("it is on disk"))
+    assert binary.binary(source) == made
+    (file,) = (tmp_path / "kernels").iterdir()
+    file.write_bytes(file.read_bytes()[:20])  # a broken file is made again
+    monkeypatch.setattr(binary, "_binaries", {})
+    monkeypatch.setattr(binary, "_compiled", assembled)
+    assert binary.binary(source) == made
+
+
+def test_without_triton_the_choice_says_what_is_missing(own, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    case = GEMMS["plain"]
+    with pytest.raises(ModuleNotFoundError, match="lowering 'dejax' of kernels needs triton, which is not installed"):
+        lower(functools.partial(case.run, interpret=False), case.arrays())
+
+
+@pytest.mark.slow
+def test_kernels_are_lowered_without_what_jax_has_deprecated():
+    """jax 0.12 itself still imports its lowering before it asks for another."""
+    code = """
+    import sys
+    sys.modules["jax.experimental.pallas.triton"] = None
+    sys.modules["jax._src.pallas.triton.primitives"] = None
+    import functools
+    from dejax.pallas.lowering import binary
+    from tests.pallas.test_own_lowering import CASES, assembled, lower
+    binary._compiled = assembled
+    for name in ("row-scaled", "gradient, heads merged", "attention, long segments"):
+        assert "dejax_kernel" in lower(functools.partial(CASES[name].run, interpret=False), CASES[name].arrays())
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["NVIDIA H100", "NVIDIA B200"])
+@pytest.mark.parametrize("name", [*ALL, *LARGE_GEMMS, *LARGE_TRAVERSALS])
+def test_triton_compiles_what_is_printed(name, device, own):
+    pytest.importorskip("triton")
+    case = (CASES | LARGE_GEMMS | LARGE_TRAVERSALS)[name]
+    assert f"@{HANDLER}" in lower(functools.partial(case.run, interpret=False), case.arrays(), device=device)
