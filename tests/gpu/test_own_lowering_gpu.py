@@ -1,4 +1,4 @@
-"""dejax's own lowering on a GPU, at its edges. `DEJAX_LOWERING=dejax pytest tests/pallas tests/gpu` tests all kernels."""
+"""dejax's own lowering on a GPU, at its edges: with `DEJAX_LOWERING=dejax` all tests of kernels test it, too."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def run(text: str, name: str, programs: int, arrays: Sequence[np.ndarray]) -> No
         load=_load, store=_store, atomic_add=_atomic_add, inline_asm_elementwise=_assembly, **_DTYPES,
     )  # fmt: skip
     library = types.SimpleNamespace(
-        **{f: _of(getattr(np, f)) for f in "exp exp2 expm1 log log1p sqrt sin cos tan tanh floor ceil".split()},
+        **{f: _of(getattr(np, f)) for f in "exp exp2 expm1 log log2 log1p sqrt sin cos tan tanh floor ceil".split()},
         rsqrt=_of(lambda x: 1 / np.sqrt(x)), pow=_of(np.power), erf=_of(np.vectorize(math.erf)),
     )  # fmt: skip
     body = "\n".join(line for line in text.splitlines() if "import" not in line)

@@ -35,26 +35,22 @@ _ELEMENTWISE: dict[str, str | tuple[str, str]] = {
     "shift_right_arithmetic": "{} >> {}",
     "select_n": "tl.where({0}, {2}, {1})",
     "abs": "tl.abs({})",
-    "exp": "libdevice.exp({})",
-    "exp2": "libdevice.exp2({})",
-    "expm1": "libdevice.expm1({})",
-    "log": "libdevice.log({})",
-    "log1p": "libdevice.log1p({})",
-    "sqrt": "libdevice.sqrt({})",
-    "rsqrt": "libdevice.rsqrt({})",
-    "sin": "libdevice.sin({})",
-    "cos": "libdevice.cos({})",
-    "tan": "libdevice.tan({})",
-    "tanh": "libdevice.tanh({})",
-    "atan2": "libdevice.atan2({}, {})",
-    "pow": "libdevice.pow({}, {})",
-    "erf": "libdevice.erf({})",
-    "floor": "libdevice.floor({})",
-    "ceil": "libdevice.ceil({})",
+    "square": "{0} * {0}",
+    "one_minus_square": "(1 + {0}) * (1 - {0})",
+    "logistic": "1 / (1 + libdevice.exp(-{}))",
+    "add_any": "{} + {}",
+    "stop_gradient": "{}",
     "maximum_with_nan": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
     "minimum_with_nan": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
     "copy": "{}",
     "reshard": "{}",
+}
+# Functions of NVIDIA's library; of floats of 16 bits they are computed in float32.
+_LIBRARY = {
+    **dict.fromkeys("exp exp2 expm1 log log2 log1p sqrt rsqrt cbrt sin cos tan asin acos atan".split()),
+    **dict.fromkeys("sinh cosh tanh asinh acosh atanh atan2 pow erf floor ceil nextafter".split()),
+    "population_count": "popc",
+    "clz": "clz",
 }
 
 
@@ -65,6 +61,20 @@ def _elementwise(printer: Printer, equation: Any, values: list[str]) -> list[str
     if equation.primitive.name == "div" and is_float(dtype) and dtype.itemsize == 2:  # Triton divides in float32
         text = f"({text}).to({type_name(dtype)})"
     return [printer.let(text)]
+
+
+def _library(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    name, dtype = equation.primitive.name, equation.outvars[0].aval.dtype
+    narrow = is_float(dtype) and dtype.itemsize == 2
+    operands = [f"{x}.to(tl.float32)" for x in values] if narrow else values
+    call = f"libdevice.{_LIBRARY[name] or name}({', '.join(operands)})"
+    return [printer.let(f"{call}.to({type_name(dtype)})" if narrow else call)]
+
+
+def _clamp(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    least, x, most = values
+    nan = ", propagate_nan=tl.PropagateNan.ALL" if is_float(equation.outvars[0].aval.dtype) else ""
+    return [printer.let(f"tl.minimum(tl.maximum({x}, {least}{nan}), {most}{nan})")]
 
 
 def _shift_right_logical(printer: Printer, equation: Any, values: list[str]) -> list[str]:
@@ -179,6 +189,8 @@ def _to_tf32(x: str) -> str:
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_LIBRARY, _library),
+    "clamp": _clamp,
     "shift_right_logical": _shift_right_logical,
     "sign": _sign,
     "is_finite": _is_finite,
