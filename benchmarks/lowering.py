@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -74,8 +75,8 @@ def kernel_ms(run: Callable[[], Any]) -> dict[str, float]:
             jax.block_until_ready(run())
 
     found: dict[str, list[float]] = {}
-    for kernel in record(repeat):
-        found.setdefault(kernel.name, []).append(kernel.duration_ns / 1e6)
+    for kernel in record(repeat):  # XLA numbers kernels of one name
+        found.setdefault(re.sub(r"__\d+$", "", kernel.name), []).append(kernel.duration_ns / 1e6)
     total = {}
     for name, times in found.items():
         each = len(times) // RUNS
