@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,11 +13,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
 
+from dejax.pallas.lowering import binary
+from dejax.pallas.lowering.launch import HANDLER
 from dejax.rgnn import Options, library
 from dejax.rgnn.ir.intra import Fallback, Kernels
 from dejax.rgnn.lowering.pallas import PallasLowering
 from tests.cases import slow_but
 from tests.pallas.equations import assert_extrema_keep_nan, kernel_equations
+from tests.pallas.test_own_lowering import assembled
 from tests.rgnn.cases import CASES, OPERATORS, Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of
@@ -155,6 +160,19 @@ def test_operators(name: str, left_to_xla: list[str]) -> None:
     text = lower(name, Size(17, 3, 2), "float32", options("tf32"))
     assert not left_to_xla
     assert kernel_names(text)
+
+
+@pytest.mark.parametrize("name", slow_but(["elementwise"], [n for n in OPERATORS if n != "feature_axes"]))
+def test_operators_by_the_own_lowering(
+    name: str, left_to_xla: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its printer has a rule for every primitive that operators use."""
+    monkeypatch.setenv("DEJAX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(binary, "_compiled", assembled)
+    monkeypatch.setattr(binary, "_binaries", {})
+    own = replace(options("tf32"), lowering="dejax")
+    assert f"@{HANDLER}" in lower(name, Size(17, 3, 2), "float32", own)
+    assert not left_to_xla
 
 
 def gradient(file: str, line: int) -> str:
