@@ -263,6 +263,7 @@ def test_means_of_wide_rows(width: int) -> None:
         ({"scale": 3}, "a scale for each row, or one"),
         ({"fan_out": 0}, "attributes do not fit"),
         ({"fan_out": 3, "mean": True}, "multiple of the fan-out"),
+        ({"peers": 2}, "the blocks of the cache do not fit"),
     ],
 )
 def test_sizes_are_checked_before_anything_is_read(changed: dict, message: str) -> None:
@@ -273,6 +274,7 @@ def test_sizes_are_checked_before_anything_is_read(changed: dict, message: str) 
         "source": np.int64(0), "result": np.int64(0), "row_bytes": np.int64(32), "fan_out": np.int64(1), "mean": False,
         "clip": False, "raises": False, "split": False, "fill_value": np.float32(0),
         "fill": np.zeros(16, np.uint8), "kernel": np.int64(0), "grid": np.int64(1), "align": np.int64(16),
+        "peers": np.int64(0),
     }  # fmt: skip
     attributes |= {k: np.int64(v) if k != "mean" else v for k, v in changed.items() if k not in ("out", "scale")}
     call = jax.ffi.ffi_call("dejax_table_gather", (out, jax.ShapeDtypeStruct((2,), jnp.uint32)))
