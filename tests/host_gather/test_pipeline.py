@@ -61,7 +61,7 @@ def test_bad_arguments() -> None:
         prefetched_scan(lambda c, rows, x: (c, None), 0, table, IDS, depth=0)
     for options, match in (
         ({"mood": 1}, "options must be of"),
-        ({"reduce": "mean"}, "not supported"),
+        ({"reduce": "mean"}, "must be None"),
         ({"mode": "clip"}, "`mode` must be 'fill', got 'clip'"),
     ):
         with pytest.raises((TypeError, ValueError), match=match):
