@@ -120,7 +120,7 @@ def broken(folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [
-        ("short", ValueError, "cut short"),
+        ("short", ValueError, "must be a complete .npy file"),
         ("missing", FileNotFoundError, "save the partition again"),
         ("other", ValueError, "must have 50 entries"),
         ("json", FileNotFoundError, "writes last"),

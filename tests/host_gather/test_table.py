@@ -51,7 +51,7 @@ def test_write_and_read_back() -> None:
     table.write(1, np.ones((2, 3)))
     np.testing.assert_array_equal(table.numpy().sum(1), [0, 3, 3, 0])
     np.testing.assert_array_equal(table[np.array([2, 3])].sum(1), [3, 0])
-    with pytest.raises(ValueError, match="rows 3 to 5 do not fit in 4 rows"):
+    with pytest.raises(ValueError, match="must fit into the table of 4 rows, got rows 3 to 4"):
         table.write(3, np.ones((2, 3)))
     with pytest.raises(ValueError, match=r"`rows` must have shape \(3,\), got \(4,\)"):
         table.write(0, np.ones((1, 4)))
