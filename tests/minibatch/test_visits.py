@@ -89,7 +89,7 @@ def test_slots_take_room() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ValueError, match="the type 'x' must be one of a, b, empty"):
+    with pytest.raises(ValueError, match="node types must be of a, b, empty, got 'x'"):
         expected_visits(EDGES, NODES, {"x": [0]}, [1])
     with pytest.raises(ValueError, match="seeds must be integers from 0 to 6"):
         expected_visits(EDGES, NODES, {"a": [7]}, [1])
@@ -101,7 +101,7 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match=r"senders of \('a', 'of', 'b'\) must be"):
         expected_visits(wrong, NODES, {"a": [0]}, [{("b", "to", "a"): 1}])
     graph = HeteroTopology.from_edges(EDGES, NODES)
-    with pytest.raises(ValueError, match="the type 'x' must be one of a, b, empty"):
+    with pytest.raises(ValueError, match="node types must be of a, b, empty, got 'x'"):
         graph.expected_visits({"x": [0]}, [1])
     with pytest.raises(ValueError, match="seeds must be integers from 0 to 6"):
         graph.expected_visits({"a": [7]}, [1])
