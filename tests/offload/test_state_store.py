@@ -132,7 +132,7 @@ class TestFaults:
 
 
 def test_bad_arguments(tmp_path):
-    with pytest.raises(FileNotFoundError, match="StateStore: path /nowhere does not exist"):
+    with pytest.raises(FileNotFoundError, match="StateStore: `path` must be an existing folder, got /nowhere"):
         make(path="/nowhere").init(*model())
     with pytest.raises(ValueError, match="`path` must name a folder with moments='disk', got None"):
         make(moments="disk")
