@@ -32,8 +32,7 @@ FEATURE_WIDTH = 1024
 _LABELLED_SHARE = 94_605_581 / 269_346_174  # training papers of all papers
 _EDGE_BLOCK = 1 << 20
 _BYTE_BLOCK = 8 << 20
-# Numbers of 8 bytes that a thread draws at once. The arrays of a piece stay in the core's cache, and are not so large
-# that the allocator maps and unmaps their memory, for which the threads of a process wait for each other.
+# Numbers of 8 bytes that a thread draws at once: the arrays of a piece stay in the core's cache.
 _PIECE = 1 << 16
 _NODES = {
     "paper": 269_346_174,
