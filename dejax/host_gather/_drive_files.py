@@ -73,7 +73,6 @@ def open_reader(files: DriveLayout, spec: TableSpec, options: ReadingOptions, de
             stripe_bytes=files.stripe_bytes,
             cache=memory.address + _NUMBER_BYTES,
             slots=slots,
-            pinned=spec.platform == "cuda",
             wanted=(wanted.ctypes.data, len(wanted)),
             checksums=(sums.ctypes.data, len(sums)),
             pages=[len(some) for some in checksums],

@@ -103,7 +103,6 @@ void BlockQueue::Join() {
   for (std::thread& thread : threads_) {
     if (thread.joinable()) thread.join();
   }
-  rings_.clear();  // they may hold memory of the owner
   const Lock lock(monitor_->mutex);
   external_.clear();
 }

@@ -2,13 +2,11 @@
 
 #include <sys/mman.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <vector>
 
 namespace dejax::offload {
 namespace {
@@ -17,9 +15,7 @@ namespace {
 // structures those of linux/io_uring.h.
 constexpr long kSetup = 425, kEnter = 426, kRegister = 427;
 constexpr uint32_t kSingleMap = 1, kGetEvents = 1, kProbe = 8, kSupported = 1;
-constexpr uint32_t kRegisterBuffers = 0, kUnregisterBuffers = 1;
-constexpr uint8_t kRead = 22, kReadRegistered = 4;
-constexpr size_t kBufferBytes = size_t{1} << 30;  // of a registered buffer, at most
+constexpr uint8_t kRead = 22;
 constexpr int64_t kRingsAt = 0, kEntriesAt = 0x10000000;
 
 struct SubmissionOffsets {
@@ -43,9 +39,7 @@ struct Entry {
   int32_t file;
   uint64_t offset, address;
   uint32_t bytes, read_flags;
-  uint64_t user;
-  uint16_t buffer, more[3];
-  uint64_t rest[2];
+  uint64_t user, rest[3];
 };
 static_assert(sizeof(Entry) == 64);
 
@@ -116,16 +110,7 @@ std::unique_ptr<ReadRing> ReadRing::Make(unsigned depth, std::string* why) {
   return made;
 }
 
-void ReadRing::Register(char* memory, size_t bytes) {
-  std::vector<iovec> buffers;
-  for (size_t at = 0; at < bytes; at += kBufferBytes) buffers.push_back({memory + at, std::min(kBufferBytes, bytes - at)});
-  if (buffers.empty() || syscall(kRegister, ring_, kRegisterBuffers, buffers.data(), buffers.size()) != 0) return;
-  registered_ = memory;
-  registered_bytes_ = bytes;
-}
-
 ReadRing::~ReadRing() {
-  if (registered_ != nullptr) syscall(kRegister, ring_, kUnregisterBuffers, nullptr, 0);  // close alone lets go later
   if (rings_ != nullptr) munmap(rings_, rings_bytes_);
   if (entries_ != nullptr) munmap(entries_, entries_bytes_);
   if (ring_ >= 0) close(ring_);
@@ -140,11 +125,6 @@ void ReadRing::Prepare(int file, void* data, unsigned bytes, int64_t offset, uin
   entry.address = reinterpret_cast<uint64_t>(data);
   entry.bytes = bytes;
   entry.user = user;
-  const size_t begin = reinterpret_cast<uintptr_t>(data) - reinterpret_cast<uintptr_t>(registered_), end = begin + bytes;
-  if (begin < end && end <= registered_bytes_ && begin / kBufferBytes == (end - 1) / kBufferBytes) {
-    entry.operation = kReadRegistered;
-    entry.buffer = static_cast<uint16_t>(begin / kBufferBytes);
-  }
   std::memcpy(entries_ + place * sizeof(Entry), &entry, sizeof(Entry));
   order_[place] = place;
   __atomic_store_n(added_, at + 1, __ATOMIC_RELEASE);

@@ -18,9 +18,6 @@ class ReadRing {
   ReadRing(const ReadRing&) = delete;
 
   unsigned depth() const { return depth_; }
-  // Memory that stays where it is as long as the ring: reads into it cost the kernel less. Without the kernel's leave to
-  // lock so much memory, they are reads as any others.
-  void Register(char* memory, size_t bytes);
   // At most `depth` reads may be in flight.
   void Prepare(int file, void* data, unsigned bytes, int64_t offset, uint64_t user);
   // Hands what was prepared to the kernel, and returns when `wait` reads have ended. False: the kernel takes nothing now.
@@ -38,8 +35,6 @@ class ReadRing {
   size_t rings_bytes_ = 0;
   char* entries_ = nullptr;
   size_t entries_bytes_ = 0;
-  char* registered_ = nullptr;
-  size_t registered_bytes_ = 0;
   uint32_t *sent_ = nullptr, *added_ = nullptr, *order_ = nullptr;  // head, tail and array of the submission queue
   uint32_t *taken_ = nullptr, *ended_ = nullptr;                    // head and tail of the completion queue
   uint32_t sending_mask_ = 0, ended_mask_ = 0, results_ = 0;

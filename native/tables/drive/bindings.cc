@@ -26,14 +26,13 @@ std::vector<uint64_t> Words(uintptr_t address, int64_t count) {
 // memory: of the number, and of the cache, which begins at `cache`. The reader lives as long.
 std::shared_ptr<RowReader> OpenReader(nb::object memory, std::vector<std::string> paths, int64_t rows, int64_t row_bytes,
                                       int64_t first, int64_t stripe_rows, int64_t stripe_bytes, uintptr_t cache, int64_t slots,
-                                      bool pinned, std::pair<uintptr_t, int64_t> wanted, std::pair<uintptr_t, int64_t> checksums,
+                                      std::pair<uintptr_t, int64_t> wanted, std::pair<uintptr_t, int64_t> checksums,
                                       std::vector<int64_t> pages, bool direct, bool use_ring, int threads, int depth) {
   RowReader::Options options;
   options.paths = std::move(paths);
   options.layout = {rows, row_bytes, first, stripe_rows, stripe_bytes};
   options.cache = reinterpret_cast<char*>(cache);
   options.slots = slots;
-  options.pinned = pinned;
   options.wanted = Words(wanted.first, wanted.second);
   options.checksums = Words(checksums.first, checksums.second);
   options.pages = std::move(pages);
@@ -79,7 +78,7 @@ void DefineRowReader(nb::module_& m) {
   nb::class_<RowReader>(m, "RowReader")
       .def_static("open", &OpenReader, nb::kw_only(), nb::arg("memory"), nb::arg("paths"), nb::arg("rows"), nb::arg("row_bytes"),
                   nb::arg("first"), nb::arg("stripe_rows"), nb::arg("stripe_bytes"), nb::arg("cache"), nb::arg("slots"),
-                  nb::arg("pinned"), nb::arg("wanted"), nb::arg("checksums"), nb::arg("pages"), nb::arg("direct"), nb::arg("use_ring"),
+                  nb::arg("wanted"), nb::arg("checksums"), nb::arg("pages"), nb::arg("direct"), nb::arg("use_ring"),
                   nb::arg("threads"), nb::arg("depth"))
       .def_static("find", &RowReader::Find)
       .def_prop_ro("number", &RowReader::number)

@@ -88,8 +88,8 @@ std::shared_ptr<RowReader> RowReader::Find(int64_t number) {
 
 void RowReader::Start() {
   const int64_t cache_bytes = options_.slots * options_.layout.row_bytes;
-  // A page at a time, the kernel would spend as much on a new page as on the read that fills it.
-  if (!options_.pinned && cache_bytes > 0) madvise(options_.cache, static_cast<size_t>(cache_bytes), MADV_HUGEPAGE);
+  // A page at a time, the kernel would spend as much on a new page as on the read that fills it. Pinned memory has its pages.
+  if (cache_bytes > 0) madvise(options_.cache, static_cast<size_t>(cache_bytes), MADV_HUGEPAGE);
   offload::DiskOptions how;
   how.chunk_bytes = kChunkBytes;
   how.checksum = false;
@@ -100,7 +100,6 @@ void RowReader::Start() {
   for (int k = 0; options_.use_ring && k < wanted; ++k) {
     auto ring = offload::ReadRing::Make(static_cast<unsigned>(options_.depth), &why);
     if (!ring) break;
-    if (k == 0 && options_.pinned) ring->Register(options_.cache, static_cast<size_t>(cache_bytes));
     rings.push_back(std::move(ring));
   }
   how.num_threads = options_.threads > 0 ? options_.threads : kThreads;

@@ -33,7 +33,6 @@ class RowReader {
     TableLayout layout;
     char* cache = nullptr;     // slots * row_bytes
     int64_t slots = 0;
-    bool pinned = false;       // the cache lies in pinned memory
     std::vector<uint64_t> wanted;
     std::vector<uint64_t> checksums;  // of each page of each file, file by file; empty: unknown
     std::vector<int64_t> pages;       // of each file, with checksums
