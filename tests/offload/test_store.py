@@ -100,7 +100,7 @@ def test_paths_that_cannot_be_used(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist; create it"):
         ActivationStore(tmp_path / "missing")
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match="not a folder"):
+    with pytest.raises(NotADirectoryError, match="must be a folder to write into"):
         ActivationStore(tmp_path / "file")
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o500)
