@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import jax
@@ -14,6 +15,19 @@ def cache_folder() -> Path:
     if folder:
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dejax"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file that other processes see whole or not at all; it replaces the one of this name.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    Path(temporary).replace(path)
 
 
 def keep_compiled_programs() -> None:

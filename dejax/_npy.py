@@ -37,8 +37,8 @@ def dtype_of_file(path: str | os.PathLike[str], dtype: np.dtype) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name))
 
 
-def mapped_npy(path: str | os.PathLike[str]) -> np.ndarray:
-    """The array of an `.npy` file as a read-only memory map.
+def mapped_npy(path: str | os.PathLike[str], remedy: str = "write the file again with numpy.save") -> np.ndarray:
+    """The array of an `.npy` file as a read-only memory map. Messages of incomplete files end with `remedy`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -49,8 +49,5 @@ def mapped_npy(path: str | os.PathLike[str]) -> np.ndarray:
     except FileNotFoundError:
         raise
     except (ValueError, EOFError, OSError) as error:
-        raise ValueError(
-            f"{os.fspath(path)} must be a complete .npy file, got an error: {error}; write the file again with "
-            "numpy.save"
-        ) from error
+        raise ValueError(f"{os.fspath(path)} must be a complete .npy file, got an error: {error}; {remedy}") from error
     return array.view(dtype_of_file(path, array.dtype))

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dejax._npy import mapped_npy
 from dejax._optional import optional
 from dejax.distributed._neighbours import EdgesInMemory, EdgesOfTopology, NeighbourLists, edges_of, first_nodes
 from dejax.distributed._streaming import refine, stream
@@ -375,10 +376,4 @@ def _mapped(file: Path) -> np.ndarray:
     """An `.npy` file, mapped; the error of one that is cut short names it."""
     if not file.exists():
         raise FileNotFoundError(f"{file} must exist, got no such file; save the partition again")
-    try:
-        array: np.ndarray = np.load(file, mmap_mode="r")
-    except ValueError as error:
-        raise ValueError(
-            f"{file} must be a complete .npy file, got an error: {error}; save the partition again"
-        ) from None
-    return array
+    return mapped_npy(file, "save the partition again")

@@ -12,8 +12,6 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +19,7 @@ import jax
 
 import dejax
 from dejax import _native
-from dejax._cache import cache_folder
+from dejax._cache import cache_folder, write_whole
 
 _KERNELS = Path(__file__).parent / "kernels"
 _INCLUDE = Path(dejax.__file__).parent / "include"  # headers that native/ includes, too
@@ -109,10 +107,7 @@ def _compiled(file: str, definitions: tuple[tuple[str, str | int], ...], capabil
             return image
     image = compile_source(library, _source(file), file, definitions, capability)
     with contextlib.suppress(OSError):  # without a cache each process compiles
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
-            part.write(hashlib.sha256(image).digest() + image)
-        os.replace(part.name, path)
+        write_whole(path, hashlib.sha256(image).digest() + image)
     return image
 
 

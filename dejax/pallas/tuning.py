@@ -15,7 +15,6 @@ import json
 import os
 import re
 import statistics
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from typing import Any
 
 import jax
 
-from dejax._cache import cache_folder
+from dejax._cache import cache_folder, write_whole
 from dejax.pallas import _triton
 from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.profile import record
@@ -176,12 +175,8 @@ class Tuner:
         table = read_table(path)
         for (kernel, key), tuned in self.found.items():
             table.setdefault(kernel, {})[key] = tuned.fields
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".json")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({k: dict(sorted(v.items())) for k, v in sorted(table.items())}, file, indent=1)
-            file.write("\n")
-        Path(temporary).replace(path)
+        text = json.dumps({k: dict(sorted(v.items())) for k, v in sorted(table.items())}, indent=1)
+        write_whole(path, f"{text}\n".encode())
         forget_tables()
 
 

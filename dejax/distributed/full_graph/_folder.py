@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from dejax._npy import dtype_of_file, to_save
+from dejax._npy import mapped_npy, to_save
 from dejax.distributed.full_graph._rounds import Round
 from dejax.distributed.full_graph._sharded_graph import (
     ShardedGraph,
@@ -183,8 +183,4 @@ def _read(folder: str | os.PathLike[str], number: int, name: str) -> np.ndarray:
     file = Path(folder) / f"part_{number}" / f"{name}.npy"
     if not file.exists():
         raise FileNotFoundError(f"{file} must exist, got no such file; split the graph again")
-    try:
-        array: np.ndarray = np.load(file, mmap_mode="r")
-    except ValueError as error:
-        raise ValueError(f"{file} must be a complete .npy file, got an error: {error}; split the graph again") from None
-    return array.view(dtype_of_file(file, array.dtype))
+    return mapped_npy(file, "split the graph again")

@@ -11,14 +11,13 @@ import hashlib
 import json
 import linecache
 import os
-import tempfile
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dejax._cache import cache_folder
+from dejax._cache import cache_folder, write_whole
 from dejax._optional import optional
 
 _MOST_THREADS = 16
@@ -130,11 +129,7 @@ def _write(path: Path, found: KernelBinary) -> None:
     head = asdict(found)
     image = head.pop("image")
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(json.dumps(head).encode() + b"\n" + image)
-        Path(temporary).replace(path)
+        write_whole(path, json.dumps(head).encode() + b"\n" + image)
 
 
 # ------------------------------------------------------------------------------------------------ Triton
