@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.provenance import Save
 from dejax.datasets import HeteroDataset, from_tables, task_of_events
-from dejax.datasets._parallel import for_blocks
+from dejax.datasets.files._work import for_blocks
 
 ROWS = {"customers": 1_850_000, "products": 506_000, "brands": 60_000, "categories": 500, "reviews": 15_000_000}
 WIDTH = 300

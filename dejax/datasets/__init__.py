@@ -8,27 +8,27 @@ Importing this package imports neither JAX nor rdflib.
 """
 
 from dejax.datasets._dataset import EntityDataset
-from dejax.datasets._files import DataUnavailableError
 from dejax.datasets._hetero import HeteroDataset
-from dejax.datasets._labels import Label
-from dejax.datasets._load import NAMES, load
-from dejax.datasets._planted import synthetic_triples
-from dejax.datasets._synthetic import COUNTS, synthetic
-from dejax.datasets._table_files import read_csv
-from dejax.datasets._vectors import sentence_vectors
 from dejax.datasets.columns import NEVER, Column
-from dejax.datasets.drive import write_drive_table
-from dejax.datasets.igb import load_igb
-from dejax.datasets.igb_shape import IGBShape, fill_rows, random_csc, random_rows_on_device, synthetic_igb
-from dejax.datasets.importers import from_dgl, from_pyg
-from dejax.datasets.mag import load_mag, load_mag_hetero
-from dejax.datasets.rdf import load_rdf, read_rdf
-from dejax.datasets.relbench import from_relbench
-from dejax.datasets.stdlib import load_stdlib, load_stdlib_links
-from dejax.datasets.tables import from_tables
-from dejax.datasets.task_makers import task_from_columns, task_from_function, task_of_events, task_of_rows
-from dejax.datasets.tasks import Task
-from dejax.datasets.triples import load_triples
+from dejax.datasets.files._downloads import DataUnavailableError
+from dejax.datasets.files.drive import write_drive_table
+from dejax.datasets.graphs._load import NAMES, load
+from dejax.datasets.graphs._planted import synthetic_triples
+from dejax.datasets.graphs._synthetic import COUNTS, synthetic
+from dejax.datasets.graphs.igb import load_igb
+from dejax.datasets.graphs.igb_shape import IGBShape, fill_rows, random_csc, random_rows_on_device, synthetic_igb
+from dejax.datasets.graphs.importers import from_dgl, from_pyg
+from dejax.datasets.graphs.mag import load_mag, load_mag_hetero
+from dejax.datasets.graphs.rdf import load_rdf, read_rdf
+from dejax.datasets.graphs.stdlib import load_stdlib, load_stdlib_links
+from dejax.datasets.graphs.triples import load_triples
+from dejax.datasets.tables._files import read_csv
+from dejax.datasets.tables._labels import Label
+from dejax.datasets.tables._vectors import sentence_vectors
+from dejax.datasets.tables.graph import from_tables
+from dejax.datasets.tables.relbench import from_relbench
+from dejax.datasets.tasks.makers import task_from_columns, task_from_function, task_of_events, task_of_rows
+from dejax.datasets.tasks.task import Task
 
 __all__ = [
     "COUNTS",

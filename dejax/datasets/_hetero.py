@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from dejax.datasets._dataset import UNLABELLED, EntityDataset
-from dejax.datasets._hetero_files import open_fields, save_fields
 from dejax.datasets.columns import Column
-from dejax.datasets.tasks import Task
+from dejax.datasets.files._hetero_files import open_fields, save_fields
+from dejax.datasets.tasks.task import Task
 
 Relation = tuple[str, str, str]
 """(source type, name, destination type)."""

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dejax.datasets._narrow_rows import Encoder, block_rows
+from dejax.datasets.files._narrow_rows import Encoder, block_rows
 from dejax.distributed._placing import on_mesh
 from dejax.host_gather._ids import distinct_ids
 from dejax.host_gather._spec import TableSpec, platform_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dejax.datasets._parallel import for_blocks
+from dejax.datasets.files._work import for_blocks
 from dejax.host_gather.table import LocalTable
 from dejax.minibatch import _folder
 from dejax.minibatch._checks import EdgeList, EdgeType, check_range, checked_edge_type, ids_of

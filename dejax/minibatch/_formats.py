@@ -1,4 +1,7 @@
-"""The dtypes of tables of features, and their rows times their scales. `datasets/_narrow_rows.py` makes narrow rows."""
+"""The dtypes of tables of features, and their rows times their scales.
+
+`datasets/files/_narrow_rows.py` makes narrow rows.
+"""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from jax.typing import ArrayLike
 from dejax import _compat
 from dejax._drive_layout import DriveLayout
 from dejax._pytrees import pytree
-from dejax.datasets._narrow_rows import Encoder, block_rows
-from dejax.datasets._parallel import for_blocks
+from dejax.datasets.files._narrow_rows import Encoder, block_rows
+from dejax.datasets.files._work import for_blocks
 from dejax.host_gather import (
     DeviceTable,
     DriveTable,

@@ -16,7 +16,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax._pytrees import pytree
-from dejax.datasets._progress import Progress
+from dejax.datasets.files._work import Progress
 from dejax.host_gather import HostTable
 from dejax.minibatch._programs import TracedAnew
 from dejax.minibatch.features import FeatureStore

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dejax.datasets._parallel import for_blocks
-from dejax.datasets.igb_shape import random_csc
+from dejax.datasets.files._work import for_blocks
+from dejax.datasets.graphs.igb_shape import random_csc
 from dejax.minibatch._building import SHARED_LIMIT, ListArrays, aligned, described
 from dejax.minibatch._checks import EdgeType, checked_counts, checked_edge_type
 from dejax.minibatch.topology import HeteroTopology

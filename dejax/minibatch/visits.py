@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike
 
-from dejax.datasets._parallel import available_cores
+from dejax.datasets.files._work import available_cores
 
 Relation = tuple[str, str, str]
 _CHUNK = 1 << 24  # edges at once, for memory maps

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 
 from dejax.datasets import HeteroDataset, Task, from_tables, task_from_columns, task_of_events, task_of_rows
-from dejax.datasets._columns import columns_of
-from dejax.datasets._table_files import read_file
+from dejax.datasets.tables._columns import columns_of
+from dejax.datasets.tables._files import read_file
 
 _SECTIONS = ("database", "tasks", "settings")
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dejax.datasets._progress import Progress
+from dejax.datasets.files._work import Progress
 from dejax.training.checkpoint import Checkpoints
 from dejax.training.state import History, TrainState
 from dejax.training.trainer import Trainer

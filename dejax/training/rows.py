@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dejax.datasets import Column
-from dejax.datasets._columns import of_parts
+from dejax.datasets.tables._columns import of_parts
 
 DAY = 86_400
 KINDS = ("number", "time", "category", "categories", "vector")

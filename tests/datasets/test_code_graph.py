@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dejax.datasets._code_graph import EDGE_TYPES, NODE_TYPES, CodeGraph, Source, build_code_graph
+from dejax.datasets.graphs._code_graph import EDGE_TYPES, NODE_TYPES, CodeGraph, Source, build_code_graph
 
 BASE = '''
 """A docstring."""
@@ -153,7 +153,7 @@ def test_no_sources():
 
 def test_the_same_in_every_process():
     code = (
-        "from dejax.datasets._code_graph import *; import hashlib;"
+        "from dejax.datasets.graphs._code_graph import *; import hashlib;"
         f"sources = [Source('package.base', False, {BASE.encode()!r}), Source('u', False, {USER.encode()!r})];"
         "g = build_code_graph(sources);"
         "print(hashlib.sha256(repr((g.kinds, g.names, g.edges.tolist())).encode()).hexdigest())"

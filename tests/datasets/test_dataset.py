@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dejax.datasets import EntityDataset
-from dejax.datasets._progress import Progress
+from dejax.datasets.files._work import Progress
 
 FIELDS = {
     "name": "tiny",

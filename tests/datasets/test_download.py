@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from dejax.datasets import DataUnavailableError, load, rdf
-from dejax.datasets import _files as files
+from dejax.datasets import DataUnavailableError, load
+from dejax.datasets.files import _downloads
+from dejax.datasets.graphs import rdf
 
 needs_rdflib = pytest.mark.skipif(find_spec("rdflib") is None, reason="no rdflib")
 TRIPLES = b"<http://x.org/a> <http://x.org/knows> <http://x.org/b> .\n"
@@ -101,7 +102,7 @@ def test_the_first_digests_are_recorded_and_checked_later(server, tmp_path):
     home = tmp_path / "datasets" / "mutag"
     recorded = json.loads((home / "digests.json").read_text())
     assert recorded["url"] == server.url()
-    assert recorded["testSet.tsv"] == files.sha256(home / "testSet.tsv")
+    assert recorded["testSet.tsv"] == _downloads.sha256(home / "testSet.tsv")
     load("mutag", url=server.url(), cache=tmp_path, force_download=True)  # the same archive is accepted
     assert server.requests == 2
     server.body = tgz({**MEMBERS, "mutag/testSet.tsv": MEMBERS["mutag/testSet.tsv"].replace(b"1.0\n", b"0.0\n")})
@@ -119,9 +120,9 @@ def test_a_known_digest_must_match(server, tmp_path, monkeypatch):
         load("mutag", url=server.url(), cache=tmp_path)
     assert kept(tmp_path) == []
     home = tmp_path / "datasets" / "x"
-    archive = files.Archive(server.url(), {"testSet.tsv": ("testSet.tsv",)}, {"archive": "1" * 64})
+    archive = _downloads.Archive(server.url(), {"testSet.tsv": ("testSet.tsv",)}, {"archive": "1" * 64})
     with pytest.raises(ValueError, match=f"archive must have the SHA-256 digest {'1' * 64}"):
-        files.fetch("x", archive, cache=tmp_path)
+        _downloads.fetch("x", archive, cache=tmp_path)
     assert not home.exists()
 
 
@@ -190,7 +191,7 @@ def test_offline(server, tmp_path):
 
 def test_the_cache_is_where_xdg_says(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert files.cache_dir() == tmp_path / "dejax"
+    assert _downloads.cache_dir() == tmp_path / "dejax"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert files.cache_dir() == tmp_path / "home" / ".cache" / "dejax"
+    assert _downloads.cache_dir() == tmp_path / "home" / ".cache" / "dejax"

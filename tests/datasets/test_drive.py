@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from dejax._drive_layout import DriveLayout
-from dejax.datasets import drive, write_drive_table
+from dejax.datasets import write_drive_table
+from dejax.datasets.files import drive
 from dejax.host_gather import DriveTable
 from dejax.minibatch import FeatureStore, NodeFeatures
 

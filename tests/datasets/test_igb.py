@@ -115,7 +115,7 @@ def test_bad_arguments(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_relations_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dejax.datasets.igb_shape._EDGE_BLOCK", 1000)
+    monkeypatch.setattr("dejax.datasets.graphs.igb_shape._EDGE_BLOCK", 1000)
     offsets, senders = random_csc(500, 300, 20_000, seed=3, threads=1)
     for threads in (2, 5):
         out = np.zeros(20_000, np.int64)
@@ -143,7 +143,7 @@ def test_random_relations_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.int8])
 def test_random_rows(dtype: type, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dejax.datasets.igb_shape._BYTE_BLOCK", 1000)
+    monkeypatch.setattr("dejax.datasets.graphs.igb_shape._BYTE_BLOCK", 1000)
     one, many = np.zeros((101, 7), dtype), np.zeros((101, 7), dtype)
     fill_rows(one, 5, threads=1)
     fill_rows(many, 5, threads=3)

@@ -68,7 +68,7 @@ def test_without_features_from_the_variable_and_from_the_cache(folder, tmp_path,
     monkeypatch.setenv("DEJAX_DATA", str(folder))
     data = load("ogbn-mag", use_features=False, cache=tmp_path / "cache", progress=True)
     assert data.features is None and data.num_edges == 8
-    monkeypatch.setattr("dejax.datasets.mag._read", lambda *args: pytest.fail("read again"))
+    monkeypatch.setattr("dejax.datasets.graphs.mag._read", lambda *args: pytest.fail("read again"))
     assert load("ogbn-mag", use_features=False, cache=tmp_path / "cache").num_edges == 8
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dejax.datasets import from_tables, task_from_columns, task_of_events, task_of_rows
-from dejax.datasets._column_kinds import _Numerals
+from dejax.datasets.tables._column_kinds import _Numerals
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dejax.datasets import EntityDataset, load, load_rdf, read_rdf
-from dejax.datasets.rdf import LEAKING
+from dejax.datasets.graphs.rdf import LEAKING
 
 pytest.importorskip("rdflib")
 
@@ -174,7 +174,7 @@ def test_the_parsed_graph_is_cached_by_content(tmp_path, monkeypatch):
     folder, cache = tmp_path / "data", tmp_path / "cache"
     write_data_set(folder, "am", secret="http://x.org/secret")
     first = load("am", folder, cache=cache)
-    monkeypatch.setattr("dejax.datasets.rdf.read_rdf", lambda *args, **kwargs: pytest.fail("parsed again"))
+    monkeypatch.setattr("dejax.datasets.graphs.rdf.read_rdf", lambda *args, **kwargs: pytest.fail("parsed again"))
     np.testing.assert_array_equal(load("am", folder, cache=cache).senders, first.senders)
     monkeypatch.undo()
     (folder / "am_stripped.nt.gz").write_bytes(gzip.compress(GRAPH.splitlines()[1].encode() + b"\n"))

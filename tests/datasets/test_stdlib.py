@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dejax.datasets import EntityDataset, load, load_stdlib
-from dejax.datasets._code_graph import Source, build_code_graph
-from dejax.datasets.stdlib import SPLITS, TOPICS, make_task
+from dejax.datasets.graphs._code_graph import Source, build_code_graph
+from dejax.datasets.graphs.stdlib import SPLITS, TOPICS, make_task
 from tests.datasets.plain_rgcn import accuracies
 
 
@@ -42,7 +42,7 @@ def test_topics_name_no_module_twice():
 
 
 def test_it_is_cached_and_rebuilt_if_the_cache_is_damaged(data, cache, monkeypatch):
-    monkeypatch.setattr("dejax.datasets.stdlib.build_code_graph", lambda *args: pytest.fail("built again"))
+    monkeypatch.setattr("dejax.datasets.graphs.stdlib.build_code_graph", lambda *args: pytest.fail("built again"))
     again = load_stdlib(cache=cache)
     np.testing.assert_array_equal(again.senders, data.senders)
     np.testing.assert_array_equal(again.features, data.features)

@@ -98,15 +98,15 @@ def test_default_dtypes_and_integers() -> None:
 
 
 def test_memory_maps_and_blocks(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dejax.datasets._narrow_rows._BLOCK_BYTES", 500)
+    monkeypatch.setattr("dejax.datasets.files._narrow_rows._BLOCK_BYTES", 500)
     np.save(tmp_path / "rows.npy", PAPERS)
     mapped = np.load(tmp_path / "rows.npy", mmap_mode="r")
     for place in PLACES.values():
         for dtype, scale in FORMATS.values():
             node = NodeFeatures.from_numpy(mapped, dtype=dtype, scale=scale, on_device=place)
-            monkeypatch.setattr("dejax.datasets._narrow_rows._BLOCK_BYTES", 1 << 20)
+            monkeypatch.setattr("dejax.datasets.files._narrow_rows._BLOCK_BYTES", 1 << 20)
             whole = NodeFeatures.from_numpy(PAPERS, dtype=dtype, scale=scale)
-            monkeypatch.setattr("dejax.datasets._narrow_rows._BLOCK_BYTES", 500)
+            monkeypatch.setattr("dejax.datasets.files._narrow_rows._BLOCK_BYTES", 500)
             np.testing.assert_array_equal(decoded(node), decoded(whole))
 
 

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from dejax.datasets._dataset import UNLABELLED, EntityDataset
-from dejax.datasets._files import DATA_VARIABLE, cache_dir
 from dejax.datasets._hetero import HeteroDataset
-from dejax.datasets._progress import Progress
+from dejax.datasets.files._downloads import DATA_VARIABLE, cache_dir
+from dejax.datasets.files._work import Progress
 
 NAME = "ogbn-mag"
 _LABELLED_TYPE = "paper"

@@ -7,7 +7,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 
-from dejax.datasets._parallel import for_blocks
+from dejax.datasets.files._work import for_blocks
 
 SCALES = (None, "row", "column")
 _BLOCK_BYTES = 16 << 20  # of float32 rows that are converted at once

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dejax.datasets._progress import Progress
+from dejax.datasets.files._work import Progress
 
 DATA_VARIABLE = "DEJAX_DATA"
 DIGESTS_FILE = "digests.json"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dejax._optional import is_there, optional
-from dejax.datasets._parallel import for_blocks
+from dejax.datasets.files._work import for_blocks
 
 Columns = dict[str, np.ndarray]
 ForeignKey = tuple[str, str, str]

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dejax.datasets._files import find_files
 from dejax.datasets._hetero import Ends, HeteroDataset, Relation
-from dejax.datasets._progress import Progress
+from dejax.datasets.files._downloads import find_files
+from dejax.datasets.files._work import Progress
 
 NAMES = ("wn18rr", "fb15k-237", "wn18", "fb15k", "yago3-10")
 """Names of folders that `load_triples` looks for in $DEJAX_DATA. Any other folder with the same files can be given."""
@@ -40,8 +40,8 @@ def load_triples(
 ) -> HeteroDataset:
     r"""Reads a knowledge graph for link prediction from text files of triples, such as WN18RR or FB15k-237.
 
-    The data set has one node type, "entity", and a relation for each predicate. `dejax.datasets.triples` describes the
-    files.
+    The data set has one node type, "entity", and a relation for each predicate. The module
+    `dejax.datasets.graphs.triples` describes the files.
 
     Args:
         name: name of the data set, and of its folder in $DEJAX_DATA.

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from dejax.datasets._columns import Columns, as_numbers, check_zones, missing_in, moment_of, objects_of
 from dejax.datasets._hetero import ALWAYS
+from dejax.datasets.tables._columns import Columns, as_numbers, check_zones, missing_in, moment_of, objects_of
 
 MISSING_TIMES = ("error", "drop", "always known")
 _MOMENTS, _NUMBERS = "times", "numbers"

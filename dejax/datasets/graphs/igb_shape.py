@@ -21,7 +21,7 @@ import numpy as np
 
 from dejax.datasets._dataset import UNLABELLED
 from dejax.datasets._hetero import Ends, HeteroDataset, Relation
-from dejax.datasets._parallel import for_blocks
+from dejax.datasets.files._work import for_blocks
 
 if TYPE_CHECKING:
     from jax import Array

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from dejax.datasets._columns import EXACT, Columns, ForeignKey, missing_in, texts_of
-from dejax.datasets._known_from import time_of_text
+from dejax.datasets.tables._columns import EXACT, Columns, ForeignKey, missing_in, texts_of
+from dejax.datasets.tables._known_from import time_of_text
 
 _MIXED = "numbers and text"  # as of codes that a reader has made numbers of, one by one
 _NANOSECONDS = {"W": 7 * 86_400 * 10**9, "D": 86_400 * 10**9, "h": 3600 * 10**9, "m": 60 * 10**9, "s": 10**9}

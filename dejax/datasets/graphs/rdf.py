@@ -30,8 +30,8 @@ import numpy as np
 
 from dejax._optional import optional
 from dejax.datasets._dataset import UNLABELLED, EntityDataset
-from dejax.datasets._files import Archive, cache_dir, fetch, find_files, sha256
-from dejax.datasets._progress import Progress
+from dejax.datasets.files._downloads import Archive, cache_dir, fetch, find_files, sha256
+from dejax.datasets.files._work import Progress
 
 NAMES = ("aifb", "mutag", "bgs", "am")
 

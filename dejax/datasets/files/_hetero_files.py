@@ -15,7 +15,7 @@ import numpy as np
 
 from dejax._npy import mapped_npy, to_save
 from dejax.datasets.columns import Column
-from dejax.datasets.tasks import Task
+from dejax.datasets.tasks.task import Task
 
 _FORMAT = 1
 _META = "dataset.json"

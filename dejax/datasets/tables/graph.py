@@ -10,16 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from dejax.datasets._column_kinds import RawColumn
-from dejax.datasets._columns import Columns, ForeignKey, columns_of
 from dejax.datasets._hetero import Ends, HeteroDataset, Relation
-from dejax.datasets._known_from import TimeColumn, beginning, boundary, common_unit, known_from, read_times, since_1970
-from dejax.datasets._labels import Label, labelled
-from dejax.datasets._references import edges_of, with_added_rows, with_joined_keys
-from dejax.datasets._row_features import features_of
-from dejax.datasets._table_files import read_folder, read_sqlite, to_primary_keys
-from dejax.datasets._vectors import with_vectors
 from dejax.datasets.columns import NEVER, Column
+from dejax.datasets.tables._column_kinds import RawColumn
+from dejax.datasets.tables._columns import Columns, ForeignKey, columns_of
+from dejax.datasets.tables._files import read_folder, read_sqlite, to_primary_keys
+from dejax.datasets.tables._known_from import (
+    TimeColumn,
+    beginning,
+    boundary,
+    common_unit,
+    known_from,
+    read_times,
+    since_1970,
+)
+from dejax.datasets.tables._labels import Label, labelled
+from dejax.datasets.tables._references import edges_of, with_added_rows, with_joined_keys
+from dejax.datasets.tables._row_features import features_of
+from dejax.datasets.tables._vectors import with_vectors
 
 
 def from_tables(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dejax._optional import optional
-from dejax.datasets._columns import Columns, texts_of
+from dejax.datasets.tables._columns import Columns, texts_of
 
 TextEncoder = Callable[[list[str]], Any]
 

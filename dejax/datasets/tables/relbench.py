@@ -9,8 +9,8 @@ import numpy as np
 
 from dejax._optional import optional
 from dejax.datasets._hetero import HeteroDataset
-from dejax.datasets.tables import from_tables
-from dejax.datasets.task_makers import task_from_columns
+from dejax.datasets.tables.graph import from_tables
+from dejax.datasets.tasks.makers import task_from_columns
 
 _KINDS = {
     "binary_classification": "binary",

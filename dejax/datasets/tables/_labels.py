@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from dejax.datasets._columns import Columns, missing_in
 from dejax.datasets._hetero import HeteroDataset
-from dejax.datasets._known_from import TimeColumn, boundary
+from dejax.datasets.tables._columns import Columns, missing_in
+from dejax.datasets.tables._known_from import TimeColumn, boundary
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dejax._optional import optional
-from dejax.datasets._columns import Columns, objects_of
+from dejax.datasets.tables._columns import Columns, objects_of
 
 _SUFFIXES = (".parquet", ".csv", ".csv.gz", ".csv.zip")
 

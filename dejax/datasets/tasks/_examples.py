@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from dejax.datasets._columns import array_of, missing_in
 from dejax.datasets._hetero import ALWAYS, SPLITS, HeteroDataset
-from dejax.datasets._known_from import TimeColumn, boundary
-from dejax.datasets._references import rows_of_keys
-from dejax.datasets.tasks import Task, TaskKind
+from dejax.datasets.tables._columns import array_of, missing_in
+from dejax.datasets.tables._known_from import TimeColumn, boundary
+from dejax.datasets.tables._references import rows_of_keys
+from dejax.datasets.tasks.task import Task, TaskKind
 
 _ALWAYS_KNOWN = (ALWAYS, -(2**63), -np.inf)  # times of rows without one
 _SHARES = (0.8, 0.9)  # where splits of data without times begin

@@ -18,8 +18,8 @@ import numpy as np
 
 from dejax._npy import mapped_npy
 from dejax.datasets._dataset import UNLABELLED
-from dejax.datasets._files import DATA_VARIABLE
 from dejax.datasets._hetero import Ends, HeteroDataset, Relation
+from dejax.datasets.files._downloads import DATA_VARIABLE
 
 SIZES = ("tiny", "small", "medium", "large", "full")
 LABELLED_TYPE = "paper"

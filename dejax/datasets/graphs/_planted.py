@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dejax.datasets._hetero import Ends, HeteroDataset, Relation
-from dejax.datasets.triples import ENTITY
+from dejax.datasets.graphs.triples import ENTITY
 
 _SIZES = (272_115, 17_535, 20_466)  # triples of FB15k-237
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from dejax._drive_layout import BLOCK, DriveLayout, checksums_of
 from dejax._npy import mapped_npy
-from dejax.datasets._narrow_rows import Encoder, block_rows
-from dejax.datasets._parallel import for_blocks
-from dejax.datasets._parquet_rows import ParquetRows
+from dejax.datasets.files._narrow_rows import Encoder, block_rows
+from dejax.datasets.files._parquet_rows import ParquetRows
+from dejax.datasets.files._work import for_blocks
 
 Folder = str | os.PathLike[str]
 

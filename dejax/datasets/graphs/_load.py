@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from dejax.datasets import mag, rdf, stdlib
 from dejax.datasets._dataset import EntityDataset
-from dejax.datasets._synthetic import COUNTS, PREFIX, synthetic
+from dejax.datasets.graphs import mag, rdf, stdlib
+from dejax.datasets.graphs._synthetic import COUNTS, PREFIX, synthetic
 
 NAMES = (stdlib.NAME, *rdf.NAMES, mag.NAME, *(PREFIX + name for name in COUNTS))
 """All names that `load` knows."""

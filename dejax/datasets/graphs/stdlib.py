@@ -1,7 +1,7 @@
 """The code graph of the running Python's standard library: a data set that every machine has.
 
 Nodes are modules, classes, functions and identifiers. Edges say what they define, call, inherit, import, raise, catch,
-read, write and take as arguments (`dejax.datasets._code_graph`): about 30,000 nodes and 150,000 edges of 22 types.
+read, write and take as arguments (`graphs/_code_graph.py`): about 30,000 nodes and 150,000 edges of 22 types.
 
 The task: to which chapter of the library reference does a class or a function belong ("Concurrent execution", "Internet
 and network", ...)? The label follows from the module of a definition. It does not leak:
@@ -40,7 +40,12 @@ from pathlib import Path
 
 import numpy as np
 
-from dejax.datasets._code_graph import (
+from dejax.datasets._dataset import UNLABELLED, EntityDataset
+from dejax.datasets._hetero import SPLITS as SPLIT_NAMES
+from dejax.datasets._hetero import HeteroDataset, split_edges
+from dejax.datasets.files._downloads import cache_dir
+from dejax.datasets.files._work import Progress
+from dejax.datasets.graphs._code_graph import (
     CLASS,
     EDGE_TYPES,
     FUNCTION,
@@ -50,11 +55,6 @@ from dejax.datasets._code_graph import (
     Source,
     build_code_graph,
 )
-from dejax.datasets._dataset import UNLABELLED, EntityDataset
-from dejax.datasets._files import cache_dir
-from dejax.datasets._hetero import SPLITS as SPLIT_NAMES
-from dejax.datasets._hetero import HeteroDataset, split_edges
-from dejax.datasets._progress import Progress
 
 NAME = "stdlib"
 SPLITS = ("definition", "module")

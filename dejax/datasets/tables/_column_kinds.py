@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from dejax.datasets._columns import as_numbers, missing_in, of_parts, text_of, texts_of
-from dejax.datasets._known_from import TimeColumn, time_of_text, times_of_texts
 from dejax.datasets.columns import NEVER, Column, Kind, hashes_of
+from dejax.datasets.tables._columns import as_numbers, missing_in, of_parts, text_of, texts_of
+from dejax.datasets.tables._known_from import TimeColumn, time_of_text, times_of_texts
 
 _LOOKED_AT = 1000  # values of a text column that are tried as numbers and times
 _MOST = 0.9  # the share of them from which on the column is of that kind, and the others are taken as missing

@@ -1,0 +1,1 @@
+"""Graphs by name: readers of public formats, converters from other libraries, and random graphs."""

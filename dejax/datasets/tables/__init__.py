@@ -1,0 +1,1 @@
+"""Tables of a database as a graph: their files and columns, keys as edges, and from when on each row is known."""
