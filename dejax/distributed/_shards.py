@@ -15,8 +15,8 @@ from dejax.datasets.files._narrow_rows import Encoder, block_rows
 from dejax.distributed._placing import on_mesh
 from dejax.host_gather._ids import distinct_ids
 from dejax.host_gather._spec import TableSpec, platform_of
-from dejax.minibatch._formats import result_dtype, table_dtype, times_scales
-from dejax.minibatch._node_features import table_builder
+from dejax.minibatch.features._formats import result_dtype, table_dtype, times_scales
+from dejax.minibatch.features._node_features import table_builder
 
 MULTIPLE = 64
 """Rows are padded to a multiple of it, so that checkpoints have one shape on 1, 2, 4, ... 64 devices."""

@@ -17,12 +17,13 @@ docs/minibatch.md, docs/samples.md, docs/minibatch_speed.md and docs/features.md
 import importlib
 from typing import Any
 
-from dejax.minibatch._joined import JoinedFeatures
-from dejax.minibatch._layout import Capacities
-from dejax.minibatch._node_features import NodeFeatures
-from dejax.minibatch.blocks import Block, make_blocks
-from dejax.minibatch.capacities import find_capacities
-from dejax.minibatch.decoders import (
+from dejax.minibatch.features._joined import JoinedFeatures
+from dejax.minibatch.features._node_features import NodeFeatures
+from dejax.minibatch.features.placement import PlacementPlan, ReadRates, TypePlacement, plan_placement
+from dejax.minibatch.features.store import FeatureStore, PendingFeatures
+from dejax.minibatch.features.visits import expected_visits, hot_rows
+from dejax.minibatch.links.batches import LinkBatch, link_batch
+from dejax.minibatch.links.decoders import (
     DECODERS,
     Decoder,
     binary_cross_entropy,
@@ -34,13 +35,15 @@ from dejax.minibatch.decoders import (
     rotate_decoder,
     softmax_cross_entropy,
 )
-from dejax.minibatch.features import FeatureStore, PendingFeatures
-from dejax.minibatch.inference import InferenceBatch, InferenceEdges, infer_layers
-from dejax.minibatch.joint import make_typed_blocks
-from dejax.minibatch.link_prediction import LinkRanks, link_ranks
-from dejax.minibatch.links import LinkBatch, link_batch
-from dejax.minibatch.negatives import NegativePool, TrueEdges
-from dejax.minibatch.pipeline import (
+from dejax.minibatch.links.negatives import NegativePool, TrueEdges
+from dejax.minibatch.links.ranks import LinkRanks, link_ranks
+from dejax.minibatch.sampling._layout import Capacities
+from dejax.minibatch.sampling.blocks import Block, make_blocks
+from dejax.minibatch.sampling.capacities import find_capacities
+from dejax.minibatch.sampling.joint import make_typed_blocks
+from dejax.minibatch.sampling.sample import SampledBlocks, SampleOptions, edge_ids, sample_blocks
+from dejax.minibatch.steps.inference import InferenceBatch, InferenceEdges, infer_layers
+from dejax.minibatch.steps.pipeline import (
     MiniBatch,
     TrainingSteps,
     pipelined_steps,
@@ -48,11 +51,8 @@ from dejax.minibatch.pipeline import (
     seed_batches,
     step_keys,
 )
-from dejax.minibatch.placement import PlacementPlan, ReadRates, TypePlacement, plan_placement
-from dejax.minibatch.random_graphs import random_topology
-from dejax.minibatch.sampling import SampledBlocks, SampleOptions, edge_ids, sample_blocks
-from dejax.minibatch.topology import HeteroTopology
-from dejax.minibatch.visits import expected_visits, hot_rows
+from dejax.minibatch.topology.hetero_topology import HeteroTopology
+from dejax.minibatch.topology.random_graphs import random_topology
 
 _LAZY = ("linen", "nnx")  # these import flax
 

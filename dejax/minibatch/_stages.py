@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 from jax import Array
 
-from dejax.minibatch.blocks import Block, join_nodes
+from dejax.minibatch.sampling.blocks import Block, join_nodes
 from dejax.rgnn import RelGraph
 
 Graphs: TypeAlias = Sequence[Block] | RelGraph

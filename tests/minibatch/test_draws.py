@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax.minibatch import _drawing, _draws
-from dejax.minibatch._weights import alias_tables
-from dejax.minibatch.topology import EdgeLists, EdgeWeights
+from dejax.minibatch.sampling import _drawing, _draws
+from dejax.minibatch.topology._weights import alias_tables
+from dejax.minibatch.topology.hetero_topology import EdgeLists, EdgeWeights
 
 KEY = jax.random.key(11)
 

@@ -13,10 +13,10 @@ from dejax.minibatch import (
     HeteroTopology,
     InferenceBatch,
     InferenceEdges,
-    _programs,
     infer_layers,
     link_ranks,
 )
+from dejax.minibatch.steps import _programs
 from tests.host_gather.rows import on_drive
 
 NODES = {"a": 50, "b": 13, "alone": 6, "none": 0}

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax.minibatch import _numbering
-from dejax.minibatch._numbering import Nodes, NumberRanges, number_seeds
+from dejax.minibatch.sampling import _numbering
+from dejax.minibatch.sampling._numbering import Nodes, NumberRanges, number_seeds
 
 
 def as_numpy_says(known, found, places):

@@ -20,7 +20,6 @@ from dejax.minibatch import (
     SampleOptions,
     edge_ids,
     link_batch,
-    pipeline,
     pipelined_steps,
     sample_blocks,
     sampled_step,
@@ -28,7 +27,8 @@ from dejax.minibatch import (
     step_keys,
 )
 from dejax.minibatch import nnx as mb
-from dejax.minibatch._split import split_at_reads
+from dejax.minibatch.steps import pipeline
+from dejax.minibatch.steps._split import split_at_reads
 from dejax.rgnn.nnx import RGATConv, RGCNConv
 from tests.host_gather.rows import on_drive
 from tests.minibatch.graphs import COUNTS, REV, WRITES, edge_lists, topology_of

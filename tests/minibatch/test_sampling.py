@@ -8,15 +8,8 @@ import numpy as np
 import pytest
 
 from dejax.datasets import HeteroDataset, from_tables
-from dejax.minibatch import (
-    HeteroTopology,
-    NegativePool,
-    SampleOptions,
-    find_capacities,
-    link_batch,
-    links,
-    sample_blocks,
-)
+from dejax.minibatch import HeteroTopology, NegativePool, SampleOptions, find_capacities, link_batch, sample_blocks
+from dejax.minibatch.links import batches
 from tests.minibatch.graphs import (
     CITES,
     COUNTS,
@@ -230,7 +223,7 @@ def test_positions_beyond_32_bits(tmp_path):
     header[-3:] = [5, 6, 4]
     header.flush()
     from dejax.host_gather import HostTable
-    from dejax.minibatch.topology import EdgeLists, Relation
+    from dejax.minibatch.topology.hetero_topology import EdgeLists, Relation
 
     kind = ("leaf", "to", "center")
     with jax.enable_x64(True):
@@ -282,9 +275,9 @@ def test_excluded_pairs_of_64_bits_do_not_wrap():
 
 
 def test_receivers_beyond_half_of_int32(monkeypatch):
-    monkeypatch.setattr(links, "take", lambda starts, ids: ids)  # a list in which each node has one edge
+    monkeypatch.setattr(batches, "take", lambda starts, ids: ids)  # a list in which each node has one edge
     edges = np.array([0, 2**30 + 3, 2**31 - 4], np.int32)
-    found = links._receiver_of(jnp.zeros(1, jnp.int32), jnp.asarray(edges), 0, 2**31 - 1)
+    found = batches._receiver_of(jnp.zeros(1, jnp.int32), jnp.asarray(edges), 0, 2**31 - 1)
     np.testing.assert_array_equal(found, edges)
 
 

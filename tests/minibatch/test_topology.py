@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from dejax.host_gather import CachedTable, HostTable
-from dejax.minibatch import HeteroTopology, SampleOptions, _building, edge_ids, sample_blocks
+from dejax.minibatch import HeteroTopology, SampleOptions, edge_ids, sample_blocks
+from dejax.minibatch.topology import _building
 
 WRITES, CITES, LIKES = ("author", "writes", "paper"), ("paper", "cites", "paper"), ("author", "likes", "author")
 COUNTS = {"author": 7, "paper": 11, "venue": 3}

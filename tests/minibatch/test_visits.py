@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from dejax.minibatch import HeteroTopology, expected_visits, hot_rows, topology
+from dejax.minibatch import HeteroTopology, expected_visits, hot_rows
+from dejax.minibatch.topology import hetero_topology
 
 RNG = np.random.default_rng(0)
 NODES = {"a": 7, "b": 5, "empty": 0}
@@ -50,7 +51,7 @@ def test_expected_visits(fan_outs) -> None:
 @pytest.mark.parametrize("fan_outs", [[2, 1], [-1, {("b", "to", "a"): 1}], [3, 0, 2], []])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_topologies_expect_the_same_visits(fan_outs, on_host: bool, monkeypatch) -> None:
-    monkeypatch.setattr(topology, "_PIECE", 7)  # a relation takes several pieces
+    monkeypatch.setattr(hetero_topology, "_PIECE", 7)  # a relation takes several pieces
     graph = HeteroTopology.from_edges(EDGES, NODES, on_host=on_host)
     seeds = {"a": [1, 4, 4], "b": [2]}
     for size in (None, 2):

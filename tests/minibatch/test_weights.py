@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from dejax.minibatch._weights import alias_tables
+from dejax.minibatch.topology._weights import alias_tables
 
 
 def probabilities(starts: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -57,6 +57,6 @@ def test_tables_computed_in_blocks_are_the_same(monkeypatch: pytest.MonkeyPatch)
     starts = np.concatenate([[0], np.cumsum(rng.integers(0, 12, 300))])
     weights = rng.lognormal(0, 3, starts[-1])
     whole = alias_tables(starts, weights)
-    monkeypatch.setattr("dejax.minibatch._weights._BLOCK", 17)
+    monkeypatch.setattr("dejax.minibatch.topology._weights._BLOCK", 17)
     np.testing.assert_array_equal(whole[0][:, 1], alias_tables(starts, weights)[0][:, 1])
     np.testing.assert_array_equal(whole[1], alias_tables(starts, weights)[1])

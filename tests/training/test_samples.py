@@ -9,7 +9,7 @@ import pytest
 
 from dejax.datasets import HeteroDataset, Label, from_tables
 from dejax.datasets._hetero import DESCRIPTIVE, LINK_TASK, NODE_TASK, OF_TABLES
-from dejax.minibatch.topology import as_numpy
+from dejax.minibatch.topology.hetero_topology import as_numpy
 from dejax.training import Trainer, cli, models, resolve
 from dejax.training.data import one_type
 from dejax.training.link_graph import LinkGraph

@@ -18,9 +18,9 @@ from jax import Array
 
 from dejax.host_gather.deferred import deferrable_gather
 from dejax.host_gather.table import LocalTable
-from dejax.minibatch._draws import below, below_by_bits, draw_weighted, draw_weighted_subset, subset_of
-from dejax.minibatch._layout import Piece, SampleLayout
-from dejax.minibatch.topology import EdgeLists, HeteroTopology, Rows
+from dejax.minibatch.sampling._draws import below, below_by_bits, draw_weighted, draw_weighted_subset, subset_of
+from dejax.minibatch.sampling._layout import Piece, SampleLayout
+from dejax.minibatch.topology.hetero_topology import EdgeLists, HeteroTopology, Rows
 from dejax.rgnn.graphs.sorting_traced import take as read
 from dejax.rgnn.graphs.static_tables import on_device
 

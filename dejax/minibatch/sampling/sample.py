@@ -18,10 +18,10 @@ from dejax._promotion import broadcasting
 from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.minibatch._checks import EdgeType, of_the_only
-from dejax.minibatch._drawing import Drawn, Hop, Randomness, SampleOptions, draw_hop, draw_keys, excluded, take
-from dejax.minibatch._layout import FanOuts, SampleLayout, make_layout
-from dejax.minibatch._numbering import Nodes, NumberRanges, number_found, number_seeds
-from dejax.minibatch.topology import HeteroTopology
+from dejax.minibatch.sampling._drawing import Drawn, Hop, Randomness, SampleOptions, draw_hop, draw_keys, excluded, take
+from dejax.minibatch.sampling._layout import FanOuts, SampleLayout, make_layout
+from dejax.minibatch.sampling._numbering import Nodes, NumberRanges, number_found, number_seeds
+from dejax.minibatch.topology.hetero_topology import HeteroTopology
 
 __all__ = ["SampleOptions", "SampledBlocks", "edge_ids", "sample_blocks"]
 

@@ -24,11 +24,11 @@ from dejax.host_gather import (
 )
 from dejax.host_gather._operands import Table
 from dejax.host_gather.gather import GatherOptions
-from dejax.minibatch._embeddings import EmbeddingRows
-from dejax.minibatch._feature_arguments import by_type, check_trainable, checked_scale, naming
-from dejax.minibatch._formats import table_dtype
-from dejax.minibatch._node_features import NodeFeatures, features_of, table_builder
-from dejax.minibatch._pending import PendingFeatures
+from dejax.minibatch.features._arguments import by_type, check_trainable, checked_scale, naming
+from dejax.minibatch.features._embeddings import EmbeddingRows
+from dejax.minibatch.features._formats import table_dtype
+from dejax.minibatch.features._node_features import NodeFeatures, features_of, table_builder
+from dejax.minibatch.features._pending import PendingFeatures
 
 
 @pytree

@@ -12,9 +12,9 @@ from jax import Array
 
 from dejax._promotion import broadcasting
 from dejax._pytrees import pytree
-from dejax.minibatch._joined import JoinedFeatures
-from dejax.minibatch._layout import SampleLayout
-from dejax.minibatch.sampling import SampledBlocks, split_nodes
+from dejax.minibatch.features._joined import JoinedFeatures
+from dejax.minibatch.sampling._layout import SampleLayout
+from dejax.minibatch.sampling.sample import SampledBlocks, split_nodes
 from dejax.rgnn import RelGraph
 from dejax.rgnn.graphs.build_slots import graphs_of_slots
 from dejax.rgnn.graphs.slots import Slots, SlotSpec

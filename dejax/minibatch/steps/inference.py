@@ -18,9 +18,9 @@ from jax.typing import ArrayLike
 from dejax._pytrees import pytree
 from dejax.datasets.files._work import Progress
 from dejax.host_gather import HostTable
-from dejax.minibatch._programs import TracedAnew
-from dejax.minibatch.features import FeatureStore
-from dejax.minibatch.topology import HeteroTopology
+from dejax.minibatch.features.store import FeatureStore
+from dejax.minibatch.steps._programs import TracedAnew
+from dejax.minibatch.topology.hetero_topology import HeteroTopology
 from dejax.rgnn import RelGraph
 
 Relation = tuple[str, str, str]

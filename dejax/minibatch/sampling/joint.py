@@ -10,10 +10,10 @@ from jax.typing import ArrayLike
 
 from dejax._promotion import broadcasting
 from dejax.host_gather._ids import checked_ids
-from dejax.minibatch._layout import SampleLayout
-from dejax.minibatch.blocks import Block
-from dejax.minibatch.sampling import SampledBlocks, edge_ids
-from dejax.minibatch.topology import HeteroTopology
+from dejax.minibatch.sampling._layout import SampleLayout
+from dejax.minibatch.sampling.blocks import Block
+from dejax.minibatch.sampling.sample import SampledBlocks, edge_ids
+from dejax.minibatch.topology.hetero_topology import HeteroTopology
 from dejax.rgnn import RelGraph
 
 __all__ = ["make_typed_blocks"]

@@ -21,14 +21,14 @@ from jax.typing import ArrayLike
 from dejax._pytrees import pytree
 from dejax.host_gather import gather_done
 from dejax.host_gather.table import is_table_of_host
-from dejax.minibatch._joined import JoinedFeatures
-from dejax.minibatch._layout import SampleLayout
-from dejax.minibatch._split import Between, Split, Whole, split_at_reads
-from dejax.minibatch._training_steps import TrainingSteps
-from dejax.minibatch.blocks import Block, join_nodes, make_blocks
-from dejax.minibatch.features import FeatureStore
-from dejax.minibatch.sampling import SampledBlocks
-from dejax.minibatch.topology import HeteroTopology
+from dejax.minibatch.features._joined import JoinedFeatures
+from dejax.minibatch.features.store import FeatureStore
+from dejax.minibatch.sampling._layout import SampleLayout
+from dejax.minibatch.sampling.blocks import Block, join_nodes, make_blocks
+from dejax.minibatch.sampling.sample import SampledBlocks
+from dejax.minibatch.steps._split import Between, Split, Whole, split_at_reads
+from dejax.minibatch.steps._training_steps import TrainingSteps
+from dejax.minibatch.topology.hetero_topology import HeteroTopology
 
 __all__ = ["MiniBatch", "TrainingSteps", "pipelined_steps", "sampled_step", "seed_batches", "step_keys"]
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from dejax.datasets.files._work import for_blocks
 from dejax.host_gather.table import LocalTable
-from dejax.minibatch import _folder
 from dejax.minibatch._checks import EdgeList, EdgeType, check_range, checked_edge_type, ids_of
-from dejax.minibatch._weights import alias_tables
+from dejax.minibatch.topology import _folder
+from dejax.minibatch.topology._weights import alias_tables
 
 __all__ = ["EdgeType", "ListArrays"]
 

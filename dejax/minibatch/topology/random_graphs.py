@@ -8,9 +8,9 @@ import numpy as np
 
 from dejax.datasets.files._work import for_blocks
 from dejax.datasets.graphs.igb_shape import random_csc
-from dejax.minibatch._building import SHARED_LIMIT, ListArrays, aligned, described
 from dejax.minibatch._checks import EdgeType, checked_counts, checked_edge_type
-from dejax.minibatch.topology import HeteroTopology
+from dejax.minibatch.topology._building import SHARED_LIMIT, ListArrays, aligned, described
+from dejax.minibatch.topology.hetero_topology import HeteroTopology
 
 __all__ = ["random_topology"]
 _BLOCK = 1 << 20

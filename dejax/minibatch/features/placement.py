@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from dejax._drive_layout import BLOCK, whole_blocks
 from dejax.host_gather import DeviceTable, DriveTable, HostTable, gather
-from dejax.minibatch.visits import hot_rows
+from dejax.minibatch.features.visits import hot_rows
 
 _INDEX_BYTES = 4  # of host memory for each row of a table on a drive
 _MEASURED_ROWS = 2048  # that are read at once

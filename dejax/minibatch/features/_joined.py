@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dejax._pytrees import pytree
-from dejax.minibatch._layout import SampleLayout
+from dejax.minibatch.sampling._layout import SampleLayout
 
 
 @pytree

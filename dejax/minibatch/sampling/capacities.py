@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax import Array
 
-from dejax.minibatch._layout import Capacities, FanOuts
-from dejax.minibatch.sampling import (
+from dejax.minibatch.sampling._layout import Capacities, FanOuts
+from dejax.minibatch.sampling.sample import (
     SampledBlocks,
     SampleOptions,
     _checked_pairs,
@@ -21,7 +21,7 @@ from dejax.minibatch.sampling import (
     _checked_times,
     sample_blocks,
 )
-from dejax.minibatch.topology import HeteroTopology
+from dejax.minibatch.topology.hetero_topology import HeteroTopology
 
 # Sizes are multiples of this many nodes, so that two runs mostly compile the same program.
 _ROUNDED = 64

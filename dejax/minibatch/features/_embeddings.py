@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dejax.minibatch._formats import RESULTS, table_dtype
+from dejax.minibatch.features._formats import RESULTS, table_dtype
 
 _FLOATS_BY_BLOCK = 1 << 22  # elements that one random stream makes
 

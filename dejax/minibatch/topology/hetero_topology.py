@@ -17,10 +17,11 @@ from dejax._pytrees import pytree
 from dejax.datasets import HeteroDataset
 from dejax.host_gather import HostTable
 from dejax.host_gather.table import LocalTable
-from dejax.minibatch import _building, _folder, visits
-from dejax.minibatch._building import EdgeType, ListArrays
 from dejax.minibatch._checks import checked_counts, checked_relations, need_wide, one_for_each, with_names
-from dejax.minibatch._weights import alias_tables
+from dejax.minibatch.features import visits
+from dejax.minibatch.topology import _building, _folder
+from dejax.minibatch.topology._building import EdgeType, ListArrays
+from dejax.minibatch.topology._weights import alias_tables
 
 __all__ = ["EdgeLists", "EdgeType", "EdgeWeights", "HeteroTopology", "Relation"]
 

@@ -14,8 +14,8 @@ from dejax._int32 import INT32_MAX
 from dejax._pytrees import pytree
 from dejax.datasets import HeteroDataset
 from dejax.minibatch._checks import EdgeType
-from dejax.minibatch._drawing import among_sorted
-from dejax.minibatch._draws import below
+from dejax.minibatch.sampling._drawing import among_sorted
+from dejax.minibatch.sampling._draws import below
 
 
 @pytree

@@ -16,11 +16,11 @@ from dejax._promotion import broadcasting
 from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.minibatch._checks import EdgeType
-from dejax.minibatch._drawing import take
-from dejax.minibatch._draws import below
-from dejax.minibatch.negatives import NegativePool, TrueEdges
-from dejax.minibatch.sampling import SampledBlocks
-from dejax.minibatch.topology import HeteroTopology, Rows
+from dejax.minibatch.links.negatives import NegativePool, TrueEdges
+from dejax.minibatch.sampling._drawing import take
+from dejax.minibatch.sampling._draws import below
+from dejax.minibatch.sampling.sample import SampledBlocks
+from dejax.minibatch.topology.hetero_topology import HeteroTopology, Rows
 
 Negatives = Literal["uniform", "degree", "in_batch"]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dejax.host_gather._operands import Table
-from dejax.minibatch._formats import RESULTS
+from dejax.minibatch.features._formats import RESULTS
 
 
 def by_type(what: str, option: str, value: Any, names: Iterable[str], default: Any) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from jax import Array
 from dejax._pytrees import pytree
 from dejax.host_gather import PendingRows, gather_done
 from dejax.host_gather.pipeline import gather_done_joined
-from dejax.minibatch._formats import times_scales
-from dejax.minibatch._joined import JoinedFeatures, places
-from dejax.minibatch._layout import SampleLayout
-from dejax.minibatch.blocks import join_nodes
+from dejax.minibatch.features._formats import times_scales
+from dejax.minibatch.features._joined import JoinedFeatures, places
+from dejax.minibatch.sampling._layout import SampleLayout
+from dejax.minibatch.sampling.blocks import join_nodes
 
 
 @pytree

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from dejax._pytrees import pytree
 from dejax.datasets.files._work import Progress
-from dejax.minibatch.decoders import DECODERS, Decoder
+from dejax.minibatch.links.decoders import DECODERS, Decoder
 
 _SCORES = 1 << 27  # of a batch against all candidates, by default: 512 MiB in float32
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from dejax.minibatch._checks import EdgeType
-from dejax.minibatch.topology import HeteroTopology
+from dejax.minibatch.topology.hetero_topology import HeteroTopology
 
 FanOuts: TypeAlias = Sequence[int | Mapping[EdgeType, int]] | Mapping[EdgeType, Sequence[int]]
 """For each hop a number or numbers by relation, or for each relation a number by hop."""

@@ -1,0 +1,1 @@
+"""Link prediction: batches of edges, wrong ends, decoders with their losses, and filtered ranks."""

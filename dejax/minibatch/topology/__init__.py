@@ -1,0 +1,1 @@
+"""The edges of a heterogeneous graph: `HeteroTopology`, how it is made and kept, and random ones."""
