@@ -30,13 +30,14 @@ class CompiledFunction:
     """A function that jax has compiled in this process.
 
     Attributes:
-        name: of the function, as jax knows it.
-        times: how often it was compiled.
+        name: the function's name in jax.
+        times: how often the function was compiled.
         from_disk: how many of these programs were read from jax's cache on disk instead.
-        trace_seconds: time in Python, until the function was a jaxpr. That of functions that it calls is in it, too.
-        lower_seconds: from the jaxpr to XLA's input.
-        compile_seconds: in XLA.
-        sizes: for each compilation with a sample, in order, the numbers of seeds: `"64 of paper"`.
+        trace_seconds: seconds of tracing, which makes a jaxpr by running the Python code. Functions that it calls count
+            as well.
+        lower_seconds: seconds of lowering, from the jaxpr to XLA's input.
+        compile_seconds: seconds of XLA's compilation.
+        sizes: for each compilation of a step on a sample, in order, the numbers of seeds, such as `"64 of paper"`.
 
     >>> from dejax.reporting import CompiledFunction
     >>> CompiledFunction("step", times=2, trace_seconds=0.5, lower_seconds=0.25, compile_seconds=4.0).seconds
@@ -53,12 +54,12 @@ class CompiledFunction:
 
     @property
     def seconds(self) -> float:
-        """All of its time."""
+        """Seconds of tracing, lowering and compilation together."""
         return self.trace_seconds + self.lower_seconds + self.compile_seconds
 
     @property
     def why_again(self) -> str:
-        """Why it was compiled more than once, where dejax knows it; otherwise empty."""
+        """Why the function was compiled more than once, if dejax knows a reason; otherwise an empty string."""
         if self.times < 2 or not self.sizes:
             return ""
         if len(set(self.sizes)) == 1:

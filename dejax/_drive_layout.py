@@ -1,4 +1,4 @@
-"""How a table on a drive lies in files: what `dejax.datasets.write_drive_table` writes and `DriveTable.open` reads.
+"""The files of a table on a drive, which `dejax.datasets.write_drive_table` writes and `DriveTable.open` reads.
 
 Rows lie in stripes of whole blocks, which go to the files in turn. A stripe has as many rows as fit in a block, so that
 no row lies in more blocks than it must. `table.json` in the table's folder names the files, shape and dtype; the scales

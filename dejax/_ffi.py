@@ -1,4 +1,4 @@
-"""A call of native code from a traced program, kept apart from the slices around it."""
+"""Calls of native code from a traced program. Slices around a call stay operations of their own."""
 
 from __future__ import annotations
 

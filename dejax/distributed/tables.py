@@ -156,14 +156,17 @@ class ShardedTable(Table):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """(rows, *row), of the whole table."""
         return (self.spec.rows, *self.spec.row)
 
     @property
     def dtype(self) -> np.dtype:
+        """The dtype of the stored elements."""
         return self.spec.dtype
 
     @property
     def placement(self) -> str:
+        """Text that says where the rows lie."""
         return "divided over devices"
 
     def numpy(self) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""Reads of tables on a drive: the native calls, and what XLA adds to the rows that they give.
+"""Reads of tables on a drive: the native calls, and the operations of XLA on the rows that they return.
 
-The native calls know the rows in files and their cache in host memory. Rows of the same table on the device
-(`CachedTable`, `SplitTable`) and a scale for each row are matters of the program: a second gather, a selection and a
-product.
+The native calls read rows from files and from their cache in host memory. If some rows of the table lie on the device
+(`CachedTable`, `SplitTable`), the program gathers these rows, too, and selects between the two; if rows have scales, it
+multiplies by them.
 """
 
 from __future__ import annotations

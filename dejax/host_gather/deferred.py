@@ -1,7 +1,7 @@
-"""Gathers that are left open while a function is traced, so that the function can be cut there.
+"""Gathers whose place in the program is fixed after tracing: `deferring` records them, so that code can cut there.
 
-A program that runs in a loop can then begin each of them in one iteration and go on from its rows in the next one: the
-read overlaps with what the loop does in between.
+A program that runs in a loop can then begin each of these gathers in one iteration and use its rows in the next one.
+The read overlaps with the computation in between.
 """
 
 from __future__ import annotations
@@ -30,33 +30,37 @@ _open_read_p = core.Primitive("dejax_open_read")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenRead:
-    """The static part of a gather that was left open.
+    """A gather that a traced function asks for and whose place in the program is not fixed yet (static part).
+
+    Code that cuts the function at this gather either reads the rows there (`gather`) or begins the read earlier
+    (`start`), so that it overlaps with computation.
 
     Attributes:
-        now: the gather by itself.
-        ahead: the gather beside compute.
+        now: settings of the native call for `gather`.
+        ahead: settings of the native call for `start`.
     """
 
     now: GatherCall
     ahead: GatherCall
 
     def gather(self, leaf: Array, cache: Array, slots: Array, ids: Array) -> Array:
-        """The rows, at once."""
+        """Reads the rows at this place of the program; arguments are the operands of the equation, see `open_read`."""
         rows: Array = batched_gather(self.now, 1)(leaf, cache, slots, ids, _no_scale())
         return rows
 
     def start(self, leaf: Array, cache: Array, slots: Array, ids: Array, *, before: Any) -> tuple[PendingRows, Any]:
-        """As `gather_start`."""
+        """Begins to read the rows after `before` is computed, as `dejax.host_gather.gather_start` does."""
         return start_alone(GatherSource(self.ahead, leaf, _no_scale(), slots, cache), ids, before)
 
 
 class deferring:
-    """A context for a function that is being traced: in it, `deferrable_gather` leaves reads of host memory open.
+    """A context manager for tracing a function: `deferrable_gather` inside it records an `OpenRead`.
 
-    Functions inside that are traced by themselves, such as the bodies of loops, read at once.
+    That holds for reads of host memory. In functions that are traced separately, such as the bodies of loops,
+    `deferrable_gather` reads the rows where it is called.
 
     Args:
-        on_cpu: whether reads by the CPU are left open, too. Nothing overlaps there.
+        on_cpu: whether to record reads on the CPU, too, although they overlap with nothing there.
     """
 
     def __init__(self, *, on_cpu: bool = False) -> None:
@@ -71,12 +75,13 @@ class deferring:
 
 
 def deferrable_gather(table: Table, ids: Array, *, num_sms: int | None = None) -> Array:
-    """`gather(table, ids, order="given")`, which `deferring` leaves open.
+    """Reads rows like `gather(table, ids, order="given")`; inside of `deferring` it records an `OpenRead` instead.
 
     Args:
         table: [rows, *row].
         ids: int[...]. Ids out of range give rows of zeros.
-        num_sms: multiprocessors of the gather by itself. Beside compute it takes as many as `gather_start`.
+        num_sms: multiprocessors for a gather that does not overlap with computation. One that overlaps takes as many
+            as `gather_start`.
     """
     trace, on_cpu = getattr(_state, "open", None) or (None, False)
     if trace is not None and inside(trace):
@@ -91,13 +96,13 @@ def deferrable_gather(table: Table, ids: Array, *, num_sms: int | None = None) -
 
 
 def _may_wait(spec: TableSpec, on_cpu: bool) -> bool:
-    """Whether a gather can be left open: of host memory that no other device writes, in a program that reads ahead."""
+    """Whether a gather may be recorded as an `OpenRead`: it reads host memory that no other device writes."""
     ahead = spec.platform == "cuda" or on_cpu
     return ahead and spec.host_bytes > 0 and (spec.read_only or not spec.shared) and not is_recorded(spec)
 
 
 def open_read(eqn: Any) -> OpenRead | None:
-    """The gather of a jaxpr's equation that was left open, whose operands are (leaf, cache, slots, ids); else None."""
+    """The `OpenRead` of a jaxpr's equation, whose operands are (leaf, cache, slots, ids); None for other equations."""
     return eqn.params["read"] if eqn.primitive is _open_read_p else None
 
 

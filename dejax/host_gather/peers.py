@@ -48,9 +48,9 @@ class PeerTable(LocalTable):
     __slots__ = ()
     _names: ClassVar[tuple[str, ...]] = ("rows", "addresses", "slots")
 
-    table: Any = property(lambda self: self._host_part)
-    addresses: Any = property(lambda self: self._hot)
-    slots: Any = property(lambda self: self._slots)
+    table: Any = property(lambda self: self._host_part, doc="The rows in host memory, by ascending id.")
+    addresses: Any = property(lambda self: self._hot, doc="uint32[devices, 2], the addresses of the blocks of rows.")
+    slots: Any = property(lambda self: self._slots, doc="int32[rows], where each row lies.")
 
     @classmethod
     def from_parts(cls, table: HostTable, blocks: Sequence[DeviceTable], on_devices: ArrayLike) -> PeerTable:
@@ -95,10 +95,12 @@ class PeerTable(LocalTable):
 
     @property
     def placement(self) -> str:
+        """Text that says where the rows lie."""
         count = self.shape[0] - (self._spec.leaf_rows or 0)
         return f"host and the memory of {self._spec.peers} devices ({count:,} rows)"
 
     def numpy(self) -> np.ndarray:
+        """Copies all rows, of host and devices, to a numpy array [rows, *row] in host memory."""
         leaf, spec = self._concrete("numpy"), self._spec
         rows, slots = self._host_part._host_rows(leaf), numpy_copy(self._slots)
         out, found, peers = np.empty(spec.shape, spec.dtype), _Blocks.at(self._hot), spec.peers

@@ -123,7 +123,7 @@ class SplitTable(LocalTable):
     table: Any = property(operator.attrgetter("_host_part"))
     hot: Any = property(operator.attrgetter("_hot"))
     slots: Any = property(operator.attrgetter("_slots"))
-    writable: Any = property(lambda self: not self.read_only)
+    writable: Any = property(lambda self: not self.read_only, doc="Whether steps may write the table.")
 
     @classmethod
     def from_numpy(

@@ -48,7 +48,7 @@ class StoreResources:
 
     @property
     def is_open(self) -> bool:
-        """Whether they are not given back, and belong to this process."""
+        """Whether the resources are not given back yet and belong to this process."""
         return bool(self._to_close) and self.process == os.getpid()
 
     def claim(self, paths: Sequence[Path], owner: str) -> list[Path]:

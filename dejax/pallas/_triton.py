@@ -303,7 +303,7 @@ def maximum(x: Any, y: Any) -> jax.Array:
 
 
 def minimum(x: Any, y: Any) -> jax.Array:
-    """The smaller elements, as `maximum`."""
+    """The smaller elements of two tiles of one dtype, or a tile and a number; axes of size 1 broadcast, NaN stays."""
     return _extremum("min", x, y)
 
 

@@ -16,12 +16,12 @@ _ERF_Q = (1.0, 0.50485606, 0.11534936, 0.015207116, 0.0011855538, 3.7420145e-05)
 
 
 def exp(x: jax.Array) -> jax.Array:
-    """The exponential of a float32 tile, in two instructions for nine: within 4e-7 and 8e-8 `|x|`, relative."""
+    """The exponential of a float32 tile, by two instructions. The relative error is at most 4e-7 + 8e-8 `|x|`."""
     return _triton.exp2(lax.mul(x, np.float32(1.4426950408889634)))
 
 
 def erf(x: jax.Array) -> jax.Array:
-    """The error function of a float32 tile, within 4e-7 of the exact value, relative; NaN for NaN."""
+    """The error function of a float32 tile, with a relative error of at most 4e-7; NaN for NaN."""
     x = where(x > 4.0, 4.0, where(x < -4.0, -4.0, x))  # beyond, float32 has no number between erf and 1
     square = x * x
     y = x * _polynomial(_ERF_P, square) / _polynomial(_ERF_Q, square)

@@ -50,7 +50,14 @@ __all__ = [
 class RGCNConv(NnxLayer, kind=specs.RGCNSpec):
     @classmethod
     def featureless(cls, graph: RelGraph, out_features: int, *, rngs: nnx.Rngs, **keywords: Any) -> RGCNConv:
-        """Makes a layer for nodes without features, with the sizes of `graph`. Call it as `layer(graph)`."""
+        """Makes a layer for nodes without features, with the sizes of `graph`. Call it as `layer(graph)`.
+
+        Args:
+          graph: a graph with the numbers of nodes, of edge types and of source pairs.
+          out_features: width of the result.
+          rngs: random streams; `params` initialises the parameters.
+          keywords: further arguments of `RGCNConv`, such as `num_bases`.
+        """
         return cls(
             None,
             out_features,

@@ -152,14 +152,17 @@ class SegmentPlan:
 
     @classmethod
     def of(cls, g: Grouping, num_segments: int) -> SegmentPlan:
+        """The plan with the arrays of a grouping."""
         return cls(g.ids, g.order, g.offsets, g.first, g.last, num_segments)
 
     @property
     def num_entries(self) -> int:
+        """Number of entries, also of those that belong to no segment."""
         return self.ids.shape[0]
 
     @property
     def grouping(self) -> Grouping:
+        """The arrays of the plan without the number of segments, as kernels take them."""
         return Grouping(self.ids, self.order, self.offsets, self.first, self.last)
 
 

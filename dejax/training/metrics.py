@@ -234,7 +234,7 @@ class Ranking:
 
     @classmethod
     def joined(cls, parts: Sequence[Ranking]) -> Ranking:
-        """The examples of several, one after the other."""
+        """Joins the examples of several rankings, one after the other."""
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__))
 
 

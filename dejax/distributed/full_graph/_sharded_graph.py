@@ -123,18 +123,22 @@ class ShardedGraph:
 
     @property
     def num_edge_types(self) -> int:
+        """Number of edge types of the whole graph."""
         return self.layout.num_edge_types
 
     @property
     def num_node_types(self) -> int:
+        """Number of node types of the whole graph."""
         return self.layout.num_node_types
 
     @property
     def edge_type_names(self) -> tuple[str, ...] | None:
+        """The names of the edge types, by number; None if they have none."""
         return self.layout.edge_type_names
 
     @property
     def node_type_names(self) -> tuple[str, ...] | None:
+        """The names of the node types, by number; None if they have none."""
         return self.layout.node_type_names
 
     @property

@@ -114,6 +114,7 @@ class NodeFeatures:
 
     @property
     def num_nodes(self) -> int:
+        """Number of nodes of the type, which is the number of rows."""
         return len(self.table)
 
     @property
@@ -142,9 +143,11 @@ class NodeFeatures:
         return self.scaled(rows, result), lost
 
     def reading(self, dtype: Any) -> tuple[np.dtype, dict[str, Any]]:
-        """How a result of dtype `dtype` is read: its dtype (None: the default), and options of `host_gather.gather`.
+        """Options with which rows are gathered, for a result of dtype `dtype`; None means the default dtype.
 
-        Rows that were gathered with these options become the result by `scaled`.
+        Returns:
+            A pair: the dtype of the result, and options of `host_gather.gather`. `scaled` turns rows that were gathered
+            with these options into the result.
         """
         result = self.result_dtype if dtype is None else np.dtype(dtype)
         read = result
@@ -153,7 +156,7 @@ class NodeFeatures:
         return result, {"out_dtype": read, "scale": self.row_scale}
 
     def scaled(self, rows: Array, result: np.dtype) -> Array:
-        """Multiplies rows that `reading` has read by the scales of columns, and converts them to the dtype `result`."""
+        """Multiplies rows, gathered with the options of `reading`, by column scales, and converts them to `result`."""
         return times_scales(rows, result, None, self.column_scale)
 
     def init(self, optimizer: Optimizer) -> OptimizerState:
@@ -163,7 +166,11 @@ class NodeFeatures:
     def update(
         self, optimizer: Optimizer, gradient: RowGradient, state: OptimizerState, capacity: int | None = None
     ) -> tuple[NodeFeatures, OptimizerState, Array | int]:
-        """The features and the state after a step, and how many rows of this device did not fit."""
+        """Applies an optimizer to the rows that have a gradient.
+
+        Returns:
+            The new features, the new optimizer state, and the number of rows of this device that exceeded `capacity`.
+        """
         if isinstance(self.table, LocalTable) and _compat.manual_axes() and not self.table._spec.shared:
             raise ValueError(
                 "FeatureStore.update: inside of jax.shard_map a table must be shared for writing, got one of a single "

@@ -39,15 +39,16 @@ class ReadRates:
     def measured(
         cls, path: str | os.PathLike[str], *, seconds: float = 0.5, device: jax.Device | None = None
     ) -> ReadRates:
-        """The rates of this machine, in about three times `seconds`.
+        """Measures the rates of this machine, which takes about three times `seconds`.
 
         Args:
-            path: a file on the drive of the features, of at least 8 MiB: better some GiB, such as the features.
-            seconds: for each of the rates.
-            device: that reads; by default jax's default device.
+            path: a file of at least 8 MiB on the drive that holds the features. A file of some GiB, such as that of the
+                features, gives better figures.
+            seconds: time in which each of the rates is measured.
+            device: the device that reads; by default jax's default device.
 
         Raises:
-            ValueError: a file that is too short.
+            ValueError: the file is too short.
         """
         blocks = os.path.getsize(path) // BLOCK
         if blocks < _MEASURED_ROWS:
@@ -91,11 +92,13 @@ class TypePlacement:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PlacementPlan:
-    """Where all types should lie. Print it: a table with a line for each type.
+    """Where the rows of each node type should lie: on the device, in host memory or on a drive.
+
+    `print` shows the plan as a table with a line for each type.
 
     Attributes:
-        types: by name.
-        milliseconds: that the reads of a step take from "device", "host" and "drive".
+        types: for each node type, where its rows lie.
+        milliseconds: the time of a step's reads from each of "device", "host" and "drive".
 
     >>> rates = ReadRates(device=2e12, host=5e10, drive=2e9)
     >>> plan = plan_placement({"a": [3, 1]}, {"a": 512}, device_bytes=0, host_bytes=2000, rates=rates)
@@ -108,7 +111,7 @@ class PlacementPlan:
 
     @property
     def step_milliseconds(self) -> float:
-        """What the reads of a step take: those from the drive go on beside those from memory."""
+        """The time of a step's reads in milliseconds. Reads from the drive overlap with reads from memory."""
         return max(self.milliseconds["drive"], self.milliseconds["device"] + self.milliseconds["host"])
 
     def __str__(self) -> str:

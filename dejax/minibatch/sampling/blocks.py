@@ -52,7 +52,7 @@ class Block:
 
     @property
     def bipartite(self) -> RelGraph:
-        """The graph, such that programs return rows for the destinations only: [num_destinations, *feature shape].
+        """The block's graph in a form with which programs return rows of destinations only: [num_destinations, *F].
 
         Use it rather than a slice of results on `graph`, because the compiler then computes no rows of other nodes, in
         forward and backward passes. Inputs for nodes have a row for each source in both cases.

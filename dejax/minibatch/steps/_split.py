@@ -30,11 +30,11 @@ class ReadRequest(NamedTuple):
     operands: tuple[Array, ...]
 
     def rows(self) -> Array:
-        """The rows, at once."""
+        """Reads the rows at this place of the program."""
         return self.read.gather(*self.operands)
 
     def start(self, before: Any) -> tuple[PendingRows, Any]:
-        """As `gather_start`."""
+        """Begins to read the rows after `before` is computed, as `dejax.host_gather.gather_start` does."""
         return self.read.start(*self.operands, before=before)
 
 

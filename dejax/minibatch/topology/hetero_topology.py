@@ -70,7 +70,7 @@ class EdgeLists:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Relation:
-    """Where the edges of a relation are.
+    """Where the edges of a relation lie in the edge lists of a topology.
 
     Attributes:
         edge_type: (source type, name, destination type).

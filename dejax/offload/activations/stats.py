@@ -85,7 +85,7 @@ class StoreStats:
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds that launch threads and devices have waited."""
+        """Seconds that launch threads and devices have waited for tensors to be stored or fetched."""
         launches = self.store_stall_seconds + self.fetch_stall_seconds
         return launches + self.device_store_stall_seconds + self.device_fetch_stall_seconds
 

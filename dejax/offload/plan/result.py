@@ -216,7 +216,7 @@ class Plan:
         )
 
     def table(self) -> str:
-        """The plan as Markdown tables: the choices, the predictions for some ways, and the measured values."""
+        """The plan as Markdown tables: the choice, predictions for it and for other choices, and measured values."""
         lines = ["| what | MiB | choice |", "| --- | --- | --- |"]
         for what, choice in self.chosen.choices.items():
             size = f"{self.bytes_of[what] / 2**20:.0f}" if what in self.bytes_of else ""

@@ -59,7 +59,7 @@ class StackState(NamedTuple):
     healthy: Any = None
 
     def arrays(self) -> list[list[Any]]:
-        """Those that a mesh may divide: `outer`, `layers`, `outer_moments`, `layer_moments` and `gradients`."""
+        """Fields whose arrays a mesh may divide: `outer`, `layers`, `outer_moments`, `layer_moments`, `gradients`."""
         return [jax.tree.leaves(tree, is_leaf=is_on_disk) for tree in (*self[:4], self.gradients)]
 
 

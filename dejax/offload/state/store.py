@@ -87,13 +87,16 @@ class DiskArray:
         self.sharding = sharding
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """For `jax.tree_util`: the ticket under its key, and the static attributes."""
         return ((jax.tree_util.GetAttrKey("ticket"), self._leaf),), self.tree_flatten()[1]
 
     def tree_flatten(self) -> tuple[Any, Any]:
+        """For `jax.tree_util`: the ticket, and the static attributes."""
         return (self._leaf,), (self.shape, self.dtype, self.unit_bytes, self.store, self.sharding)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> DiskArray:
+        """For `jax.tree_util`: the array with the static attributes `aux` and the ticket in `children`."""
         self = object.__new__(cls)
         (self._leaf,) = children
         self.shape, self.dtype, self.unit_bytes, self.store, self.sharding = aux
@@ -110,22 +113,30 @@ class DiskArray:
 
     @property
     def ticket(self) -> Any:
+        """The numbers that identify the array and its version, as a uint32 array on the device."""
         return jax.random.key_data(self._leaf)
 
     @property
     def ndim(self) -> int:
+        """Number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Size of the array in bytes."""
         return self.size * self.dtype.itemsize
 
     def next_version(self, ticket: Any) -> DiskArray:
-        """The array after an update; `ticket`: its ticket, waited for."""
+        """The next version of the array, which a step has written.
+
+        Args:
+            ticket: the ticket of the present version, made to depend on the write, so that reads wait for the write.
+        """
         ticket = ticket + np.array([0, 0, 1, *[0] * (ticket.shape[-1] - 3)], np.uint32)
         return self.with_ticket(ticket)
 
@@ -134,11 +145,15 @@ class DiskArray:
         return DiskArray(ticket, self.shape, self.dtype, self.unit_bytes, self.store, self.sharding)
 
     def shard(self, ticket: Any) -> DiskArray:
-        """One device's shard, by its row of the ticket."""
+        """The shard of one device as a `DiskArray` of its own.
+
+        Args:
+            ticket: uint32[5], that device's row of `ticket`.
+        """
         return DiskArray(ticket, self.sharding.shard_shape(self.shape), self.dtype, self.unit_bytes, self.store)
 
     def shards(self) -> dict[Any, tuple[Any, DiskArray]]:
-        """For each device of this process: its index into the array, and its shard."""
+        """For each device of this process a pair: the index of its shard in the whole array, and the shard."""
         rows = disk_shards.rows_of_tickets(self.ticket, self.sharding)
         places = self.sharding.addressable_devices_indices_map(self.shape)
         return {device: (index, self.shard(rows[device])) for device, index in places.items()}
@@ -283,6 +298,7 @@ class StateStore:
 
     @property
     def is_open(self) -> bool:
+        """Whether the store can be used: it is not closed, and this process has opened it."""
         return self._resources.is_open
 
     def __enter__(self) -> StateStore:

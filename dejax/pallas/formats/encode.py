@@ -40,7 +40,7 @@ def _kernel(x: Any, *refs: Any, rows: int, width: int, length: int, block: int) 
 
 
 def to_row_scaled(x: jax.Array, columns: jax.Array | None = None, *, interpret: bool | None = None) -> RowScaled:
-    """`x` as row-scaled float16, with one exponent for each row.
+    """Converts rows to `RowScaled`: float16 with one power of two for each row.
 
     Args:
       x: float32[rows, *features].

@@ -48,11 +48,11 @@ class RowScaled:
     """An array of rows as float16 elements and powers of two.
 
     Attributes:
-      mantissa: float16[rows, *features]; or longer on its last axis, zeros behind the features, see `width`.
+      mantissa: float16[rows, *features]. Its last axis may be longer, with zeros behind the features; see `width`.
       exponent: uint8[rows, parts], biased by 127: part p of a row's features (they are cut in equal, contiguous parts)
         is `mantissa * 2 ** (exponent - 127) * columns`.
       columns: bfloat16[*features], powers of two, which that dtype holds as they are; None where all are 1.
-      width: the size of the last axis where it is stored in more; else None.
+      width: number of features on the last axis if `mantissa` has zeros behind them; else None.
     """
 
     mantissa: Array
@@ -62,32 +62,39 @@ class RowScaled:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """(rows, *features), without the zeros that are stored behind the features."""
         shape = self.mantissa.shape
         return shape if self.width is None else (*shape[:-1], self.width)
 
     @property
     def ndim(self) -> int:
+        """Number of axes, that of the rows included."""
         return self.mantissa.ndim
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the elements that the rows stand for."""
+        """float32, the dtype of the elements that the mantissas and powers of two stand for."""
         return np.dtype(np.float32)
 
     @property
     def part_width(self) -> int:
-        """Columns that share an exponent, of a row's features side by side."""
+        """Number of neighbouring features of a row that share one exponent."""
         return math.prod(self.shape[1:]) // self.exponent.shape[1]
 
     def one_exponent(self, width: int, block: int) -> bool:
-        """Whether each tile of `block` columns, of groups of `width` columns, has columns of one exponent."""
+        """Whether the columns of each tile share one exponent.
+
+        Args:
+          width: number of columns in a group; tiles do not cross groups.
+          block: number of columns in a tile.
+        """
         part = self.part_width
         return self.exponent.shape[1] == 1 or (
             part % min(block, width) == 0 and (width % part == 0 or part % width == 0)
         )
 
     def reshape(self, *shape: Any) -> RowScaled:
-        """The same rows with other feature axes."""
+        """The same rows with another shape of their features; arguments as of `jax.Array.reshape`."""
         to = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         columns = None if self.columns is None else self.columns.reshape(to[1:])
         if self.width is None:
@@ -98,7 +105,7 @@ class RowScaled:
         return RowScaled(self.mantissa[..., : self.width].reshape(to), self.exponent, columns)
 
     def whole(self) -> RowScaled:
-        """The rows as they are stored, zeros among their features."""
+        """The rows with the zeros that are stored behind their features as features, too; `width` is then None."""
         columns = self.columns
         if columns is not None and self.width is not None:
             behind = self.mantissa.shape[-1] - self.width
@@ -106,7 +113,7 @@ class RowScaled:
         return RowScaled(self.mantissa, self.exponent, columns)
 
     def decode(self) -> Array:
-        """float32[rows, *features]."""
+        """Computes the rows that are stood for: float32[rows, *features]."""
         rows, parts = self.exponent.shape
         scale = power(self.exponent.astype(jnp.int32))
         flat = self.mantissa[..., : self.width].reshape(rows, parts, self.part_width)
@@ -213,7 +220,12 @@ def without_padding(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def rounded(x: Array, shape: tuple[int, ...]) -> Array:
-    """A tile of float32 rows, of `shape` padded to powers of two, as `RowScaled` with one exponent a row keep them."""
+    """Rounds the rows of a float32 tile as `RowScaled` with one exponent for each row would store them.
+
+    Args:
+      x: float32[rows, *features], each axis of the features padded to a power of two.
+      shape: the feature shape without the padding.
+    """
     x = without_padding(x, shape)
     exponent, inverse = raised_exponents(x, tuple(range(x.ndim - len(shape), x.ndim)))
     return _triton.narrowed(x * inverse, jnp.float16)[1] * power(exponent)

@@ -16,12 +16,14 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableSlice:
-    """Stands for int32[length], `table[start : start + length]`, wherever a kernel takes a table of integers.
+    """A part of a table of integers, `table[start : start + length]`, which kernels read without a copy of the part.
+
+    It may be passed wherever a kernel takes a table of integers.
 
     Attributes:
-      table: int32[numbers].
-      start: the first number.
-      length: how many.
+      table: int32[numbers], the whole table.
+      start: index of the first number of the part.
+      length: how many numbers the part has.
     """
 
     table: Any
@@ -30,21 +32,25 @@ class TableSlice:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """(length,)."""
         return (self.length,)
 
     @property
     def ndim(self) -> int:
+        """1, the number of axes."""
         return 1
 
     @property
     def dtype(self) -> np.dtype:
+        """int32."""
         return np.dtype(np.int32)
 
     def astype(self, dtype: Any) -> Any:
+        """Returns this part itself for int32, and a new array of its numbers for another dtype."""
         return self if np.dtype(dtype) == self.dtype else self.array().astype(dtype)
 
     def array(self) -> jax.Array:
-        """The elements by themselves, for what is no kernel."""
+        """Copies the part to an array int32[length], for code that is not a kernel."""
         return jnp.asarray(self.table)[self.start : self.start + self.length]
 
     def __jax_array__(self) -> jax.Array:

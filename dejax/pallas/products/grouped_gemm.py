@@ -56,7 +56,8 @@ def grouped_gemm(request: GroupedGemm, *, schedule: GemmSchedule | None = None, 
 
     Args:
       request: the operands, the groups, the epilogue and the output.
-      schedule: the tile; by default the heuristic's, or the tuned table's where `groups` has no `block`.
+      schedule: the sizes of the tile. None: those of the tuned table if it has this shape and `groups.block` is None,
+        otherwise those that a heuristic chooses.
       interpret: run the kernel interpreted; by default where there is no GPU.
 
     Returns:

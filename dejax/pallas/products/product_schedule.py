@@ -30,7 +30,7 @@ _MANY_PRODUCTS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class GemmSchedule:
-    """How a grouped GEMM is cut.
+    """Tile sizes, warps and pipeline stages of a grouped GEMM kernel.
 
     Attributes:
       block_k: length of a step over the contracted axis; a power of two, at least 16.
@@ -49,7 +49,7 @@ class GemmSchedule:
 
 @dataclass(frozen=True, slots=True)
 class WeightGradientSchedule:
-    """How a grouped weight gradient is cut.
+    """Tile sizes, warps and pipeline stages of the kernel of a grouped weight gradient.
 
     Attributes:
       block_rows: positions of a step; a power of two, at least 16.

@@ -80,7 +80,7 @@ class GemmOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedGemm:
-    """One grouped GEMM: each row times the matrix of its type.
+    """The arguments of one grouped GEMM, which multiplies each row by the matrix of its type.
 
     Attributes:
       x: float[rows, heads, k], or float[rows, k] for one head, which the result then has no axis for either; or
@@ -111,21 +111,23 @@ class GroupedGemm:
 
     @property
     def n(self) -> int:
-        """The width of a result row's head."""
+        """Number of result features of each head."""
         return int(self.w.shape[-2 if self.transpose_w else -1])
 
     @property
     def out_rows(self) -> int:
+        """Number of rows of the result."""
         return self.groups.num_positions if self.output.num_rows is None else self.output.num_rows
 
     @property
     def out_dtype(self) -> np.dtype:
+        """The dtype of the result."""
         return jnp.dtype(self.output.dtype or jnp.promote_types(self.x.dtype, self.w.dtype))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedWeightGradient:
-    """One grouped weight gradient: for each type the sum of `x^T y` over its positions.
+    """The arguments of one grouped weight gradient: for each type the sum of `x^T y` over its positions.
 
     Attributes:
       x: float[rows, heads, k], or float[rows, k] for one head, which the result then has no axis for either; or

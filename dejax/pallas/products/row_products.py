@@ -85,7 +85,7 @@ def row_products(
       mask: bool[rows]: the rows to sum. What is in the others, be it NaN, has no effect.
       precision: of float32 operands: `tf32`, `f32` (22 bits; three float16 products) or `bf16` (cast). Operands that
         are both bfloat16, or both float16, are multiplied as they are.
-      schedule: the tile; by default the heuristic's.
+      schedule: the sizes of the tile. None: those that a heuristic chooses.
       interpret: run the kernel interpreted; by default where there is no GPU.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Sums of a few wide rows each: partial weight gradients, or matrices of edge types by node type.
+"""Kernel for sums of few wide rows, such as partial weight gradients, or matrices of edge types added by node type.
 
 Reference: `products.reference.sum_rows`. Contract test: `test_sum_rows` of `tests/pallas/test_sums.py`.
 """

@@ -67,7 +67,8 @@ def grouped_weight_gradient(
 
     Args:
       request: the operands and their groups.
-      schedule: the tile; by default the tuned table's, else the heuristic's.
+      schedule: the sizes of the tile. None: those of the tuned table if it has this shape, otherwise those that a
+        heuristic chooses.
       interpret: run the kernels interpreted; by default where there is no GPU.
 
     Returns:

@@ -21,12 +21,14 @@ from dejax.pallas._tiles import broadcast, resized, where
 
 @dataclass(frozen=True, slots=True)
 class Factored:
-    """`tile * factor`.
+    """A tile that is the product `tile * factor`, where few elements of the factor belong to many of the tile.
+
+    The factor is multiplied only where the product itself is needed: factors meet each other first, which are smaller.
 
     Attributes:
       tile: float32[rows, entries, *padded features].
-      factor: float32 of the same rank, with sides of 1 where it is the same along the tile's; None for 1.
-      zeros: the tile holds zeros in the slots that hold no entry, whatever the factor holds there.
+      factor: float32 with as many axes, of size 1 where one element belongs to all of the tile's axis; None for 1.
+      zeros: whether `tile` is zero wherever a row of the tile has no entry.
     """
 
     tile: jax.Array
@@ -35,22 +37,27 @@ class Factored:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the product."""
         return self.tile.shape
 
     @property
     def ndim(self) -> int:
+        """Number of axes of the product."""
         return self.tile.ndim
 
     def whole(self) -> jax.Array:
-        """The product."""
+        """Computes the product `tile * factor`."""
         return self.tile if self.factor is None else lax.mul(self.tile, broadcast(self.factor, self.tile.shape))
 
     def times(self, factor: jax.Array) -> Factored:
-        """The product with another factor, of the same rank."""
+        """The same tile with its factor multiplied by `factor`, which has as many axes."""
         return Factored(self.tile, factor if self.factor is None else self.factor * factor, self.zeros)
 
     def reshape(self, *shape: int) -> Factored:
-        """With axes of size 1 inserted or removed, where the factor is one scalar for all features; else whole."""
+        """The product with axes of size 1 inserted or removed.
+
+        It stays `Factored` if the factor has one scalar for all features of a row; otherwise the product is computed.
+        """
         if self.factor is None:
             return Factored(resized(self.tile, shape), None, self.zeros)
         lead = self.factor.shape[:2]
@@ -60,7 +67,7 @@ class Factored:
 
 
 def whole(value: Any) -> Any:
-    """A tile as it is, or the product of a `Factored`."""
+    """Computes the product of a `Factored`; returns any other tile as it is."""
     return value.whole() if isinstance(value, Factored) else value
 
 

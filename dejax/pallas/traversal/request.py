@@ -49,7 +49,7 @@ class TileOperand:
     when: int | None = None
 
     def features(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The feature shape of what is read of an array of this shape, whose first axis is rows."""
+        """The feature shape of the rows that the kernel reads from an array of shape `shape`, [rows, ...]."""
         if self.columns is not None:
             return self.columns[1]
         return shape[1:] if self.part is None else (self.part[1], *shape[2:])
@@ -81,6 +81,7 @@ class LongSegmentTable:
 
     @property
     def arrays(self) -> list[Any]:
+        """The five arrays, in the order of the attributes."""
         return [self.row, self.start, self.end, self.first, self.count]
 
 
@@ -108,17 +109,17 @@ class RowSegments:
 
     @property
     def chunks(self) -> LongSegmentTable | None:
-        """`long_segments`, where there is a chunk."""
+        """`long_segments`, or None if it has no chunk."""
         found = self.long_segments
         return found if found is not None and found.row.shape[0] > 0 else None
 
     @property
     def degree(self) -> float:
-        """Entries of a row on average."""
+        """Mean number of entries of a row."""
         return self.num_entries / self.num_rows
 
     def check(self, operands: Sequence[TileOperand], index_tables: Sequence[jax.Array]) -> list[jax.Array]:
-        """The index tables as int32; raises ValueError where lengths do not fit."""
+        """Converts the index tables of a traversal to int32. Raises ValueError if a table has another length."""
         if self.offsets.shape != (self.num_rows + 1,):
             raise ValueError(
                 f"offsets must have num_rows + 1 = {self.num_rows + 1} entries, got shape {self.offsets.shape}"
@@ -148,7 +149,7 @@ class Outputs:
     covers_all_entries: bool = False
 
     def declared(self) -> Outputs:
-        """With shapes as tuples and dtypes of NumPy, so that equal ones compare equal.
+        """The same outputs with shapes as tuples and NumPy dtypes, so that equal outputs compare equal.
 
         Raises:
           ValueError: an output of `row_scaled` is not float32.

@@ -71,7 +71,8 @@ def traverse(
       reductions: what is accumulated over the entries of a row, in float32.
       outputs: what is written.
       factored: the body is given wide tiles of entries as `Factored`, and may give such as values of the reductions.
-      schedule: the tile; by default the tuned table's, else the heuristic's.
+      schedule: the sizes of the tile. None: those of the tuned table if it has this shape, otherwise those that a
+        heuristic chooses.
       interpret: run the kernels interpreted; by default where there is no GPU.
 
     Returns:

@@ -16,7 +16,7 @@ from dejax.pallas.machine import H200
 
 @dataclass(frozen=True, slots=True)
 class TraversalSchedule:
-    """How a traversal is cut.
+    """Tile sizes, warps and pipeline stages of a traversal kernel.
 
     Attributes:
       rows_per_program: rows that a program computes at once; a power of two.

@@ -252,9 +252,11 @@ class Program:
         return task, tree, arrays
 
     def traced(self, counts: Counts, args: tuple, kwargs: dict) -> tuple[inter.OpProgram, Any, list[Any]]:
-        """The level-1 program for arguments with the rows that `counts` says, the tree of its results, and its inputs.
+        """Traces the function for arguments with as many rows as `counts` says.
 
-        The inputs are the arrays of the arguments and those that the function closes over, by position.
+        Returns:
+          The level-1 program; the pytree structure of the function's result; and the program's inputs: the arrays of
+          the arguments, then the arrays that the function closes over.
         """
         signature, arrays = self._signature(args, kwargs)
         try:

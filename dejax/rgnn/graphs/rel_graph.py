@@ -134,7 +134,7 @@ class RelGraph:
     loop_tables: dict[str, Array] = field(default_factory=dict)
 
     def grouping(self, name: str) -> Segments:
-        """The grouping of that name with all its tables; those in `packed` are `dejax.pallas.TableSlice`s."""
+        """The grouping called `name` with all its index tables; those in `packed` become `dejax.pallas.TableSlice`s."""
         group: Segments = getattr(self, name)
         return group if self.packed is None else self.packed.onto(name, group)
 

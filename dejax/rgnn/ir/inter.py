@@ -102,6 +102,7 @@ class Builder:
         self.line: str | None = None  # recorded with the operators that follow
 
     def op(self, op_name: str, *args: int, **attrs: Any) -> int:
+        """Appends an operator on the values `args`, infers its type, and returns the number of its value."""
         return self._append(op_name, args, tuple(sorted(attrs.items())))
 
     def _append(self, name: str, args: tuple[int, ...], attrs: tuple[tuple[str, Any], ...]) -> int:
@@ -110,16 +111,16 @@ class Builder:
         return len(self.ops) - 1
 
     def copy(self, op: Op, args: Iterable[int], line: str | None = None) -> int:
-        """The same operator on other arguments."""
+        """Appends `op` with other arguments and returns the number of its value; `line` is the user's source line."""
         self.line = line
         return self._append(op.name, tuple(args), op.attrs)
 
     def const(self, value: float, dtype: str, space: Space = Space.GRAPH) -> int:
-        """A scalar, the same in every row of `space`."""
+        """Appends a constant: the scalar `value` in every row of `space`. Returns the number of its value."""
         return self.op("const", value=float(value), dtype=dtype, space=str(space))
 
     def lift(self, x: int, space: Space) -> int:
-        """A `graph` value (or a constant) for every row of `space`."""
+        """Repeats the value `x`, of space `graph` or a constant, for every row of `space`; returns the new value."""
         op = self.ops[x]
         if op.space == space:
             return x
@@ -128,15 +129,16 @@ class Builder:
         return self.op("gather", x, via="all", space=str(space))
 
     def read_back(self, x: int, via: str, fine: Space) -> int:
-        """The value of a coarse space read at the rows of `fine`, from which the map `via` leads to it."""
+        """Reads the value `x` at each row of the space `fine`: the map `via` gives the row of `x` for each row."""
         return self.op("gather", x, via=via, **({"space": str(fine)} if VIAS[via].fine is None else {}))
 
     def build(self, outputs: Iterable[int]) -> OpProgram:
+        """The verified program of the operators appended so far, which returns the values `outputs`."""
         outputs = tuple(outputs)  # first, since an iterator may append operators
         return verify(OpProgram(self.name, tuple(self.ops), outputs, tuple(self.lines)))
 
     def build_from(self, program: OpProgram, outputs: Iterable[int]) -> OpProgram:
-        """`build`, or the program that this one was made from, where they are equal."""
+        """As `build`, but returns `program` itself if the new program would be equal to it."""
         outputs = tuple(outputs)
         if outputs == program.outputs and tuple(self.ops) == program.ops:
             return program

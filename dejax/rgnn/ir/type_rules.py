@@ -26,6 +26,7 @@ def need(condition: bool, message: str) -> None:
 
 
 def is_float(dtype: str) -> bool:
+    """Whether a dtype is floating point, bfloat16 included."""
     return dtype.startswith(("float", "bfloat"))
 
 

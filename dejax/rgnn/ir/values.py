@@ -26,7 +26,12 @@ class Space(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Via:
-    """A map from each row of a fine space to one row of a coarse space."""
+    """A map from each row of a space `fine` to one row of a space `coarse`, as from an edge to its source node.
+
+    Attributes:
+      fine: the space whose rows are mapped; None for the map of any space to the whole graph.
+      coarse: the space that the map leads to.
+    """
 
     fine: Space | None  # None: any space
     coarse: Space
@@ -63,7 +68,7 @@ TYPE_VIA = {
 
 
 class IRError(ValueError):
-    """An operator that breaks a rule of the IR."""
+    """Raised for an operator that breaks a rule of the IR."""
 
 
 class Type(NamedTuple):
@@ -76,7 +81,16 @@ class Type(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operator and the value that it defines."""
+    """One operator and the type of the value that it defines.
+
+    Attributes:
+      name: of the operator, a key of `OPERATORS`.
+      args: numbers of the values that it reads.
+      attrs: its attributes, pairs of a name and a value sorted by name.
+      space: what the rows of its value stand for.
+      shape: the feature shape of one row.
+      dtype: of the elements.
+    """
 
     name: str
     args: tuple[int, ...]
@@ -86,35 +100,45 @@ class Op:
     dtype: str
 
     def attr(self, key: str, default: Any = None) -> Any:
+        """The attribute `key`, or `default` for an operator without it."""
         return dict(self.attrs).get(key, default)
 
     @property
     def width(self) -> int:
-        """Elements in one row."""
+        """Number of elements in one row."""
         return math.prod(self.shape)
 
     @property
     def is_sum(self) -> bool:
-        """Whether it sums rows along a map."""
+        """Whether the operator sums rows along a map."""
         return self.name == "reduce" and self.attr("op") == "sum"
 
     @property
     def is_extremum(self) -> bool:
-        """Whether it is a maximum or minimum of rows, by a map or by integers."""
+        """Whether the operator takes the maximum or minimum of rows, along a map or by integers."""
         return self.name in ("reduce", "place") and self.attr("op") in ("max", "min")
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one row of the value."""
         return self.width * np.dtype(self.dtype).itemsize
 
     @property
     def type(self) -> str:
+        """The type of the value as text, such as `node[16] float32`."""
         return f"{self.space}[{', '.join(map(str, self.shape))}] {self.dtype}"
 
 
 @dataclass(frozen=True)
 class OpProgram:
-    """Operators in order, and which values are returned; operator `i` defines value `i`."""
+    """A program of level 1: operators in order, where operator `i` defines value `i`, and the returned values.
+
+    Attributes:
+      name: of the program, for messages and profiles.
+      ops: the operators.
+      outputs: numbers of the values that the program returns.
+      lines: for each operator the user's source line, or None where it is not known.
+    """
 
     name: str
     ops: tuple[Op, ...]
@@ -132,16 +156,16 @@ class OpProgram:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The `input` operators, in the order of their positions."""
+        """Numbers of the `input` operators, in the order of the arguments that they stand for."""
         found = [i for i, op in enumerate(self.ops) if op.name == "input"]
         return tuple(sorted(found, key=lambda i: self.ops[i].attr("position")))
 
     def by_position(self) -> dict[int, int]:
-        """The `input` operator at each position of a verified program, where no two share one."""
+        """For the position of each argument of a verified program, the number of its `input` operator."""
         return {self.ops[i].attr("position"): i for i in self.inputs}
 
     def users(self) -> list[list[int]]:
-        """For each value, the operators that read it."""
+        """For each value, the numbers of the operators that read it."""
         users: list[list[int]] = [[] for _ in self.ops]
         for i, op in enumerate(self.ops):
             for a in dict.fromkeys(op.args):

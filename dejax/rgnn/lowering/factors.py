@@ -1,7 +1,7 @@
-"""Which values and sums of a traversal are an operand times what does not depend on it, feature by feature.
+"""Which values and sums of a traversal are linear in an operand: the operand times other values, feature by feature.
 
-Such a value may be computed without a factor that each feature of the operand has. The factor multiplies the sum
-instead, or another operand that meets the value in an inner product.
+If each feature of the operand has a factor, such as a power of two, a linear value may be computed without the factor.
+The factor multiplies the sum afterwards, or another operand whose inner product with the value is taken.
 """
 
 from __future__ import annotations

@@ -95,14 +95,14 @@ PASSES = (
 
 
 def silent(stage: str, what: object) -> None:
-    """Watches nothing."""
+    """Ignores the name and the result of a stage: the default of arguments named `watch`."""
 
 
 def known_passes(names: Iterable[str]) -> tuple[str, ...]:
-    """The names of passes, sorted.
+    """Sorts names of passes and checks that the passes exist.
 
     Raises:
-      ValueError: a name that no pass has.
+      ValueError: no pass has one of the names.
     """
     names = set(names)
     if unknown := names - {*PASSES}:
@@ -114,7 +114,15 @@ def known_passes(names: Iterable[str]) -> tuple[str, ...]:
 def run_passes(
     program: OpProgram, passes: tuple[tuple[str, Pass], ...], counts: Counts, disable: frozenset[str], watch: Watch
 ) -> OpProgram:
-    """The program after passes, those with an error left out with a warning."""
+    """Runs passes on a program and returns the result. A pass that raises an error is left out, with a warning.
+
+    Args:
+      program: a verified program.
+      passes: pairs of a name and a pass, in the order in which they run.
+      counts: numbers of nodes, edges and types of the graph, by which passes choose.
+      disable: names of passes that do not run.
+      watch: called with the name and the result of each pass.
+    """
     for name, run in passes:
         if name not in disable:
             try:
@@ -133,7 +141,11 @@ def optimise(
     *,
     exact: bool = False,
 ) -> OpProgram:
-    """The forward program after the passes of `OPTIMISE`; with `exact`, products that cancel do so before sums."""
+    """The forward program after the passes of `OPTIMISE`.
+
+    With `exact`, rows whose products with a matrix may cancel are multiplied before they are summed, as the program has
+    it: their sum would have lost the digits of the products.
+    """
     keeping = {name: partial(run, exact=exact) for name, run in (("aggregate", aggregate), ("split_sums", split_sums))}
     keeping["hoist"] = partial(hoist, exact=exact)
     passes = tuple((name, keeping.get(name, run)) for name, run in OPTIMISE)
@@ -151,8 +163,8 @@ def differentiated(
 ) -> Cut:
     """The forward and backward programs of an optimised program, for gradients of the inputs at positions `wrt`.
 
-    With `exact`, a difference that cancels keeps the digits that it has in the program as it was written (`hoist`,
-    `contract`).
+    With `exact`, the passes `hoist` and `contract` do not rewrite differences whose terms cancel each other, so that
+    these keep the digits that they have in the program as it was written.
     """
     joint = differentiate(program, wrt)
     watch("backward", joint)
@@ -177,12 +189,23 @@ def lower_to_kernels(
     inference: bool = False,
     watch: Watch = silent,
 ) -> Kernels:
-    """Level 1 to level 2: GEMM instances and products of all rows, then traversals, then the fallback.
+    """Chooses the kernels that compute a program: GEMMs first, then traversals; XLA computes the rest.
 
-    A plan that has an error is taken apart, with a warning: first XLA computes what traversals would, then everything.
-    With `row_scaled`, kernels store wide rows for each other as row-scaled float16, and also the outputs whose
-    positions are in `row_scaled_outputs`.
-    With `inference`, the program is an optimised one of which there are no gradients, and its last passes run first.
+    If the plan of the kernels has an error, XLA computes more of the program, with a warning: first what traversals
+    would compute, then everything.
+
+    Args:
+      program: an optimised program of level 1.
+      counts: numbers of nodes, edges and types of the graph.
+      disable: names of passes that do not run.
+      row_scaled: whether kernels may store wide rows for other kernels as row-scaled float16.
+      row_scaled_outputs: positions of outputs that are stored so, too.
+      inference: whether no gradients of the program are taken. Such a program has not been through the passes of
+        `AFTER_BACKWARD`, so they run first.
+      watch: called with the name and the result of each stage.
+
+    Returns:
+      A program of level 2.
     """
     if inference:
         program = run_passes(program, AFTER_BACKWARD, counts, disable, watch)

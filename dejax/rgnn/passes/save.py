@@ -19,12 +19,13 @@ from dejax.rgnn.passes._rewrite import copy_ops, divisor, live
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A differentiated program in two halves.
+    """A differentiated program, cut into a forward and a backward program.
 
     Attributes:
-      forward: the forward inputs -> the forward outputs, then the saved values.
-      backward: the forward inputs at `needed`, the saved values, the cotangents -> the gradients.
-      needed: positions of the forward inputs that backward reads again.
+      forward: takes the inputs, and returns the outputs followed by the values saved for the backward program.
+      backward: takes the inputs at the positions `needed`, the saved values and the cotangents, and returns the
+        gradients.
+      needed: positions of the inputs that the backward program reads again.
     """
 
     forward: OpProgram
@@ -34,6 +35,7 @@ class Cut:
 
     @property
     def num_saved(self) -> int:
+        """Number of values that the forward program returns for the backward program."""
         return len(self.forward.outputs) - self.num_outputs
 
 

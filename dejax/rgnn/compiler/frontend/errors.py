@@ -48,7 +48,7 @@ def is_library(path: str) -> bool:
 
 
 def user_line() -> str | None:
-    """`file:line` of the innermost frame outside of the front end and of libraries."""
+    """The line of the user's code that is running, "file:line": the innermost frame outside of libraries and dejax."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -59,7 +59,7 @@ def user_line() -> str | None:
 
 
 def fail(message: str, line: str | None = None) -> ProgramError:
-    """An error at `file:line`, by default the line of the program that is running."""
+    """Makes a `ProgramError` whose message begins with `line`, "file:line"; by default the user's present line."""
     line = line or user_line()
     if line is None:
         return ProgramError(message)

@@ -12,43 +12,50 @@ from dejax.rgnn.ir.inter import Space
 
 
 class GraphSymbol:
-    """The graph inside a program: gives arrays a space, reads values on the edges, and reduces them."""
+    """The graph inside a program: gives arrays a space, reads values on the edges, and reduces them.
+
+    Arguments are arrays [rows, *F] of the program's call, where F is the feature shape, or values (`Symbol`) of the
+    program. Reductions work on each feature by itself and keep the feature shape.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
 
     # what arguments stand for
     def node(self, x: Any) -> Symbol:
-        """A value with one row per node."""
+        """Declares an array [nodes, *F] as a value with one row for each node."""
         return self._trace.declare(x, Space.NODE, "g.node")
 
     def edge(self, x: Any) -> Symbol:
-        """A value with one row per edge, in the user's order of edges."""
+        """Declares an array [edges, *F] as a value with one row for each edge, in the order of the given edges."""
         return self._trace.declare(x, Space.EDGE, "g.edge")
 
     def source_pair(self, x: Any) -> Symbol:
-        """A value with one row per unique (sender, edge type) pair, numbered as in `RelGraph.by_source_pair`."""
+        """Declares an array as a value with one row for each distinct pair of a sender and an edge type.
+
+        Pairs are numbered as in `RelGraph.by_source_pair`.
+        """
         return self._trace.declare(x, Space.SOURCE_PAIR, "g.source_pair")
 
     def per_edge_type(self, w: Any) -> Symbol:
-        """A weight or constant with one row per edge type."""
+        """Declares an array [edge types, *F], a weight or a constant, as a value with one row for each edge type."""
         return self._trace.declare(w, Space.EDGE_TYPE, "g.per_edge_type")
 
     def per_node_type(self, w: Any) -> Symbol:
-        """A weight or constant with one row per node type."""
+        """Declares an array [node types, *F], a weight or a constant, as a value with one row for each node type."""
         return self._trace.declare(w, Space.NODE_TYPE, "g.per_node_type")
 
     def shared(self, w: Any) -> Symbol:
-        """A weight or constant without rows, shared by all."""
+        """Declares an array [*F], a weight or a constant, as one value that all rows share."""
         return self._trace.declare(w, Space.GRAPH, "g.shared")
 
     # reading on the edges
     def src(self, x: Any) -> Symbol:
-        """The value of each edge's source node (or of its source pair)."""
+        """Reads a node value (or a value of source pairs) on the edges: each edge gets the row of its source."""
         return self._endpoint(x, "src", "source_pair", "g.src")
 
     def dst(self, x: Any) -> Symbol:
-        """The value of each edge's destination node."""
+        """Reads a node value on the edges: each edge gets the row of its destination."""
         return self._endpoint(x, "dst", "destination_pair", "g.dst")
 
     def _endpoint(self, x: Any, via: str, pair_via: str, method: str) -> Symbol:
@@ -68,7 +75,7 @@ class GraphSymbol:
         return self._trace.emit("gather", self._trace.count(via, dtype), via=via)
 
     def out_degree(self, *, dtype: str | None = None) -> Symbol:
-        """On each edge, the number of edges out of its source; `dtype` as for `in_degree`."""
+        """Counts, for each edge, the edges out of its source node. `dtype` is as for `in_degree`."""
         return self._trace.emit("gather", self._trace.count("src", dtype), via="src")
 
     # reductions over edges
@@ -103,49 +110,67 @@ class GraphSymbol:
         return mean if mean.dtype == x.dtype else mean.astype(x.dtype)
 
     def sum_to_dst(self, x: Any) -> Symbol:
-        """Each node's sum over its incoming edges; 0 where there is none."""
+        """Sums an edge value over the incoming edges of each node. Gives a node value; 0 for a node without them."""
         return self._reduce(x, "dst", "sum", "g.sum_to_dst")
 
     def mean_to_dst(self, x: Any) -> Symbol:
-        """Each node's mean over its incoming edges; 0 where there is none."""
+        """Averages an edge value over the incoming edges of each node.
+
+        Gives a node value; 0 for a node without such edges.
+        """
         return self._reduce(x, "dst", "mean", "g.mean_to_dst")
 
     def max_to_dst(self, x: Any) -> Symbol:
-        """Each node's maximum over its incoming edges; 0 where there is none above -inf.
+        """Takes the maximum of an edge value over the incoming edges of each node.
 
-        Ties share the gradient equally.
+        Gives a node value; 0 for a node with no such edge or only -inf. Equal maxima share the gradient equally.
         """
         return self._reduce(x, "dst", "max", "g.max_to_dst")
 
     def sum_to_src(self, x: Any) -> Symbol:
-        """Each node's sum over its outgoing edges; 0 where there is none."""
+        """Sums an edge value over the outgoing edges of each node. Gives a node value; 0 for a node without them."""
         return self._reduce(x, "src", "sum", "g.sum_to_src")
 
     def mean_to_src(self, x: Any) -> Symbol:
-        """Each node's mean over its outgoing edges; 0 where there is none."""
+        """Averages an edge value over the outgoing edges of each node.
+
+        Gives a node value; 0 for a node without such edges.
+        """
         return self._reduce(x, "src", "mean", "g.mean_to_src")
 
     def max_to_src(self, x: Any) -> Symbol:
-        """Each node's maximum over its outgoing edges; 0 where there is none above -inf."""
+        """Takes the maximum of an edge value over the outgoing edges of each node.
+
+        Gives a node value; 0 for a node with no such edge or only -inf. Equal maxima share the gradient equally.
+        """
         return self._reduce(x, "src", "max", "g.max_to_src")
 
     def min_to_dst(self, x: Any) -> Symbol:
-        """Each node's minimum over its incoming edges; 0 where there is none below inf.
+        """Takes the minimum of an edge value over the incoming edges of each node.
 
-        Ties share the gradient equally.
+        Gives a node value; 0 for a node with no such edge or only inf. Equal minima share the gradient equally.
         """
         return self._reduce(x, "dst", "min", "g.min_to_dst")
 
     def min_to_src(self, x: Any) -> Symbol:
-        """Each node's minimum over its outgoing edges; 0 where there is none below inf."""
+        """Takes the minimum of an edge value over the outgoing edges of each node.
+
+        Gives a node value; 0 for a node with no such edge or only inf. Equal minima share the gradient equally.
+        """
         return self._reduce(x, "src", "min", "g.min_to_src")
 
     def prod_to_dst(self, x: Any) -> Symbol:
-        """Each node's product over its incoming edges; 1 where there is none. Gradients are exact at zeros, too."""
+        """Multiplies the rows of an edge value over the incoming edges of each node.
+
+        Gives a node value; 1 for a node without such edges. Gradients are exact at zeros, too.
+        """
         return self._reduce(x, "dst", "prod", "g.prod_to_dst")
 
     def prod_to_src(self, x: Any) -> Symbol:
-        """Each node's product over its outgoing edges; 1 where there is none."""
+        """Multiplies the rows of an edge value over the outgoing edges of each node.
+
+        Gives a node value; 1 for a node without such edges. Gradients are exact at zeros, too.
+        """
         return self._reduce(x, "src", "prod", "g.prod_to_src")
 
     # to types, and to the whole graph
@@ -169,51 +194,75 @@ class GraphSymbol:
         return x
 
     def sum_to_node_type(self, x: Any) -> Symbol:
-        """Each node type's sum over its nodes; 0 where there is none."""
+        """Sums a node value over the nodes of each node type.
+
+        Gives one row for each node type; 0 for a type without nodes.
+        """
         return self._reduce_to_node_type(x, "sum", "g.sum_to_node_type")
 
     def mean_to_node_type(self, x: Any) -> Symbol:
-        """Each node type's mean over its nodes; 0 where there is none."""
+        """Averages a node value over the nodes of each node type.
+
+        Gives one row for each node type; 0 for a type without nodes.
+        """
         return self._reduce_to_node_type(x, "mean", "g.mean_to_node_type")
 
     def max_to_node_type(self, x: Any) -> Symbol:
-        """Each node type's maximum over its nodes; 0 where there is none above -inf."""
+        """Takes the maximum of a node value over the nodes of each node type.
+
+        Gives one row for each node type; 0 for a type with no nodes or only -inf.
+        """
         return self._reduce_to_node_type(x, "max", "g.max_to_node_type")
 
     def min_to_node_type(self, x: Any) -> Symbol:
-        """Each node type's minimum over its nodes; 0 where there is none below inf."""
+        """Takes the minimum of a node value over the nodes of each node type.
+
+        Gives one row for each node type; 0 for a type with no nodes or only inf.
+        """
         return self._reduce_to_node_type(x, "min", "g.min_to_node_type")
 
     def sum_to_edge_type(self, x: Any) -> Symbol:
-        """Each edge type's sum over its edges (or pairs); 0 where there is none."""
+        """Sums a value of edges (or pairs) over the edges (or pairs) of each edge type.
+
+        Gives one row for each edge type; 0 for a type without rows.
+        """
         return self._reduce_to_edge_type(x, "sum", "g.sum_to_edge_type")
 
     def mean_to_edge_type(self, x: Any) -> Symbol:
-        """Each edge type's mean over its edges (or pairs); 0 where there is none."""
+        """Averages a value of edges (or pairs) over the edges (or pairs) of each edge type.
+
+        Gives one row for each edge type; 0 for a type without rows.
+        """
         return self._reduce_to_edge_type(x, "mean", "g.mean_to_edge_type")
 
     def max_to_edge_type(self, x: Any) -> Symbol:
-        """Each edge type's maximum over its edges (or pairs); 0 where there is none above -inf."""
+        """Takes the maximum of a value of edges (or pairs) over the edges (or pairs) of each edge type.
+
+        Gives one row for each edge type; 0 for a type with no rows or only -inf.
+        """
         return self._reduce_to_edge_type(x, "max", "g.max_to_edge_type")
 
     def min_to_edge_type(self, x: Any) -> Symbol:
-        """Each edge type's minimum over its edges (or pairs); 0 where there is none below inf."""
+        """Takes the minimum of a value of edges (or pairs) over the edges (or pairs) of each edge type.
+
+        Gives one row for each edge type; 0 for a type with no rows or only inf.
+        """
         return self._reduce_to_edge_type(x, "min", "g.min_to_edge_type")
 
     def sum_to_graph(self, x: Any) -> Symbol:
-        """The sum over all rows, as a shared value; 0 where there is none."""
+        """Sums a value over all its rows. Gives one shared value; 0 without rows."""
         return self._reduce_to_graph(x, "sum", "g.sum_to_graph")
 
     def mean_to_graph(self, x: Any) -> Symbol:
-        """The mean over all rows, as a shared value; 0 where there is none."""
+        """Averages a value over all its rows. Gives one shared value; 0 without rows."""
         return self._reduce_to_graph(x, "mean", "g.mean_to_graph")
 
     def max_to_graph(self, x: Any) -> Symbol:
-        """The maximum over all rows, as a shared value; 0 where there is none above -inf."""
+        """Takes the maximum of a value over all its rows. Gives one shared value; 0 with no row above -inf."""
         return self._reduce_to_graph(x, "max", "g.max_to_graph")
 
     def min_to_graph(self, x: Any) -> Symbol:
-        """The minimum over all rows, as a shared value; 0 where there is none below inf."""
+        """Takes the minimum of a value over all its rows. Gives one shared value; 0 with no row below inf."""
         return self._reduce_to_graph(x, "min", "g.min_to_graph")
 
     # by an integer per row: graphs of a batch
@@ -246,7 +295,7 @@ class GraphSymbol:
         return ids
 
     def sum_by(self, x: Any, ids: Any, num: int) -> Symbol:
-        """Sums of rows with equal integers, as a shared value of feature shape (num, *F).
+        """Sums the rows of a value that have the same integer. Gives one shared value of feature shape (num, *F).
 
         Args:
           x: a value with rows, for example of nodes.
@@ -257,16 +306,22 @@ class GraphSymbol:
         return self._reduce_by(x, ids, num, "sum")
 
     def mean_by(self, x: Any, ids: Any, num: int) -> Symbol:
-        """Means of rows with equal integers, as `sum_by`; 0 where there is no row."""
+        """Averages the rows of a value that have the same integer; arguments as of `sum_by`.
+
+        0 for an integer without rows.
+        """
         return self._reduce_by(x, ids, num, "mean")
 
     def max_by(self, x: Any, ids: Any, num: int) -> Symbol:
-        """Maxima of rows with equal integers, as `sum_by`; 0 where there is none above -inf.
+        """Takes the maximum of the rows of a value that have the same integer; arguments as of `sum_by`.
 
-        Ties share the gradient equally.
+        0 for an integer with no row above -inf. Equal maxima share the gradient equally.
         """
         return self._reduce_by(x, ids, num, "max")
 
     def min_by(self, x: Any, ids: Any, num: int) -> Symbol:
-        """Minima of rows with equal integers, as `sum_by`; 0 where there is none below inf."""
+        """Takes the minimum of the rows of a value that have the same integer; arguments as of `sum_by`.
+
+        0 for an integer with no row below inf. Equal minima share the gradient equally.
+        """
         return self._reduce_by(x, ids, num, "min")

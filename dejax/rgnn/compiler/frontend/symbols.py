@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Argument:
-    """An array argument of a program whose space is not yet known."""
+    """An array argument of a program that has not said yet what its rows stand for, by `g.node`, `g.edge` or so."""
 
     __array_ufunc__ = None  # numpy operands defer to the methods here
 
@@ -68,10 +68,12 @@ class Symbol:
 
     @property
     def op(self) -> inter.Op:
+        """The operator that defines the value."""
         return self.trace.builder.ops[self.index]
 
     @property
     def space(self) -> Space:
+        """What the rows of the value stand for: nodes, edges, pairs, types or the whole graph."""
         return self.op.space
 
     @property
@@ -81,6 +83,7 @@ class Symbol:
 
     @property
     def dtype(self) -> str:
+        """The dtype of the elements."""
         return self.op.dtype
 
     def __repr__(self) -> str:

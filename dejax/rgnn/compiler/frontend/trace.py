@@ -51,9 +51,15 @@ class Trace:
         self.float_dtype = jax.dtypes.canonicalize_dtype("float64").name
 
     def symbol(self, index: int) -> Symbol:
+        """The value with this number."""
         return Symbol(self, index)
 
     def emit(self, name: str, *args: Symbol, **attrs: Any) -> Symbol:
+        """Appends an operator and returns its value. Operands that must have one dtype are converted to it.
+
+        Raises:
+          ProgramError: the operator cannot take such values; the message names the user's line.
+        """
         self.builder.line = user_line()
         for x in args:
             self.own(x)
@@ -82,7 +88,7 @@ class Trace:
         return list(values)
 
     def in_dtype(self, x: Symbol, dtype: str) -> Symbol:
-        """A weak value as if its numbers and counts were of `dtype` from the start; another value as it is."""
+        """A weak value computed anew with its numbers and counts in `dtype`; any other value as it is."""
         if x.index not in self.weak or x.dtype == dtype:
             return x
         made: dict[int, int] = {}
@@ -99,7 +105,10 @@ class Trace:
         return found
 
     def count(self, via: str, dtype: Any = None, **attrs: Any) -> Symbol:
-        """The number of entries of each row of a map, weak unless it has a dtype."""
+        """For each row of the map's coarse space, how many rows are mapped to it.
+
+        Without `dtype` the count is weak: it takes the float dtype of the values that it meets.
+        """
         made = self.emit("count", via=via, dtype=self.float_dtype if dtype is None else np.dtype(dtype).name, **attrs)
         if dtype is None:
             self.weak.add(made.index)
@@ -120,7 +129,10 @@ class Trace:
             raise fail("a program must use its own arguments and values only, got a value of another program")
 
     def declare(self, x: Any, space: Space, method: str) -> Symbol:
-        """Makes an argument or array an input of `space`; checks that a value is of that space."""
+        """Makes an argument or an array an input with rows of `space`; checks that a value has rows of that space.
+
+        `method` is the name of the user's call, for errors.
+        """
         if is_array(x):
             x = self.closure(x, space)
         if isinstance(x, Argument | Symbol):
@@ -155,7 +167,7 @@ class Trace:
         return x
 
     def closure(self, x: Any, space: Space) -> Argument:
-        """An array that the program closes over, as an argument of one space."""
+        """Makes an array that the program closes over an argument with rows of `space`."""
         key = (id(x), space)
         if key not in self._known:
             dtype = jax.dtypes.canonicalize_dtype(np.dtype(x.dtype)).name
@@ -182,6 +194,7 @@ class Trace:
         return self.emit_input(x, space, shape)
 
     def emit_input(self, x: Argument, space: Space, shape: tuple[int, ...]) -> Symbol:
+        """Appends the `input` operator of an argument with rows of `space` and the feature shape `shape`."""
         self.builder.line = user_line()
         index = self.builder.op(
             "input", name=x.name, position=x.position, space=str(space), shape=tuple(shape), dtype=x.dtype
@@ -193,7 +206,7 @@ class Trace:
         return isinstance(x, Argument | Symbol) or is_array(x)
 
     def operand(self, x: Any) -> Symbol:
-        """A value, or an array as a shared value."""
+        """Returns a value of the program as it is, and makes an array a shared value."""
         if isinstance(x, Argument):
             x._untyped()
         if is_array(x):
@@ -213,7 +226,7 @@ class Trace:
         return self.operand(x)
 
     def weight(self, w: Any) -> Symbol:
-        """The right side of `x @ w`."""
+        """Checks the right side of `x @ w` and returns it as a value."""
         if isinstance(w, Argument):
             raise fail(
                 f"the weight {w.name!r} of shape {w.shape} must say whether it is typed; write x @ g.per_edge_type(w), "
@@ -226,15 +239,15 @@ class Trace:
         return self.operand(w)
 
     def floating(self, x: Symbol) -> Symbol:
-        """Integers as float32 (64-bit integers as float64), for functions whose results are not integers."""
+        """Converts integers to float32 (64-bit integers to float64), for functions whose results are not integers."""
         return x if inter.is_float(x.dtype) else self.emit("cast", x, dtype=_float_of(x.dtype))
 
     def wide(self, x: Symbol) -> Symbol:
-        """16-bit floats as float32, for sums that are divided."""
+        """Converts 16-bit floats to float32, for sums that are divided later."""
         return x.astype("float32") if x.dtype in ("float16", "bfloat16") else x
 
     def counted(self, x: Symbol) -> Symbol:
-        """Booleans and narrow integers as JAX's own integers, for sums and products."""
+        """Converts booleans and narrow integers to JAX's default integers, for sums and products."""
         if inter.is_float(x.dtype):
             return x
         dtype = jax.dtypes.canonicalize_dtype("uint64" if x.dtype.startswith("uint") else "int64").name

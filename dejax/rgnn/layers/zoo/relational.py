@@ -226,13 +226,14 @@ def rgat_shared(
 ) -> Symbol:
     """One RGAT layer whose query and key matrices all relations share (arXiv 1904.05811), as PyTorch Geometric has it.
 
-        z_i^r = x_i W_r ;  q = z_i^r Q ;  k = z_j^r K ;  f = (e_ij W_edge) F
-        additive:        s_ij = LeakyReLU(q + k + f)
-        multiplicative:  s_ij = q * k   (* f)
+        z_i^r = x_i W_r ;  q = z_i^r Q ;  k = z_j^r K
+        additive:        s_ij = LeakyReLU(q + k)
+        multiplicative:  s_ij = q * k
         y_i = sum over edges j -> i of softmax(s)_ij z_j^r   + b
 
-    Here z has the heads concatenated, and the query and key of a head read all heads. The paper's layer is
-    `library.rgat`: it has an attention vector for each relation and head, which reads its own head only.
+    With edge features e, f = (e_ij W_edge) F is one more term of the sum, or one more factor of the product. Here z has
+    the heads concatenated, and the query and key of a head read all heads. The paper's layer is `library.rgat`: it has
+    an attention vector for each relation and head, which reads its own head only.
 
     Args:
       g: the graph.

@@ -152,11 +152,12 @@ class SimpleHGNSpec(LayerSpec):
 class SharedRGATSpec(LayerSpec):
     """RGAT (arXiv 1904.05811) in the form of PyTorch Geometric: all edge types share the query and key matrices.
 
-        z_i^r = x_i W_r ;  q = z_i^r Q ;  k = z_j^r K ;  f = (e_ij W_edge) F
-        additive: s_ij = LeakyReLU(q + k + f) ;  multiplicative: s_ij = q * k (* f)
+        z_i^r = x_i W_r ;  q = z_i^r Q ;  k = z_j^r K
+        additive: s_ij = LeakyReLU(q + k) ;  multiplicative: s_ij = q * k
         y_i = sum over edges j -> i of softmax(s)_ij z_j^r   + b
 
-    `RGATConv` is the paper's form. `dejax.rgnn.zoo.rgat_shared` is the layer as a function of its parameters.
+    With edge features e, f = (e_ij W_edge) F is one more term of the sum, or one more factor of the product. `RGATConv`
+    is the paper's form. `dejax.rgnn.zoo.rgat_shared` is the layer as a function of its parameters.
 
     Args:
       num_edge_types: number of edge types of the graph.
