@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.provenance import Save
 from dejax.datasets import HeteroDataset
 from dejax.training import Trainer, resolve
-from dejax.training.tables import TableTask
+from dejax.training.tables.task import TableTask
 
 PEER = Path(__file__).resolve().parent / "peers" / "database_pyg.py"
 

@@ -64,12 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train() -> int:
-    """The command `dejax-train`: `dejax.training.cli.main`, or the packages to install first."""
+    """The command `dejax-train`: `dejax.training.command.cli.main`, or the packages to install first."""
     missing = missing_packages()
     if {"flax", "optax", "orbax-checkpoint", "matplotlib"} & set(missing):
         print(f"error: dejax-train needs more packages: pip install {' '.join(missing)}", file=sys.stderr)
         return 2
-    from dejax.training import cli
+    from dejax.training.command import cli
 
     return cli.main()
 

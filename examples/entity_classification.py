@@ -6,13 +6,13 @@
     python examples/entity_classification.py --evaluate out/aifb-rgcn
 
 It ends with a table: accuracies (mean and spread over seeds, the most frequent class, a model without edges), time and
-memory. It writes results, a plot of the curves and checkpoints. The model is in `dejax/training/models.py`, the step in
-`dejax/training/trainer.py`. README.md in this folder explains settings and files.
+memory. It writes results, a plot of the curves and checkpoints. The model is in `dejax/training/tasks/models.py`, the
+step in `dejax/training/trainer.py`. README.md in this folder explains settings and files.
 """
 
 import sys
 
-from dejax.training.cli import main
+from dejax.training.command.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

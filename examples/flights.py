@@ -19,7 +19,7 @@ from zoneinfo import ZoneInfo
 import numpy as np
 
 from dejax.datasets import HeteroDataset, from_tables, read_csv, task_of_rows
-from dejax.training import cli
+from dejax.training.command import cli
 
 MINUTE, HOUR = 60, 3600
 LATE = 30  # minutes

@@ -12,9 +12,9 @@
 
 from dejax.training.checkpoint import Checkpoints
 from dejax.training.fitting import Fitted, fit
-from dejax.training.models import EntityClassifier, NodeMLP
 from dejax.training.settings import MODELS, Settings, resolve
 from dejax.training.state import TrainState
+from dejax.training.tasks.models import EntityClassifier, NodeMLP
 from dejax.training.trainer import Trainer
 
 __all__ = [

@@ -2,6 +2,6 @@
 
 import sys
 
-from dejax.training.cli import main
+from dejax.training.command.cli import main
 
 sys.exit(main())

@@ -35,7 +35,7 @@ class Settings:
     Attributes that only some tasks read begin with the names of these tasks.
 
     Attributes:
-        dataset: a name that `dejax.training.data.load` knows, or the name of a saved HeteroDataset.
+        dataset: a name that `dejax.training.tasks.data.load` knows, or the name of a saved HeteroDataset.
         task: "nodes": nodes are classified, and a step sees the whole graph. "samples": nodes are classified on
             mini-batches. "links": edges are predicted on mini-batches. "tables": labels of rows of a database are
             predicted.
@@ -95,7 +95,7 @@ class Settings:
         eval_edges: links: number of validation edges in an evaluation; 0: all.
         target: tables: name of the task; None if there is only one.
         recent: tables: whether fan-outs take the latest edges before the cutoff instead of uniform draws.
-        numbers: tables: encoding of numbers, one of `NUMBERS` (`dejax.training.encoders`).
+        numbers: tables: encoding of numbers, one of `NUMBERS` (`dejax.training.tables.encoders`).
         bins: tables: number of quantiles of the encoding "piecewise".
         class_weights: tables: "none"; or "balanced": a class counts in inverse proportion to its training examples.
         eval_rows: tables: number of validation examples in an evaluation; 0: all.

@@ -22,13 +22,13 @@ from dejax.distributed import Part, data_parallel, local, make_mesh, share
 from dejax.host_gather import RowGradient, adam, shardings
 from dejax.minibatch import FeatureStore, MiniBatch, SampledBlocks, pipelined_steps, sampled_step, step_keys
 from dejax.rgnn import Options
-from dejax.training.links import LinkTask
-from dejax.training.nodes import WholeGraphTask
-from dejax.training.samples import SampledTask
 from dejax.training.settings import Settings
 from dejax.training.state import Epochs, TrainState
-from dejax.training.table_links import table_task
-from dejax.training.task import TrainingTask, World
+from dejax.training.tables.links import table_task
+from dejax.training.tasks.links import LinkTask
+from dejax.training.tasks.nodes import WholeGraphTask
+from dejax.training.tasks.samples import SampledTask
+from dejax.training.tasks.task import TrainingTask, World
 
 with optional("optax", of="dejax.training"):
     import optax

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dejax.datasets import from_tables, sentence_vectors
-from dejax.training.config import read_config
+from dejax.training.command.config import read_config
 
 
 def test_a_function_of_the_user_is_called_once_with_different_texts() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dejax.training import resolve
-from dejax.training.config import read_config
+from dejax.training.command.config import read_config
 
 DATABASE = """
 [database]

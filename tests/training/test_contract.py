@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from dejax import datasets
-from dejax.training import Checkpoints, Trainer, cli, resolve
-from dejax.training.report import machine_kind
+from dejax.training import Checkpoints, Trainer, resolve
+from dejax.training.command import cli
+from dejax.training.command.report import machine_kind
 from tests.examples.tiny import write_aifb
 from tests.training.graphs import community_graph
 

@@ -7,9 +7,9 @@ import pytest
 
 from dejax.minibatch import DECODERS
 from dejax.training import Trainer, resolve
-from dejax.training.cli import main
-from dejax.training.link_graph import LinkGraph
-from dejax.training.links import Negatives
+from dejax.training.command.cli import main
+from dejax.training.tasks.link_graph import LinkGraph
+from dejax.training.tasks.links import Negatives
 from tests.training.graphs import links
 
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from dejax import datasets
-from dejax.training import Trainer, cli, resolve
-from dejax.training.data import split_nodes
-from dejax.training.report import without_folders
-from dejax.training.task import World
+from dejax.training import Trainer, resolve
+from dejax.training.command import cli
+from dejax.training.command.report import without_folders
+from dejax.training.tasks.data import split_nodes
+from dejax.training.tasks.task import World
 from tests.examples.tiny import write_aifb
 from tests.training.graphs import community_graph
 

@@ -10,10 +10,12 @@ import pytest
 from dejax.datasets import HeteroDataset, Label, from_tables
 from dejax.datasets._hetero import DESCRIPTIVE, LINK_TASK, NODE_TASK, OF_TABLES
 from dejax.minibatch.topology.hetero_topology import as_numpy
-from dejax.training import Trainer, cli, models, resolve
-from dejax.training.data import one_type
-from dejax.training.link_graph import LinkGraph
-from dejax.training.prepared import prepare
+from dejax.training import Trainer, resolve
+from dejax.training.command import cli
+from dejax.training.tasks import models
+from dejax.training.tasks.data import one_type
+from dejax.training.tasks.link_graph import LinkGraph
+from dejax.training.tasks.prepared import prepare
 from tests.training.graphs import WRITES, community_graph, one_type_of
 
 TINY = {"task": "samples", "hidden": 8, "heads": 2, "batch_size": 8, "fan_outs": (4, 2), "epochs": 6, "lr": 0.05}

@@ -7,9 +7,9 @@ from flax import nnx
 
 from dejax.datasets import Column, from_tables, task_of_rows
 from dejax.training import Trainer, resolve
-from dejax.training.encoders import TableEncoder
-from dejax.training.rows import pack
-from dejax.training.seed_times import Clock
+from dejax.training.tables.encoders import TableEncoder
+from dejax.training.tables.rows import pack
+from dejax.training.tables.seed_times import Clock
 
 DAY = 86_400
 

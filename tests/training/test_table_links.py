@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from dejax.datasets import Task, from_tables, task_of_events
-from dejax.training import Trainer, fit, metrics, predictions, resolve
-from dejax.training.importance import importance
-from dejax.training.page import write_page
-from dejax.training.report import summarise
-from dejax.training.rows import pack
-from dejax.training.table_links import _among_links
+from dejax.training import Trainer, fit, metrics, resolve
+from dejax.training.command import predictions
+from dejax.training.command.page import write_page
+from dejax.training.command.report import summarise
+from dejax.training.tables.importance import importance
+from dejax.training.tables.links import _among_links
+from dejax.training.tables.rows import pack
 
 BEGIN = np.datetime64("2024-01-01")
 

@@ -12,15 +12,16 @@ from flax import nnx
 
 from dejax.datasets import Column, HeteroDataset, Task
 from dejax.datasets.columns import NEVER
-from dejax.training import Fitted, Trainer, cli, fit, predictions, resolve
-from dejax.training.encoders import TableEncoder
+from dejax.training import Fitted, Trainer, fit, resolve
+from dejax.training.command import cli, predictions
+from dejax.training.command.page import calibration, write_page
+from dejax.training.command.report import summarise, table
 from dejax.training.fitting import best_report, stops
-from dejax.training.importance import importance
-from dejax.training.page import calibration, write_page
-from dejax.training.report import summarise, table
-from dejax.training.rows import apart, as_days, pack
-from dejax.training.seed_times import is_latest
 from dejax.training.state import History
+from dejax.training.tables.encoders import TableEncoder
+from dejax.training.tables.importance import importance
+from dejax.training.tables.rows import apart, as_days, pack
+from dejax.training.tables.seed_times import is_latest
 from tests.training.test_contract import check_equal, stopped_and_whole
 
 DAY = 86_400
@@ -287,7 +288,7 @@ def test_predictions_have_keys_and_times_and_new_cutoffs_need_no_labels(trained,
 
 
 def test_the_report_shows_measures_curves_calibration_and_what_contributes(trained, tmp_path):
-    from dejax.training.plot import draw_curves
+    from dejax.training.command.report import draw_curves
 
     _, trainer, fitted = trained
     task = trainer.task

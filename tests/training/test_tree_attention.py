@@ -12,7 +12,7 @@ from dejax.minibatch import HeteroTopology, make_blocks, sample_blocks
 from dejax.rgnn import Options, RelGraph
 from dejax.training import Trainer
 from dejax.training.fitting import fit
-from dejax.training.tree_attention import (
+from dejax.training.tables.tree_attention import (
     AGES,
     TreeTransformer,
     days_between,

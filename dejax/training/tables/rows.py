@@ -2,7 +2,7 @@
 
 Numbers stand as they are, NaN where missing; codes of categories as whole numbers, -1 where missing; a time as two
 numbers, whole days and seconds of the day, which float32 has exactly. So a row is read by one gather, wherever it lies,
-and nothing in it depends on the cutoff: `dejax.training.encoders` hides what is not known yet. Columns of one kind lie
+and nothing in it depends on the cutoff: `encoders.py` hides what is not known yet. Columns of one kind lie
 side by side, and the times from which values are known at the end, so that an encoder needs few operations.
 """
 

@@ -15,7 +15,7 @@ from jax import Array
 
 from dejax._optional import optional
 from dejax.segment import gather
-from dejax.training.rows import DAY, ColumnPlace, TablePlan
+from dejax.training.tables.rows import DAY, ColumnPlace, TablePlan
 
 with optional("flax", of="dejax.training"):
     from flax import nnx
@@ -77,7 +77,7 @@ class TableEncoder(nnx.Module):
             rows: float32[rows, width], of `pack`; None for a table without columns, whose rows are all equal, and for
                 one without rows.
             cutoffs: int[rows], seconds: what is known later is hidden.
-            vectors: float32[rows, width] by column, of those that are not packed (`dejax.training.rows.apart`).
+            vectors: float32[rows, width] by column, of those that are not packed (`dejax.training.tables.rows.apart`).
         """
         if self.base is not None:
             return jnp.broadcast_to(self.base[...], (cutoffs.shape[0], self.hidden))

@@ -23,9 +23,9 @@ from dejax.segment import gather
 from dejax.training.metrics import Ranking
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
-from dejax.training.table_models import LinkedTablesModel
-from dejax.training.tables import TableTask, task_of
-from dejax.training.task import CAPACITY_BATCHES, Runner, StepView, World, spread_over_steps
+from dejax.training.tables.models import LinkedTablesModel
+from dejax.training.tables.task import TableTask, task_of
+from dejax.training.tasks.task import CAPACITY_BATCHES, Runner, StepView, World, spread_over_steps
 
 with optional("flax", of="dejax.training"):
     from flax import nnx

@@ -9,8 +9,8 @@ import numpy as np
 from dejax.datasets import HeteroDataset
 from dejax.datasets._hetero import ALWAYS, LINK_TASK, NODE_TASK
 from dejax.minibatch import FeatureStore, HeteroTopology, hot_rows
-from dejax.training.data import SPLITS, with_reverse
 from dejax.training.settings import Settings
+from dejax.training.tasks.data import SPLITS, with_reverse
 
 _Relation = tuple[str, str, str]
 _Ids = dict[str, np.ndarray]

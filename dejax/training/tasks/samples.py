@@ -25,11 +25,11 @@ from dejax.minibatch import (
     make_typed_blocks,
 )
 from dejax.rgnn import Options, RelGraph
-from dejax.training.models import SampledClassifier
-from dejax.training.prepared import only_sampled, prepare
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
-from dejax.training.task import (
+from dejax.training.tasks.models import SampledClassifier
+from dejax.training.tasks.prepared import only_sampled, prepare
+from dejax.training.tasks.task import (
     CAPACITY_BATCHES,
     SAMPLE_OPTIONS,
     Runner,

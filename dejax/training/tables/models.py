@@ -9,11 +9,11 @@ from jax import Array
 
 from dejax._optional import optional
 from dejax.rgnn import Options
-from dejax.training.encoders import TablesEncoder
-from dejax.training.models import SampledClassifier
-from dejax.training.rows import TablePlan
 from dejax.training.settings import Settings
-from dejax.training.tree_attention import TreeTransformer
+from dejax.training.tables.encoders import TablesEncoder
+from dejax.training.tables.rows import TablePlan
+from dejax.training.tables.tree_attention import TreeTransformer
+from dejax.training.tasks.models import SampledClassifier
 
 with optional("flax", of="dejax.training"):
     from flax import nnx

@@ -14,8 +14,8 @@ import numpy as np
 from dejax._html import page
 from dejax._optional import optional
 from dejax.datasets import Task
+from dejax.training.command.predictions import labels_of
 from dejax.training.metrics import Ranking, interval, measure
-from dejax.training.predictions import labels_of
 
 _BLUE, _GREY = "#0072B2", "#555555"
 _BINS = 10
@@ -33,10 +33,10 @@ def write_page(
 
     Args:
         path: of the HTML file; `curves.png` lies beside it.
-        results: of `dejax.training.report.summarise`.
+        results: of `dejax.training.command.report.summarise`.
         task: the examples.
         predicted: the first seed's predictions by split, as `TableTask.predict` gives them.
-        importance: of `dejax.training.importance.importance`; None: not computed.
+        importance: of `dejax.training.tables.importance.importance`; None: not computed.
     """
     parts = [
         f"<h1>{escape(task.name)} of {escape(task.entity)}</h1>",

@@ -15,11 +15,11 @@ import numpy as np
 
 from dejax.host_gather import HostTable
 from dejax.minibatch import FeatureStore, HeteroTopology
-from dejax.training.encoders import apart_name
 from dejax.training.metrics import LOWER_IS_BETTER
-from dejax.training.seed_times import is_latest
 from dejax.training.state import TrainState
-from dejax.training.tables import TableTask
+from dejax.training.tables.encoders import apart_name
+from dejax.training.tables.seed_times import is_latest
+from dejax.training.tables.task import TableTask
 
 
 def importance(

@@ -23,16 +23,24 @@ from dejax.minibatch import (
     make_blocks,
 )
 from dejax.rgnn import Options
-from dejax.training.encoders import apart_name
+from dejax.training.command.predictions import labels_of
 from dejax.training.metrics import Ranking, measure
-from dejax.training.predictions import labels_of
-from dejax.training.rows import apart, pack
-from dejax.training.seed_times import Clock, is_latest, topology_in_time
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
-from dejax.training.table_models import TableModel
-from dejax.training.task import CAPACITY_BATCHES, Runner, StepView, TrainingTask, World, log_losses, spread_over_steps
-from dejax.training.tree_attention import days_between
+from dejax.training.tables.encoders import apart_name
+from dejax.training.tables.models import TableModel
+from dejax.training.tables.rows import apart, pack
+from dejax.training.tables.seed_times import Clock, is_latest, topology_in_time
+from dejax.training.tables.tree_attention import days_between
+from dejax.training.tasks.task import (
+    CAPACITY_BATCHES,
+    Runner,
+    StepView,
+    TrainingTask,
+    World,
+    log_losses,
+    spread_over_steps,
+)
 
 with optional("flax", of="dejax.training"):
     from flax import nnx

@@ -9,7 +9,7 @@ import numpy as np
 from dejax.datasets import HeteroDataset
 from dejax.datasets._hetero import LINK_TASK, NODE_TASK
 from dejax.minibatch import HeteroTopology
-from dejax.training.data import NODE
+from dejax.training.tasks.data import NODE
 
 EDGE = (NODE, "edge", NODE)
 

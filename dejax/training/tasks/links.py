@@ -26,12 +26,12 @@ from dejax.minibatch import (
 )
 from dejax.rgnn import Options, RelGraph
 from dejax.segment import gather
-from dejax.training.data import NODE
-from dejax.training.link_graph import EDGE, LinkGraph
-from dejax.training.models import LinkModel, decoder_of
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
-from dejax.training.task import (
+from dejax.training.tasks.data import NODE
+from dejax.training.tasks.link_graph import EDGE, LinkGraph
+from dejax.training.tasks.models import LinkModel, decoder_of
+from dejax.training.tasks.task import (
     CAPACITY_BATCHES,
     SAMPLE_OPTIONS,
     Runner,

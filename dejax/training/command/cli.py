@@ -20,8 +20,8 @@ import numpy as np
 
 from dejax._cache import keep_compiled_programs
 from dejax._optional import missing_packages
-from dejax.training.arguments import parser, settings_of
-from dejax.training.config import TablesConfig, read_config
+from dejax.training.command.arguments import parser, settings_of
+from dejax.training.command.config import TablesConfig, read_config
 from dejax.training.settings import Settings
 
 # Settings that a resumed run may change: its length, and how steps are called; not the model.
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compare(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Trains with each decoder, in a folder of its own, and prints their results side by side."""
-    from dejax.training.report import aligned
+    from dejax.training.command.report import aligned
 
     found = {}
     for decoder in dict.fromkeys(args.decoder.split(",")):
@@ -89,12 +89,12 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
             "--resume and --no-checkpoints must not be given together, because --resume reads checkpoints; leave one "
             "of them out"
         )
-    from dejax.training import plot, report
     from dejax.training.checkpoint import Checkpoints
+    from dejax.training.command import report
 
     data, settings = _data(args, settings, configured)
     if configured is not None:
-        from dejax.training.tables import training_examples
+        from dejax.training.tables.task import training_examples
 
         examples = training_examples(data, settings.target)
         settings = settings_of(args, configured.settings, examples).replace(dataset=data.name)
@@ -124,10 +124,10 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         argv=argv,
     )
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    plot.draw_curves(out / "curves.png", results, [run.history for run in runs])
+    report.draw_curves(out / "curves.png", results, [run.history for run in runs])
     artifacts = {"results": str(out / "results.json"), "curves": str(out / "curves.png")}
     if settings.task == "tables":
-        from dejax.training.page import write_page
+        from dejax.training.command.page import write_page
 
         artifacts |= {"predictions": str(out / "predictions*"), "report": str(out / "report.html")}
         write_page(out / "report.html", results, trainer.task.examples, runs[0].predicted, runs[0].importance)
@@ -141,7 +141,7 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 def _data(args: argparse.Namespace, settings: Settings, configured: TablesConfig | None) -> tuple[Any, Settings]:
     """The data set of a run, and the settings with its name."""
-    from dejax.training.data import is_known, load
+    from dejax.training.tasks.data import is_known, load
 
     if configured is not None:
         data = configured.dataset()
@@ -194,7 +194,7 @@ def _one_seed(trainer: Any, checkpoints: Any, args: argparse.Namespace, seed: in
         final = trainer.task.measures_of("test", predicted["test"])
         _write_predictions(trainer, out / f"predictions-seed{seed}.{args.predictions}", predicted)
         if seed == 0 and args.importance and len(predicted["valid"]):
-            from dejax.training.importance import importance
+            from dejax.training.tables.importance import importance
 
             contributes = importance(trainer, trainer.on_one_device(state), examples=args.importance)
     else:
@@ -210,7 +210,7 @@ def _one_seed(trainer: Any, checkpoints: Any, args: argparse.Namespace, seed: in
 
 def _write_predictions(trainer: Any, path: Path, predicted: dict[str, Any]) -> None:
     """The predictions of validation and test examples."""
-    from dejax.training import predictions
+    from dejax.training.command import predictions
     from dejax.training.metrics import Ranking
 
     task = trainer.task
@@ -242,8 +242,8 @@ def _baseline(args: argparse.Namespace, settings: Settings, data: Any) -> list[f
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    from dejax.training import report
     from dejax.training.checkpoint import Checkpoints, find_run, read_settings
+    from dejax.training.command import report
 
     folder, seed = find_run(Path(args.evaluate))
     settings, checkpoints = Settings(**read_settings(folder)), Checkpoints(folder)
@@ -287,7 +287,7 @@ def _with(task: str) -> str:
 
 def _predict_at(args: argparse.Namespace, trainer: Any, state: Any, folder: Path, seed: int) -> None:
     """Writes predictions for all rows of the entity table that are known at a time."""
-    from dejax.training import predictions
+    from dejax.training.command import predictions
 
     task = trainer.task
     wanted = predictions.known_rows(task.data, task.examples, predictions.time_of(args.at, task.data.time_unit))

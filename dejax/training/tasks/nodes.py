@@ -13,11 +13,11 @@ from dejax._optional import optional
 from dejax.datasets import EntityDataset
 from dejax.minibatch import FeatureStore
 from dejax.rgnn import Options
-from dejax.training.data import SPLITS, needs_reverse, split_nodes
-from dejax.training.models import EntityClassifier, NodeMLP
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
-from dejax.training.task import Runner, StepView, TrainingTask, World, cross_entropy, most_frequent
+from dejax.training.tasks.data import SPLITS, needs_reverse, split_nodes
+from dejax.training.tasks.models import EntityClassifier, NodeMLP
+from dejax.training.tasks.task import Runner, StepView, TrainingTask, World, cross_entropy, most_frequent
 
 with optional("flax", of="dejax.training"):
     from flax import nnx

@@ -1,0 +1,1 @@
+"""What a trainer asks of a task, and the tasks on nodes and on links with their data and models."""
