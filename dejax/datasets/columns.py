@@ -16,7 +16,7 @@ NEVER = 2**63 - 1
 
 def hashes_of(text: str) -> np.ndarray:
     """uint32[words], the hashes of the words of a text, which are the same everywhere."""
-    return np.array([zlib.crc32(word.encode()) for word in text.lower().split()], np.uint32)
+    return np.array([zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in text.lower().split()], np.uint32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dejax._cache import write_whole
 from dejax._optional import optional
 
 SETTINGS_FILE = "settings.json"
@@ -69,7 +70,7 @@ class Checkpoints:
                 f"{SETTINGS_FILE}; name another --out"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_whole(self.folder / SETTINGS_FILE, (json.dumps(settings, indent=2) + "\n").encode())
 
     def _check_same(self, settings: Mapping[str, Any]) -> None:
         former = read_settings(self.folder)
@@ -110,6 +111,8 @@ class Checkpoints:
         """
         args = _orbax().args
         with self._manager(seed, best) as manager:
+            if number in manager.all_steps():  # of a run that ended before it wrote its last state, and was resumed
+                manager.delete(number)
             items = args.Composite(state=args.StandardSave(_by_path(state)), history=args.JsonSave(history))
             manager.save(number, args=items, force=True)
             manager.wait_until_finished()

@@ -61,6 +61,7 @@ def fit(
         state, history = trainer.imported(plain), History(**curves)
     saved, saved_at = int(state.step), time.monotonic()
     done, was_saved = saved, checkpoints is not None and checkpoints.latest(seed) == saved
+    has_best = best_report(history, trainer.task.lower_is_better) is not None
     stopped = stops(history, settings.patience, trainer.task.lower_is_better)
     with Progress(f"seed {seed}", total, unit="steps") as bar:
         bar.update(done)
@@ -72,7 +73,7 @@ def fit(
                 history.add(found, per_epoch)
                 stopped = stops(history, settings.patience, trainer.task.lower_is_better)
                 if settings.patience and best_report(history, trainer.task.lower_is_better) == len(history.epochs) - 1:
-                    best = _kept(trainer, state, checkpoints, seed, done, history)
+                    best, has_best = _kept(trainer, state, checkpoints, seed, done, history), True
             due = done - saved >= every if every else time.monotonic() - saved_at >= SAVE_SECONDS
             if checkpoints is not None and (due or done >= total or stopped):
                 checkpoints.save(seed, done, trainer.exported(state), history.as_dict())
@@ -82,7 +83,8 @@ def fit(
     if checkpoints is not None and not was_saved:
         checkpoints.save(seed, done, trainer.exported(state), history.as_dict())
     if settings.patience:
-        if checkpoints is not None and checkpoints.latest(seed, best=True) is not None:
+        # A best state may be there of an earlier run.
+        if has_best and checkpoints is not None and checkpoints.latest(seed, best=True) is not None:
             best, _ = checkpoints.restore(seed, trainer.exported(trainer.init(seed)), best=True)
         state = state if best is None else trainer.imported(best)
     return Fitted(state, history, int(state.step) // per_epoch)

@@ -75,7 +75,7 @@ def _by_threshold(labels: ArrayLike, scores: ArrayLike, weights: Weights) -> tup
     if np.isnan(scores).any():
         raise ValueError(f"`scores` must be numbers, got nan in {int(np.isnan(scores).sum())} of {len(scores)} rows")
     weights = _weights(weights, len(labels))
-    order = np.argsort(-scores, kind="stable")
+    order = np.argsort(scores, kind="stable")[::-1]  # integers without a sign have no negatives
     ordered = scores[order]
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(ordered) else np.zeros(0, np.int64)
     own, truth = weights[order], labels[order].astype(bool)
@@ -102,8 +102,8 @@ def f1(labels: ArrayLike, predicted: ArrayLike, weights: Weights = None, *, aver
     Args:
         labels, predicted: int[rows], classes.
         weights: as `auroc`.
-        average: "binary": of class 1; "macro": the mean over the classes that occur in either; "micro": of all classes
-            together, which is accuracy.
+        average: "binary": of class 1; "macro": the mean over the classes that occur in either, in rows of a weight
+            above 0; "micro": of all classes together, which is accuracy.
 
     Raises:
         ValueError: an unknown average.
@@ -117,7 +117,8 @@ def f1(labels: ArrayLike, predicted: ArrayLike, weights: Weights = None, *, aver
     if average == "micro":
         return accuracy(labels, predicted, weights)
     own = _weights(weights, len(labels))
-    classes = [1] if average == "binary" else np.union1d(labels, predicted)
+    # A class that no row of a bootstrap draw has is not one of which all rows are wrong.
+    classes = [1] if average == "binary" else np.union1d(labels[own > 0], predicted[own > 0])
     found = []
     for wanted in classes:
         both = float(own[(labels == wanted) & (predicted == wanted)].sum())

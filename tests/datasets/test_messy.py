@@ -168,3 +168,57 @@ def test_links_of_one_row_each_are_lists() -> None:
         "train": [0, 1], "valid": [], "test": [2],
     }  # fmt: skip
     assert task.left_out == {"links whose key i lacks": 1}
+
+
+def test_sqlite_columns_keep_their_values_beside_generated_ones(tmp_path: Path) -> None:
+    path = tmp_path / "shop.db"
+    connection = sqlite3.connect(path)
+    connection.executescript(
+        "create table Users(id integer primary key, a int, twice int generated always as (a * 2), b int);"
+        "insert into Users(id, a, b) values (1, 10, 7), (2, 20, 8);"
+        "create table orders(id integer primary key, user int references users(id));"
+        "insert into orders values (1, 2);"
+    )
+    connection.close()
+    data = from_tables(path)
+    values = {name: column.values.tolist() for name, column in data.columns["Users"].items()}
+    assert values == {"a": [10, 20], "twice": [20, 40], "b": [7, 8]}
+    assert data.edges["orders", "user", "Users"][1].tolist() == [1]  # names have no upper and lower case there
+
+
+@pytest.mark.parametrize("year", [1850, 1960, 2020])
+def test_windows_end_with_the_data_in_any_century(year: int) -> None:
+    days = np.datetime64(f"{year}-01-01") + np.arange(12)
+    orders = {"user": [7, 8, 7, 7, 7, 8, 7, 7, 8, 7, 8, 7], "day": days}
+    keys = {"users": "id"}, [("orders", "user", "users")], {"orders": "day"}
+    data = from_tables({"users": {"id": [7, 8]}, "orders": orders}, *keys)
+    task = task_of_events(
+        data, "t", ("orders", "user"), days[[1, 4, 7, 10]], "2 days", valid_from=days[4], test_from=days[7]
+    )
+    assert task.labels.tolist() == [2, 0, 1, 1, 1, 1]
+    assert task.left_out == {"cutoffs whose window ends after the data": 1}
+
+
+def test_columns_of_one_name_surrogates_and_equal_values() -> None:
+    pa = pytest.importorskip("pyarrow")
+    with pytest.raises(ValueError, match="columns of table 't' must have different names, got 'a' more than once"):
+        from_tables({"t": pa.table([pa.array([1]), pa.array([2])], names=["a", "a"])})
+    text = from_tables({"t": {"x": [f"\ud800 {n}" for n in range(60)]}}).columns["t"]["x"]
+    assert text.kind == "text" and len(text.values) == 120
+    later = {"x": [0.1] * 20 + [0.2], "at": range(21)}  # the mean of equal values is not exactly 0.1
+    assert abs(from_tables({"t": later}, None, None, {"t": "at"}, fit_before=20).features["t"][-1, 0]) < 1
+    names = from_tables({"t": {"x": [1e300, np.inf, -np.inf, 1.0]}}, kinds={"t": {"x": "category"}}).columns["t"]["x"]
+    assert len(names.categories) == 4
+
+
+def test_a_label_whose_edges_tell_it_is_an_error_and_a_path_may_end() -> None:
+    tables = {"a": {"id": [1, 2]}, "b": {"a": [1, 2, 2, 1], "t": [1, 2, 3, 4]}}
+    data = from_tables(tables, {"a": "id"}, [("b", "a", "a")], {"b": "t"}, kinds={"b": {"a": "category"}})
+    with pytest.raises(ValueError, match="label of task 't' must not be a foreign key, whose edges tell it, got b.a"):
+        task_of_rows(data, "t", "b", "a", valid_from=3, test_from=4)
+    none = np.zeros(0, np.int64)
+    tables = {"c": {"id": [1]}, "o": {"id": none, "c": none}, "l": {"o": [1, 2], "t": [1, 2]}}
+    keys = {"c": "id", "o": "id"}, [("o", "c", "c"), ("l", "o", "o")], {"l": "t"}
+    data = from_tables(tables, *keys, dangling="drop")
+    with pytest.raises(ValueError, match="cutoffs of task 't' must be at least 1 before the end of the data"):
+        task_of_events(data, "t", ("l", "o.c"), [1], 1)

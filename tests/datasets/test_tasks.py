@@ -47,7 +47,7 @@ def test_kinds_of_labels() -> None:
     assert (task.kind, task.labels.tolist(), task.classes) == ("classes", [1, 0, 2, 0], ("a", "b", "c"))
     assert of_columns(keys, times, ["b", "a", "b", "a"]).kind == "binary"
     task = of_columns(keys, times, [2.5, 1, np.nan, 7], unit="euros")
-    assert (task.kind, task.labels.tolist(), task.labels.dtype) == ("regression", [2.5, 1, 7], np.float32)
+    assert (task.kind, task.labels.tolist(), task.labels.dtype) == ("regression", [2.5, 1, 7], np.float64)
     assert "2  train, mean 1.75, deviation 0.75" in task.summary() and "in euros" in task.summary()
     assert of_columns(keys, times, [4, 2, 3, 4], kind="classes").classes == ("2", "3", "4")
     task = of_columns(keys, times, [[10], [], [11, 10], [11]], target="items")

@@ -58,3 +58,14 @@ def test_find_run(run):
     assert find_run(run.folder / "checkpoints" / "seed0" / "20") == (run.folder, 0)
     with pytest.raises(FileNotFoundError, match="must be the folder that --out gave"):
         find_run(run.folder.parent / "else")
+
+
+def test_a_state_is_written_again_after_a_run_that_ended_in_between(tmp_path):
+    """The best state is written before the last one: a resumed run comes to it again."""
+    run = Checkpoints(tmp_path)
+    run.begin({}, resume=False)
+    for best in (True, False):
+        for value in (1.0, 2.0):
+            run.save(0, 20, {"w": jnp.full(2, value)}, [value], best=best)
+        state, history = run.restore(0, {"w": jnp.zeros(2)}, best=best)
+        assert history == [2.0] and float(state["w"][0]) == 2.0

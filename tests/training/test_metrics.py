@@ -95,3 +95,11 @@ def test_a_class_without_rows_has_no_auroc_and_mistakes_are_named():
         metrics.auroc([0, 1], [0.1, np.nan])
     with pytest.raises(ValueError, match="`average` must be binary, macro or micro, got 'weighted'"):
         metrics.f1([0, 1], [0, 1], average="weighted")
+
+
+def test_scores_without_a_sign_and_draws_that_lack_a_class():
+    labels = [0, 0, 1, 1]
+    for scores in (np.array([0, 1, 2, 3], np.uint8), np.array([False, False, True, True])):
+        assert metrics.auroc(labels, scores) == metrics.average_precision(labels, scores) == 1.0
+    drawn = [2, 1, 0]  # a bootstrap draw without the row of class 2
+    assert metrics.f1([0, 1, 2], [0, 1, 1], drawn, average="macro") == 1.0

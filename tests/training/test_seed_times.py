@@ -39,12 +39,32 @@ def test_an_encoder_adds_the_day_from_which_cutoffs_are_counted():
         "time": Column("time", np.array([now - 3 * DAY, now, now]), np.zeros(3, bool)),
         "late": Column("number", np.arange(3.0), np.zeros(3, bool), known_at=late),
     }
-    rows, plan = pack(columns, None, None)
-    found = [
-        TableEncoder(plan, 8, day=day, rngs=nnx.Rngs(0))(jnp.asarray(rows), jnp.full(3, now - day * DAY, jnp.int32))
-        for day in (29_000, 30_001)
-    ]
+    found = []
+    for day in (29_000, 30_001):
+        rows, plan = pack(columns, None, None, day=day)
+        encoder = TableEncoder(plan, 8, day=day, rngs=nnx.Rngs(0))
+        found.append(encoder(jnp.asarray(rows), jnp.full(3, now - day * DAY, jnp.int32)))
     np.testing.assert_array_equal(*found)
+
+
+def test_days_beyond_the_integers_of_float32_are_told_apart():
+    """Numbers of milliseconds since 1970 are some 2 x 10^7 "days"."""
+    now = (2**25 + 1) * DAY
+    late = np.array([now, now + 1, now + DAY])
+    column = Column("number", np.ones(3), np.zeros(3, bool), known_at=late)
+    clock = Clock.of(late, "cutoffs")
+    rows, plan = pack({"late": column}, None, None, day=clock.day)
+    found = TableEncoder(plan, 8, day=clock.day, rngs=nnx.Rngs(0))(
+        jnp.asarray(rows), jnp.asarray(clock.cutoffs(np.full(3, now)))
+    )
+    assert not np.array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[1], found[2])
+
+
+def test_fractions_of_times_are_known_from_the_next_whole_number_on():
+    np.testing.assert_array_equal(Clock().relative([2.5, 2.0, -2.5, -np.inf]), [3, 2, -2, -(2**31)])
+    with pytest.raises(ValueError, match="cutoffs must be whole numbers, got 2.5"):
+        Clock().cutoffs([2.0, 2.5])
 
 
 def test_a_table_alone_without_rows_elsewhere_and_one_class_in_validation():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dejax.datasets import Column, HeteroDataset, Task
+from dejax.datasets import Column, HeteroDataset, Task, from_tables, task_of_rows
 from dejax.datasets.columns import NEVER
 from dejax.training import Fitted, Trainer, fit, resolve
 from dejax.training.command import cli, predictions
@@ -108,6 +108,31 @@ def test_a_resumed_run_has_the_same_numbers(tmp_path):
     check_equal(stopped_and_whole(trainer, 3, 1, tmp_path))
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e25])
+def test_numbers_and_labels_far_from_0_are_not_rounded_away(scale):
+    """Quantiles that float32 cannot tell apart were bins of width 0, and gave NaN."""
+    rng = np.random.default_rng(0)
+    near = rng.normal(size=(200)) * scale
+    far = near + 1e9 * scale
+    packed = [
+        pack({"x": Column("number", values, np.zeros(200, bool))}, None, None) for values in (near - near.mean(), far)
+    ]
+    np.testing.assert_allclose(packed[0][0], packed[1][0], atol=1e-5)
+    odd = np.array([far[0], 1e300, -1e300, np.nan, np.inf])
+    rows, plan = pack({"x": Column("number", odd, np.isnan(odd))}, None, None)
+    for packed_rows, own in (packed[1], (rows, plan)):
+        encoder = TableEncoder(own, 8, numbers="piecewise", rngs=nnx.Rngs(0))
+        assert np.isfinite(encoder(jnp.asarray(packed_rows), jnp.zeros(len(packed_rows), jnp.int32))).all()
+
+    data = from_tables({"o": {"at": np.arange(200), "y": far}}, None, None, {"o": "at"}, fixed_features=False)
+    task = task_of_rows(data, "y", "o", "y", valid_from=100, test_from=150)
+    np.testing.assert_array_equal(task.labels, far)
+    own = resolve("far", task="tables", fan_outs=(1,), hidden=4, epochs=1, batch_size=32, bins=2)
+    made = Trainer(own, data.with_task(task)).task
+    wanted = np.asarray(made.world.data["labels"])
+    np.testing.assert_allclose(made.in_units(wanted[:, None]), far, rtol=1e-12)
+
+
 def test_rows_hold_values_exactly_and_statistics_are_of_what_was_known():
     times = np.array([NOW, -5, 2**40, 7])
     late = np.array([NOW, NOW + 9, NEVER, NOW])
@@ -127,7 +152,7 @@ def test_rows_hold_values_exactly_and_statistics_are_of_what_was_known():
         return rows[:, place[name].first : place[name].first + place[name].width]
 
     assert rows.dtype == np.float32 and rows.shape == (4, plan.width)
-    np.testing.assert_array_equal(of("number")[:, 0], [1, 3, 100, np.nan])
+    np.testing.assert_array_equal(of("number")[:, 0], [-1, 1, 98, np.nan])
     days = of("time")[:3].astype(np.int64)
     np.testing.assert_array_equal(days[:, 0] * DAY + days[:, 1], times[:3])
     assert place["late"].known == 0 and place["number"].known is None
@@ -333,6 +358,16 @@ def test_amounts_and_classes(kind):
         assert predicted.shape[1] == 2 and predicted.sum(1) == pytest.approx(1.0) and final["accuracy"] > 0.6
         columns = predictions.as_columns(data, task, predicted, task.splits["test"])
         assert set(columns["prediction"]) <= {"no", "yes"} and "probability of yes" in columns
+
+
+def test_a_task_without_later_examples_trains_and_reports(trained, tmp_path, capsys):
+    data, _, _ = trained
+    first = next(iter(data.tasks.values()))
+    task = dataclasses.replace(first, splits={"train": first.splits["train"]})
+    dataclasses.replace(data, tasks={}).with_task(task).save(tmp_path / "data")
+    words = ["tables", str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--epochs", "1", "--seeds", "1"]
+    assert cli.main([*words, "--fan-outs", "2", "--hidden", "4", "--batch-size", "512"]) == 0
+    assert "no test examples" in capsys.readouterr().out
 
 
 def test_early_stopping_waits_for_a_better_measure():

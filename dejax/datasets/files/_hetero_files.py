@@ -34,6 +34,7 @@ def save_fields(fields: Mapping[str, Any], folder: Path) -> None:
         raise FileExistsError(f"{folder} must be new, empty or a saved HeteroDataset; give another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    former = work.with_name(f"{work.name}-former")
     try:
         meta: dict[str, Any] = {"format": _FORMAT, "records": []}
         files: list[tuple[list[Any], str]] = []
@@ -45,12 +46,21 @@ def save_fields(fields: Mapping[str, Any], folder: Path) -> None:
                 meta["records"].append((path, value))
             else:
                 meta[path[0]] = value
-        (work / _META).write_text(json.dumps({**meta, "files": files}), encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
+        text = json.dumps({**meta, "files": files}, default=_plain)
+        (work / _META).write_text(text, encoding="utf-8")
+        if folder.exists():  # moved away first: a process that ends here leaves one of the two
+            os.replace(folder, former)
         os.replace(work, folder)
     finally:
+        if former.exists() and not folder.exists():
+            os.replace(former, folder)
+        shutil.rmtree(former, ignore_errors=True)
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy, as JSON writes it."""
+    return value.item()
 
 
 def _leaves(fields: Mapping[str, Any]) -> Iterator[tuple[list[Any], Any]]:
@@ -69,7 +79,7 @@ def _leaves(fields: Mapping[str, Any]) -> Iterator[tuple[list[Any], Any]]:
             for table, columns in value.items():
                 for column, found in columns.items():
                     yield from (([name, table, column, *path], leaf) for path, leaf in _of_record(found))
-        elif isinstance(value, dict) and any(hasattr(array, "dtype") for array in value.values()):
+        elif isinstance(value, dict) and any(getattr(array, "ndim", 0) for array in value.values()):
             yield from (([name, key], np.asarray(array)) for key, array in value.items())
         else:
             yield [name], value

@@ -28,6 +28,10 @@ def columns_of(table: str, given: Any) -> Columns:
         ValueError: no table of a known kind; columns of different lengths; times with and without zones in one column.
         ModuleNotFoundError: a table of Arrow's interchange, without pyarrow.
     """
+    names = [str(name) for name in getattr(given, "column_names", getattr(given, "columns", ()))]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the columns of table {table!r} must have different names, got {twice!r} more than once")
     columns = _columns_given(table, given)
     found: Columns = {}
     for column, values in columns.items():
@@ -241,7 +245,9 @@ def of_parts(work: Callable[[np.ndarray, int], Any], values: np.ndarray) -> list
 def texts_of(values: np.ndarray) -> list[str | None]:
     """Each value as text, None where missing; whole numbers without a point."""
     missing = missing_in(values)
-    if values.dtype.kind == "f" and values.ndim == 1 and (values[~missing] == np.rint(values[~missing])).all():
+    known = values[~missing]
+    is_whole = values.dtype.kind == "f" and values.ndim == 1
+    if is_whole and ((known == np.rint(known)) & (np.abs(known) < 2.0**63)).all():
         whole = np.where(missing, 0, values).astype(np.int64).tolist()
         return [None if gone else str(value) for value, gone in zip(whole, missing.tolist(), strict=True)]
     items = values.tolist() if values.dtype.kind not in "mM" else values.astype(str).tolist()

@@ -35,7 +35,8 @@ def read_sqlite(path: Path) -> tuple[dict[str, Columns], dict[str, str | tuple[s
             info = connection.execute(f"PRAGMA table_info({quoted})").fetchall()
             cursor = connection.execute(f"SELECT * FROM {quoted}")
             rows = cursor.fetchall()
-            tables[table] = {column[1]: objects_of([row[i] for row in rows]) for i, column in enumerate(info)}
+            # Of a generated column the result has values, and the list of columns no entry.
+            tables[table] = {what[0]: objects_of([row[i] for row in rows]) for i, what in enumerate(cursor.description)}
             own = [column[1] for column in sorted(info, key=lambda column: column[5]) if column[5]]
             if own:
                 keys[table] = own[0] if len(own) == 1 else tuple(own)
@@ -52,7 +53,8 @@ def to_primary_keys(declared: Declared, keys: Mapping[str, Any]) -> list[Any]:
     """The foreign keys that refer to primary keys, of several columns as tuples; a warning names the others."""
     references: list[Any] = []
     for (table, _), parts in declared.items():
-        other = parts[0][0]
+        tables = {name.lower(): name for name in keys}  # SQLite knows no upper and lower case of names
+        other = tables.get(parts[0][0].lower(), parts[0][0])
         key = keys.get(other)
         primary = [key] if isinstance(key, str) else list(key or ())
         if all(part[2] is None for part in parts) and len(primary) == len(parts):

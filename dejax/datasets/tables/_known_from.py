@@ -42,7 +42,7 @@ class TimeColumn:
 
     def lengthened(self, more: int, begin: int | float) -> TimeColumn:
         """The column with more rows at its end, of the time `begin`."""
-        values = np.concatenate([self.values, np.full(more, begin, self.values.dtype)])
+        values = np.concatenate([self.values, np.full(more, begin)])  # of fractions where `begin` is -inf
         return dataclasses.replace(self, values=values, missing=np.concatenate([self.missing, np.zeros(more, bool)]))
 
     @property
@@ -112,7 +112,7 @@ def since_1970(values: np.ndarray, unit: str) -> np.ndarray:
     """A column of times, of numbers in a unit since 1970; other values as they are.
 
     Raises:
-        ValueError: an unknown unit.
+        ValueError: an unknown unit, or infinity.
     """
     if unit not in ("s", "ms", "us", "ns"):
         raise ValueError(f"numbers_since_1970 must be 's', 'ms', 'us' or 'ns', the unit of the numbers, got {unit!r}")
@@ -120,6 +120,8 @@ def since_1970(values: np.ndarray, unit: str) -> np.ndarray:
     if not whole and values.dtype.kind not in "iuf":
         return values
     missing = missing_in(values)
+    if values.dtype.kind == "f" and np.isinf(values).any():
+        raise ValueError("times since 1970 must be finite, got infinity; replace it by NaN where it means missing")
     found = np.where(missing, 0, values).astype(np.int64).astype(f"datetime64[{unit}]")
     found[missing] = np.array("NaT", found.dtype)
     return found

@@ -52,6 +52,8 @@ def _standardised(column: Column, fitted: np.ndarray) -> np.ndarray:
     found = np.where(missing, 0.0, column.values.astype(np.float64))
     known = found[fitted & ~missing]
     mean, deviation = (known.mean(), known.std()) if known.size else (0.0, 1.0)
-    scaled = np.where(missing, 0.0, (found - mean) / (deviation if deviation > 0 else 1.0))
+    # Of equal values rounding leaves a deviation, by which another value would be huge.
+    varies = deviation > 1e-12 * max(1.0, abs(mean))
+    scaled = np.where(missing, 0.0, (found - mean) / (deviation if varies else 1.0))
     parts = [scaled, missing] if missing[fitted].any() else [scaled]
     return np.stack(parts, axis=1).astype(np.float32)

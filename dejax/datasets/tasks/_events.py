@@ -113,9 +113,9 @@ def _followed(data: HeteroDataset, task: str, table: str, path: str) -> tuple[np
                 f"{table}.{path}"
             )
         rows, ends = data.edges[references[at, column]]
-        end_of = np.full(data.num_nodes[at], -1, np.int32)
+        end_of = np.full(data.num_nodes[at] + 1, -1, np.int32)  # the last one is that of no row, -1
         end_of[rows] = ends
-        found, at = np.where(found >= 0, end_of[found], -1).astype(np.int32), references[at, column][2]
+        found, at = end_of[found], references[at, column][2]
     return found, at
 
 

@@ -183,7 +183,7 @@ def label_values(task: str, labels: Any, kind: str | None) -> tuple[TaskKind, np
     if kind == "regression":
         if is_text:
             raise ValueError(f"labels of task {task!r} must be numbers for a regression, got {known[0]!r}")
-        values = np.where(missing, 0, given).astype(np.float32)
+        values = np.where(missing, 0, given).astype(np.float64)
         if not np.isfinite(values).all():
             raise ValueError(f"labels of task {task!r} must be finite, got infinity; leave those examples out")
         return "regression", values, missing, ()

@@ -159,7 +159,7 @@ def task_from_function(
     >>> data = from_tables({"users": {"id": [7, 8], "joined": [1, 1]}}, {"users": "id"}, [], {"users": "joined"})
     >>> later = lambda cutoff: ([7, 8], [cutoff, 0])
     >>> task_from_function(data, "t", "users", later, [1, 2, 3], valid_from=2, test_from=3).labels
-    array([1., 0., 2., 0., 3., 0.], dtype=float32)
+    array([1., 0., 2., 0., 3., 0.])
     """
     keys: list[Any] = []
     times: list[Any] = []
@@ -224,6 +224,11 @@ def task_of_rows(
             raise ValueError(f"task {name!r} must name columns of {table!r}, {', '.join(columns)}; got {wanted!r}")
     if not data.num_nodes[table]:
         raise ValueError(f"table of task {name!r} must have rows, got the empty table {table!r}")
+    if (table, label) in {relation[:2] for relation in data.edges}:
+        raise ValueError(
+            f"label of task {name!r} must not be a foreign key, whose edges tell it, got {table}.{label}; make a link "
+            "task by `task_of_events` with `target`"
+        )
     column = columns[label]
     times, dated = _row_times(data, name, table, cutoff)
     rows = np.flatnonzero(dated)
@@ -344,13 +349,13 @@ def task_of_events(
     if how not in get_args(How):
         raise ValueError(f"how of task {name!r} must be one of {', '.join(get_args(How))}, got {how!r}")
     amounts = found.amounts(data, name, value) if how in ("sum", "mean") else None
-    over = times + length > found.times.max(initial=0)
+    over = times + length > found.times.max(initial=-(2**63))
     if over.all():
         raise ValueError(
             f"cutoffs of task {name!r} must be at least {window!r} before the end of the data, got {len(times)} that "
             "are all later; give earlier cutoffs, or a shorter window"
         )
-    known = data.known_from.get(found.entity, np.full(data.num_nodes[found.entity], ALWAYS))
+    known = data.known_from.get(found.entity, np.full(data.num_nodes[found.entity], -(2**63)))
     rows: list[np.ndarray] = []
     labels: list[Any] = []  # an array by cutoff; of links a list of arrays
     for time in times[~over].tolist():

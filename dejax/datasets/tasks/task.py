@@ -26,7 +26,7 @@ class Task:
         entity: the table whose rows the labels belong to.
         rows: int32[m], for each example its row of the entity table; a row may occur at several times.
         times: int64[m], the cutoff of each example, in the unit of the data set's times.
-        labels: int32[m] for "binary" and "classes", float32[m] for "regression". For "link" int32[total], rows of
+        labels: int32[m] for "binary" and "classes", float64[m] for "regression". For "link" int32[total], rows of
             `target`; example i has those from `offsets[i]` to `offsets[i + 1]`.
         splits: for each of "train", "valid" and "test" the numbers of its examples, int[]. The splits follow one
             another in time.

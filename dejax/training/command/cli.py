@@ -226,7 +226,7 @@ def _shown(trainer: Any, final: dict[str, float]) -> str:
     """The results of a seed on one line."""
     if trainer.task.classes:
         return "accuracy " + ", ".join(f"{split} {100 * value:.2f} %" for split, value in final.items())
-    return "test " + ", ".join(f"{name} {value:.4f}" for name, value in final.items())
+    return "test " + ", ".join(f"{name} {value:.4f}" for name, value in final.items()) if final else "no test examples"
 
 
 def _baseline(args: argparse.Namespace, settings: Settings, data: Any) -> list[float]:

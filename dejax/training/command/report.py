@@ -210,7 +210,7 @@ def _rank_rows(results: dict[str, Any]) -> tuple[list[_Row], _Row]:
         (f"{name}, test", f"{values['mean']:.4f}", f"± {values['std']:.4f}", f"{min(values['runs']):.4f}")
         for name, values in results["test"].items()
     ]
-    return rows, ("", "mean", "± std", "lowest")
+    return rows or [("no test examples", "", "", "")], ("", "mean", "± std", "lowest")
 
 
 def _facts(results: dict[str, Any], artifacts: dict[str, str]) -> list[_Row]:
@@ -359,8 +359,8 @@ def _draw_measures(axes: Any, results: dict[str, Any], histories: Sequence[Histo
             majority, color=_GREY, linewidth=1.2, linestyle=":", label=f"majority class, test ({majority:.1f})"
         )
         axes.set_ylim(0, 102)
-    # Next to the plot, since lines may be anywhere in it.
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False)
+    if axes.get_legend_handles_labels()[0]:  # next to the plot, since lines may be anywhere in it
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False)
 
 
 def _band(axes: Any, x: np.ndarray, values: np.ndarray, colour: str, label: str | None) -> None:

@@ -76,7 +76,7 @@ class TableEncoder(nnx.Module):
         Args:
             rows: float32[rows, width], of `pack`; None for a table without columns, whose rows are all equal, and for
                 one without rows.
-            cutoffs: int[rows], seconds: what is known later is hidden.
+            cutoffs: int[rows], seconds from `day` on: what is known later is hidden.
             vectors: float32[rows, width] by column, of those that are not packed (`dejax.training.tables.rows.apart`).
         """
         if self.base is not None:
@@ -86,7 +86,6 @@ class TableEncoder(nnx.Module):
             return jnp.zeros((cutoffs.shape[0], self.hidden), jnp.float32)
         rows = jnp.zeros((cutoffs.shape[0], 0), jnp.float32) if rows is None else rows
         days, seconds = _divided(cutoffs)
-        days = days + self.day
         plain = self._plain(rows, days, seconds, vectors)
         found = [] if self.first is None else [self.first(jnp.concatenate(plain, axis=1))]
         if self.codes is not None:
@@ -106,12 +105,12 @@ class TableEncoder(nnx.Module):
             times = jnp.where(there[:, :, None], times, 0.0)
             relative = _relative((times[:, :, 0] - days[:, None]) + (times[:, :, 1] - seconds[:, None]) / DAY)
             seasons = np.array([place.seasons for place in places])
-            found = jnp.concatenate([relative, _calendar(times[:, :, 0], times[:, :, 1], seasons)], axis=2)
+            found = jnp.concatenate([relative, _calendar(times[:, :, 0] + self.day, times[:, :, 1], seasons)], axis=2)
             found = jnp.where(there[:, :, None], found, 0.0)
             parts += [found.reshape(-1, found.shape[1] * found.shape[2]), (~there).astype(jnp.float32)]
         for place in [*self.plan.of_kind("vector"), *self.plan.apart]:
             x = vectors[place.name] if place.apart else _values(rows, [place])
-            known = self._known([place], rows, days, seconds) & ~jnp.isnan(x).any(1, keepdims=True)
+            known = self._known([place], rows, days, seconds) & jnp.isfinite(x).all(1, keepdims=True)
             x = (x - np.asarray(place.mean, np.float32)) / np.asarray(place.deviation, np.float32)
             parts += [jnp.where(known, x, 0.0), (~known).astype(jnp.float32)]
         return parts
@@ -126,9 +125,7 @@ class TableEncoder(nnx.Module):
         return jnp.stack([known[:, p.known] if p.known is not None else jnp.ones_like(known[:, 0]) for p in places], 1)
 
     def _numbers(self, x: Array, there: Array, places: Sequence[ColumnPlace]) -> list[Array]:
-        mean = np.array([place.mean[0] for place in places], np.float32)
-        z = (x - mean) / np.array([place.deviation[0] for place in places], np.float32)
-        z = jnp.where(there, jnp.clip(z, -10.0, 10.0), 0.0)
+        z = jnp.where(there, jnp.clip(x, -10.0, 10.0), 0.0)
         more = None
         if self.numbers == "periodic":
             assert self.frequencies is not None

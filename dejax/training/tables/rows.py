@@ -1,8 +1,9 @@
 """Rows of tables as float32 rows of a feature store: one row has all columns, and the times from which they are known.
 
-Numbers stand as they are, NaN where missing; codes of categories as whole numbers, -1 where missing; a time as two
-numbers, whole days and seconds of the day, which float32 has exactly. So a row is read by one gather, wherever it lies,
-and nothing in it depends on the cutoff: `encoders.py` hides what is not known yet. Columns of one kind lie
+Numbers stand standardised, NaN where missing: float32 would round those that lie far from 0. Codes of categories are
+whole numbers, -1 where missing; a time is two numbers, whole days from the clock's day and seconds of the day, which
+float32 has exactly. So a row is read by one gather, wherever it lies, and nothing in it depends on the cutoff:
+`encoders.py` hides what is not known yet. Columns of one kind lie
 side by side, and the times from which values are known at the end, so that an encoder needs few operations.
 """
 
@@ -35,7 +36,7 @@ class ColumnPlace:
         known: which of the row's times its value is known from (`TablePlan.known`); None: known as its row.
         codes: number of categories that rows before `until` have; others are unknown.
         mean, deviation: of numbers and vectors.
-        edges: quantiles of numbers, ascending, each once.
+        edges: quantiles of standardised numbers, ascending, each once as float32.
         seasons: whether rows before `until` span more than a year, so that the day of the year means something.
         apart: whether its values are not packed but a table of their own, in the precision in which they were given:
             vectors of `APART` numbers or more, which would make rows wide, and four bytes of each number.
@@ -89,6 +90,7 @@ def pack(
     bins: int = 16,
     text_width: int = 32,
     most_of_a_list: int = 16,
+    day: int = 0,
 ) -> tuple[np.ndarray, TablePlan]:
     """The rows of a table as float32[rows, width], and where its columns stand in them.
 
@@ -101,13 +103,14 @@ def pack(
         bins: quantiles of a number.
         text_width: of text: the signed hashes of its words fall into so many sums, with norm 1 (arXiv 0902.2206).
         most_of_a_list: values of a row of several categories; further ones are left out and counted.
+        day: the day since 1970 from which days are counted (`Clock.day`).
 
     >>> import numpy as np
     >>> from dejax.datasets import Column
     >>> age = Column("number", np.array([30.0, 50.0]), np.array([False, True]))
     >>> rows, plan = pack({"age": age}, None, None)
     >>> rows, plan.columns[0].mean
-    (array([[30.],
+    (array([[ 0.],
            [nan]], dtype=float32), (30.0,))
     """
     parts: list[np.ndarray] = []
@@ -128,17 +131,23 @@ def pack(
         if _is_apart(column):
             places.append(_place_apart(name, column, fitted, known))
             continue
-        values = _values(column, text_width, most_of_a_list)
+        if column.kind == "number":
+            place, values = _standardised(name, column, fitted, width, known, bins)
+            places.append(place)
+            parts.append(values)
+            width += 1
+            continue
+        values = _values(column, text_width, most_of_a_list, day)
         if (
             column.offsets is not None
             and column.kind == "categories"
             and (lost := int(np.maximum(np.diff(column.offsets) - values.shape[1], 0).sum()))
         ):
             left_out.append((f"{name}: values of lists beyond {values.shape[1]}", lost))
-        places.append(_place(name, column, values, fitted, width, known, bins))
+        places.append(_place(name, column, values, fitted, width, known))
         parts.append(values)
         width += values.shape[1]
-    parts += [as_days(times) for times in known_times]
+    parts += [as_days(times, day) for times in known_times]
     rows = np.concatenate(parts, axis=1) if parts else np.zeros((len(next(iter(columns.values()), ())), 0), np.float32)
     return rows, TablePlan(tuple(places), rows.shape[1], width, tuple(left_out))
 
@@ -183,27 +192,23 @@ def _place_apart(name: str, column: Column, fitted: np.ndarray, known: int | Non
     )
 
 
-def as_days(times: np.ndarray) -> np.ndarray:
-    """Times in seconds as float32[n, 2], whole days and seconds of the day."""
+def as_days(times: np.ndarray, day: int = 0) -> np.ndarray:
+    """Times in seconds as float32[n, 2], whole days from a day on and seconds of the day."""
     days, seconds = np.divmod(np.asarray(times, np.int64), DAY)
-    return np.stack([days, seconds], axis=1).astype(np.float32)
+    return np.stack([days - day, seconds], axis=1).astype(np.float32)
 
 
 def _kind(column: Column) -> str:
     return "vector" if column.kind == "text" else column.kind
 
 
-def _values(column: Column, text_width: int, most_of_a_list: int) -> np.ndarray:
-    """The values of a column as float32[rows, width]."""
-    if column.kind == "number":
-        with np.errstate(over="ignore"):
-            found = column.values.astype(np.float32)[:, None]
-        return np.where(column.missing[:, None], np.float32(np.nan), found)
+def _values(column: Column, text_width: int, most_of_a_list: int, day: int) -> np.ndarray:
+    """The values of a column other than numbers as float32[rows, width]."""
     if column.kind == "category":
         return np.where(column.missing, -1, column.values).astype(np.float32)[:, None]
     if column.kind == "time":
         return np.where(
-            column.missing[:, None], np.float32(np.nan), as_days(np.where(column.missing, 0, column.values))
+            column.missing[:, None], np.float32(np.nan), as_days(np.where(column.missing, 0, column.values), day)
         )
     if column.kind == "vector":
         return np.where(column.missing[:, None], np.float32(np.nan), column.values.astype(np.float32))
@@ -229,8 +234,27 @@ def _hashed(row: np.ndarray, words: np.ndarray, rows: int, width: int) -> np.nda
     return (sums / np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-12)).astype(np.float32)
 
 
+def _standardised(
+    name: str, column: Column, fitted: np.ndarray, first: int, known: int | None, bins: int
+) -> tuple[ColumnPlace, np.ndarray]:
+    """A column of numbers: its place, and float32[rows, 1]."""
+    most, far = float(np.finfo(np.float32).max), 1e30  # whose squares, and whose differences, are finite
+    finite = ~column.missing & np.isfinite(column.values)
+    found = np.where(finite, np.clip(column.values, -most, most), np.nan)
+    some = found[fitted & finite]
+    mean, deviation = (some.mean().item(), some.std().item()) if len(some) else (0.0, 1.0)
+    deviation = deviation if deviation > 1e-12 * max(1.0, abs(mean)) else 1.0
+    values = np.clip((found - mean) / deviation, -far, far).astype(np.float32)
+    edges: tuple[float, ...] = ()
+    if len(some):
+        quantiles = np.quantile(values[fitted & finite].astype(np.float64), np.linspace(0, 1, bins + 1))
+        edges = tuple(np.unique(quantiles.astype(np.float32)).tolist())  # equal ends would divide by 0
+    place = ColumnPlace(name, "number", first, 1, known, mean=(mean,), deviation=(deviation,), edges=edges)
+    return place, values[:, None]
+
+
 def _place(
-    name: str, column: Column, values: np.ndarray, fitted: np.ndarray, first: int, known: int | None, bins: int
+    name: str, column: Column, values: np.ndarray, fitted: np.ndarray, first: int, known: int | None
 ) -> ColumnPlace:
     kind = _kind(column)
     width = values.shape[1]
@@ -248,9 +272,4 @@ def _place(
     mean = some.mean(0) if len(some) else np.zeros(width)
     deviation = some.std(0) if len(some) else np.ones(width)
     deviation = np.where(deviation > 1e-12 * np.maximum(1.0, np.abs(mean)), deviation, 1.0)
-    edges: tuple[float, ...] = ()
-    if kind == "number" and len(some):
-        edges = tuple(np.unique(np.quantile(some[:, 0], np.linspace(0, 1, bins + 1))).tolist())
-    return ColumnPlace(
-        name, kind, first, width, known, mean=tuple(mean.tolist()), deviation=tuple(deviation.tolist()), edges=edges
-    )
+    return ColumnPlace(name, kind, first, width, known, mean=tuple(mean.tolist()), deviation=tuple(deviation.tolist()))

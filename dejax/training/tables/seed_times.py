@@ -52,16 +52,24 @@ class Clock:
 
     def relative(self, times: Any) -> np.ndarray:
         """int32[...], times as this clock counts them."""
-        origin = self.day * _DAY
-        return (np.clip(np.asarray(times, np.int64), _LEAST + origin, _MOST + origin) - origin).astype(np.int32)
+        origin, given = self.day * _DAY, np.asarray(times)
+        least, most = _LEAST + origin, _MOST + origin
+        if given.dtype.kind == "f":  # cutoffs are whole: what is known at 2.5 is known from 3 on
+            given = np.clip(np.ceil(given), least, most)
+        return (np.clip(given.astype(np.int64), least, most) - origin).astype(np.int32)
 
     def cutoffs(self, times: Any) -> np.ndarray:
         """int32[...], cutoffs as this clock counts them.
 
         Raises:
-            ValueError: a cutoff beyond its range.
+            ValueError: a cutoff beyond its range, or with a fraction.
         """
-        given, found = np.asarray(times, np.int64), self.relative(times)
+        given, found = np.asarray(times), self.relative(times)
+        if given.dtype.kind == "f" and (given != np.rint(given)).any():
+            raise ValueError(
+                f"cutoffs must be whole numbers, got {given[given != np.rint(given)][0]}; give the data's times in a "
+                "smaller unit"
+            )
         ends = np.isin(found, (_LEAST, _MOST))
         if ends.any():
             raise ValueError(

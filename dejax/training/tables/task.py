@@ -83,6 +83,7 @@ class TableTask(TrainingTask):
         self._check_labels()
         self.measure = _MEASURES[examples.kind].format(k=settings.top)
         self.embedded: dict[str, int] = {}
+        self.clock = Clock.of(examples.times, f"cutoffs of task {examples.name!r}")
         self.until = until = examples.times[self.splits["train"]].max() + 1
         both = {
             table: pack(
@@ -91,6 +92,7 @@ class TableTask(TrainingTask):
                 until,
                 hidden=[column for other, column in examples.hidden if other == table],
                 bins=settings.bins,
+                day=self.clock.day,
             )
             for table in data.num_nodes
         }
@@ -103,7 +105,6 @@ class TableTask(TrainingTask):
             if data.num_nodes[table]:
                 vectors = apart(data.columns.get(table, {}), plan)
                 self.packed |= {apart_name(table, column): values for column, values in vectors.items()}
-        self.clock = Clock.of(examples.times, f"cutoffs of task {examples.name!r}")
         topology = topology_in_time(data, self.clock, latest=settings.recent, on_host=settings.place != "device")
         features = FeatureStore.from_arrays(self.packed, on_device=settings.place == "device")
         self.world = World(topology, features, {**self._labels(), "known": self._known_from()})
@@ -143,9 +144,9 @@ class TableTask(TrainingTask):
         self.center, self.scale = 0.0, 1.0
         self._class_weights = np.ones(self.outputs if self._is_classes else 2, np.float32)
         if examples.kind == "regression":
-            labels = examples.labels.astype(np.float32)
+            labels = examples.labels.astype(np.float64)  # float32 would round those that lie far from 0
             self.center, self.scale = float(labels[train].mean()), float(labels[train].std()) or 1.0
-            return {"labels": jnp.asarray(labels)}
+            return {"labels": jnp.asarray((labels - self.center) / self.scale, jnp.float32)}
         labels = examples.labels.astype(np.int32)
         if self.settings.class_weights == "balanced":
             counts = np.bincount(labels[train], minlength=len(self._class_weights))
@@ -272,7 +273,7 @@ class TableTask(TrainingTask):
         there, wanted = places >= 0, data["labels"][jnp.maximum(places, 0)]
         weight = there.astype(jnp.float32)
         if self.examples.kind == "regression":
-            error = jnp.abs(raw[:, 0] - (wanted - self.center) / self.scale)
+            error = jnp.abs(raw[:, 0] - wanted)
             each = jnp.where(error < 1.0, error**2 / 2, error - 0.5)
         else:
             weight = weight * jnp.asarray(self._class_weights)[jnp.maximum(wanted, 0)]
@@ -361,7 +362,8 @@ class TableTask(TrainingTask):
 
     def final(self, trainer: Runner, state: TrainState, *, inference: str | None = None) -> dict[str, float]:
         """All measures of the test examples."""
-        return self.measures_of("test", self.predict(trainer, state, self.splits["test"]))
+        places = self.splits.get("test", np.zeros(0, np.int64))
+        return self.measures_of("test", self.predict(trainer, state, places))
 
     def counts(self) -> dict[str, Any]:
         """The sizes of the tables, for the report."""
