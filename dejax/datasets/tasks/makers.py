@@ -10,7 +10,6 @@ import numpy as np
 
 from dejax.datasets._hetero import HeteroDataset
 from dejax.datasets.columns import Column
-from dejax.datasets.tables._known_from import ALWAYS
 from dejax.datasets.tasks._events import Events, How, duration, label_of, links_of
 from dejax.datasets.tasks._examples import Splitting, cutoffs_of, entity_rows, finished, has_times, labelled_task
 from dejax.datasets.tasks.task import Task
