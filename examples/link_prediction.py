@@ -5,8 +5,8 @@
     python examples/link_prediction.py --dataset synthetic-triples            # planted structure, FB15k-237's size
     python examples/link_prediction.py --resume                               # finish an interrupted run
 
-This is `dejax-train --links`. `dejax/training/tasks/links.py` has the task: it draws negatives, samples the neighbourhoods
-of all ends without the edges to predict, and scores. `dejax/training/trainer.py` has the step.
+This is `dejax-train --links`. `dejax/training/tasks/links.py` has the task: it draws negatives, samples the
+neighbourhoods of all ends without the edges to predict, and scores. `dejax/training/trainer.py` has the step.
 """
 
 import sys

@@ -117,7 +117,7 @@ def _kind(value: Any) -> str | None:
     module = type(value).__module__
     if module.startswith("optax"):
         return OPTIMIZER
-    if module.startswith(("dejax.rgnn.graphs", "dejax.minibatch.topology.hetero_topology", "jraph")):
+    if module.startswith(("dejax.rgnn.graphs", "dejax.minibatch.topology", "jraph")):
         return GRAPHS
     nnx = sys.modules.get("flax.nnx")
     if nnx is not None and isinstance(value, nnx.Variable):

@@ -21,7 +21,7 @@ from dejax.rgnn.compiler.execute import counts_of
 from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import OpProgram, is_float
 from dejax.rgnn.passes import AFTER_BACKWARD, Cut, differentiated, optimise, run_passes
-from dejax.rgnn.passes.backward import differentiate
+from dejax.rgnn.passes.gradients.backward import differentiate
 from tests.rgnn.evaluate import evaluate, to_rows
 
 Array = np.ndarray

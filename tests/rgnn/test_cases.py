@@ -22,7 +22,7 @@ from dejax.rgnn.ir.inter import OpProgram
 from dejax.rgnn.ir.intra import Traversal
 from dejax.rgnn.lowering.pallas import PallasLowering
 from dejax.rgnn.lowering.running import SharedColumns
-from dejax.rgnn.passes import save
+from dejax.rgnn.passes.gradients import save
 from tests.cases import slow_but
 from tests.rgnn.cases import CASES, MODELS, Size
 from tests.rgnn.contract import Expected, assert_agrees, check, covering, expected, row_counts, run_case
@@ -258,7 +258,9 @@ def fresh_plans() -> Iterator[None]:
 @pytest.fixture
 def rows_in_16_bits(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
     """Rows that are read often are stored as row-scaled float16 on small graphs, too, where it does not pay."""
-    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes.storage"), "_pays", lambda _, rows, __: rows > 0)
+    monkeypatch.setattr(
+        importlib.import_module("dejax.rgnn.passes.kernels.storage"), "_pays", lambda _, rows, __: rows > 0
+    )
 
 
 @pytest.fixture
@@ -412,7 +414,7 @@ def test_rows_of_nodes_without_edges_are_not_read(name: str, size: Size, monkeyp
         run(self, t, env)
 
     monkeypatch.setattr(PallasLowering, "traversal", traversal)
-    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes._node_maps"), "_READS_OF_COPY", 0)
+    monkeypatch.setattr(importlib.import_module("dejax.rgnn.passes.kernels._node_maps"), "_READS_OF_COPY", 0)
     graph = "typed" if name == "hgt" else "typical"
     check(name, graph, size, dataclasses.replace(PALLAS, precision="tf32"), tolerance=TF32, loop_tables=True)
     ((made, kernels),) = {t: k for t, k in found if any(o.when is not None for o in t.operands)}.items()

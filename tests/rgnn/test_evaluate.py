@@ -10,7 +10,7 @@ import pytest
 
 from dejax import rgnn
 from dejax.rgnn.ir.inter import OPERATORS as TABLE
-from dejax.rgnn.passes.backward import differentiate
+from dejax.rgnn.passes.gradients.backward import differentiate
 from tests.rgnn.evaluate import ELEMENTWISE, _Rows, evaluate, from_rows
 from tests.rgnn.preserved import trace
 from tests.rgnn.references import graph_of

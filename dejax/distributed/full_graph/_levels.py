@@ -11,7 +11,7 @@ from __future__ import annotations
 from dejax.distributed.full_graph._cut import least_cut
 from dejax.distributed.full_graph._rewrite import REPLICATED, is_crossing_reduction
 from dejax.rgnn.ir.inter import ROWWISE, Op, OpProgram, Space
-from dejax.rgnn.passes.compact import PARTIAL
+from dejax.rgnn.passes.forms.compact import PARTIAL
 
 
 def odd(level: int) -> int:

@@ -10,8 +10,8 @@ from dejax.rgnn.passes._rewrite import rebuild
 from dejax.rgnn.passes.canonical.cse import cse
 from dejax.rgnn.passes.canonical.split_products import split_products
 from dejax.rgnn.passes.canonical.split_rows import split_rows
-from dejax.rgnn.passes.compact import PARTIAL, UnreadRows
 from dejax.rgnn.passes.dce import dce
+from dejax.rgnn.passes.forms.compact import PARTIAL, UnreadRows
 
 CROSSING = ("src", "all", "ntype", "etype")
 """Maps whose segments have rows on several devices; those by destination lie on one."""

@@ -39,7 +39,7 @@ from dejax.rgnn.lowering.segments import num_rows, segment_sum, valid_rows, wher
 from dejax.rgnn.lowering.xla import Evaluator
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes import Cut, Watch, differentiated, lower_to_kernels, optimise, silent
-from dejax.rgnn.passes.storage import linear_in, shared_encodings
+from dejax.rgnn.passes.kernels.storage import linear_in, shared_encodings
 
 Arrays = tuple[jax.Array, ...]
 

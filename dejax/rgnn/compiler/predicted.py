@@ -5,8 +5,8 @@ from __future__ import annotations
 from dejax.rgnn.cost.model import CostModel
 from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.intra import Kernels
-from dejax.rgnn.passes.save import Cut
-from dejax.rgnn.passes.storage import encoded_values, shared_encodings
+from dejax.rgnn.passes.gradients.save import Cut
+from dejax.rgnn.passes.kernels.storage import encoded_values, shared_encodings
 
 
 def cost_model(

@@ -2,7 +2,7 @@
 
 Each is a function (builder, operator, its value, the cotangent of that) -> for each argument a contribution to its
 cotangent, or None. `Builder` is the program that is being made, in which the operators of forward have their numbers.
-A contribution may have the shape to which an argument is broadcast: `passes/backward.py` sums over those axes.
+A contribution may have the shape to which an argument is broadcast: `gradients/backward.py` sums over those axes.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def of_gather(x: Type, *, via: str, space: str | None = None) -> Typed:
 
 
 def of_reduce(x: Type, *, via: str, op: str, recompute: bool = False) -> Typed:
-    """With `recompute`, backward computes the reduction again and forward keeps nothing for it (`passes/save.py`)."""
+    """With `recompute`, backward makes the reduction again and forward keeps nothing for it (`gradients/save.py`)."""
     coarse = _along(via, x, "coarse").coarse
     need(op in REDUCTIONS, f"unknown reduction {op!r}")
     return coarse, x.shape, x.dtype

@@ -18,7 +18,7 @@ from dejax.rgnn.lowering.node_rows import TO_DESTINATIONS, RowArrays
 from dejax.rgnn.lowering.scales import ColumnScales
 from dejax.rgnn.lowering.segments import num_rows, segments, valid_rows
 from dejax.rgnn.options import Options
-from dejax.rgnn.passes.storage import encoded_values
+from dejax.rgnn.passes.kernels.storage import encoded_values
 
 
 @dataclass(frozen=True, slots=True)

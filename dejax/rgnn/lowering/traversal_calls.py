@@ -17,7 +17,7 @@ from dejax.rgnn.lowering.factors import WithoutFactors, without_factors
 from dejax.rgnn.lowering.running import Running, SharedColumns
 from dejax.rgnn.lowering.segments import first_rows, num_rows, segments
 from dejax.rgnn.lowering.tiles import TileProgram
-from dejax.rgnn.passes.storage import linear_in, may_round
+from dejax.rgnn.passes.kernels.storage import linear_in, may_round
 
 # Values of at most this many elements a row share an array where they are read at the same rows (a sector holds 8).
 _PACKED_WIDTH = 4

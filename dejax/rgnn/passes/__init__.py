@@ -14,31 +14,31 @@ from functools import partial
 from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import OpProgram, verify
 from dejax.rgnn.ir.intra import Kernels, verify_kernels
-from dejax.rgnn.passes.aggregate import aggregate
-from dejax.rgnn.passes.backward import differentiate
 from dejax.rgnn.passes.canonical import CANONICAL
 from dejax.rgnn.passes.canonical.combine_node_products import combine_node_products
 from dejax.rgnn.passes.canonical.concat_parts import concat_parts
 from dejax.rgnn.passes.canonical.cse import cse
 from dejax.rgnn.passes.canonical.scale_products import scale_products
 from dejax.rgnn.passes.canonical.split_sums import split_sums
-from dejax.rgnn.passes.compact import compact
-from dejax.rgnn.passes.contract import contract
 from dejax.rgnn.passes.dce import dce
-from dejax.rgnn.passes.fallback import fallback
 from dejax.rgnn.passes.faults import left_out
-from dejax.rgnn.passes.fold import fold
-from dejax.rgnn.passes.fuse_gemm import fuse_gemm
-from dejax.rgnn.passes.fuse_row_products import fuse_row_products
-from dejax.rgnn.passes.fuse_traversal import fuse_traversal
-from dejax.rgnn.passes.hoist import hoist
-from dejax.rgnn.passes.merge_gemms import merge_gemms
-from dejax.rgnn.passes.reorder import reorder
-from dejax.rgnn.passes.reuse_rows import reuse_rows
-from dejax.rgnn.passes.save import Cut, cut
-from dejax.rgnn.passes.softmax import expand_softmax
-from dejax.rgnn.passes.storage import storage
-from dejax.rgnn.passes.sum_by_node import sum_by_node
+from dejax.rgnn.passes.forms.aggregate import aggregate
+from dejax.rgnn.passes.forms.compact import compact
+from dejax.rgnn.passes.forms.fold import fold
+from dejax.rgnn.passes.forms.hoist import hoist
+from dejax.rgnn.passes.forms.merge_gemms import merge_gemms
+from dejax.rgnn.passes.forms.reorder import reorder
+from dejax.rgnn.passes.forms.reuse_rows import reuse_rows
+from dejax.rgnn.passes.gradients.backward import differentiate
+from dejax.rgnn.passes.gradients.contract import contract
+from dejax.rgnn.passes.gradients.save import Cut, cut
+from dejax.rgnn.passes.gradients.softmax import expand_softmax
+from dejax.rgnn.passes.gradients.sum_by_node import sum_by_node
+from dejax.rgnn.passes.kernels.fallback import fallback
+from dejax.rgnn.passes.kernels.fuse_gemm import fuse_gemm
+from dejax.rgnn.passes.kernels.fuse_row_products import fuse_row_products
+from dejax.rgnn.passes.kernels.fuse_traversal import fuse_traversal
+from dejax.rgnn.passes.kernels.storage import storage
 
 __all__ = [
     "AFTER_BACKWARD",

@@ -12,7 +12,7 @@ from dejax.rgnn.compiler import execute
 from dejax.rgnn.compiler.predicted import cost_model, training_models
 from dejax.rgnn.cost.work import CostConstants, Counts, Work
 from dejax.rgnn.ir.intra import Gemm, Kernels, RowProducts, Traversal
-from dejax.rgnn.passes.storage import encoded_values
+from dejax.rgnn.passes.kernels.storage import encoded_values
 from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of

@@ -132,7 +132,7 @@ def test_every_contraction(spec: str, width: int) -> None:
     from dejax.rgnn.ir.intra import Kernels
     from dejax.rgnn.lowering.node_rows import ALL_ROWS, RowArrays
     from dejax.rgnn.lowering.pallas import PallasLowering
-    from dejax.rgnn.passes.fuse_row_products import fuse_row_products
+    from dejax.rgnn.passes.kernels.fuse_row_products import fuse_row_products
 
     (left, right), sizes = spec.split("->")[0].split(","), SIZES | {"n": width}
     b, graph, rng = Builder("outer"), ring(40), np.random.default_rng(0)

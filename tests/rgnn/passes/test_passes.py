@@ -23,22 +23,22 @@ from dejax.rgnn.passes import (
     optimise,
     run_passes,
 )
-from dejax.rgnn.passes.aggregate import aggregate
-from dejax.rgnn.passes.backward import differentiate
 from dejax.rgnn.passes.canonical.cse import cse
-from dejax.rgnn.passes.compact import compact
-from dejax.rgnn.passes.contract import contract
 from dejax.rgnn.passes.dce import dce
-from dejax.rgnn.passes.fallback import fallback
-from dejax.rgnn.passes.fold import fold
-from dejax.rgnn.passes.fuse_gemm import fuse_gemm
-from dejax.rgnn.passes.fuse_row_products import fuse_row_products
-from dejax.rgnn.passes.fuse_traversal import fuse_traversal
-from dejax.rgnn.passes.hoist import hoist
-from dejax.rgnn.passes.merge_gemms import merge_gemms
-from dejax.rgnn.passes.reorder import reorder
-from dejax.rgnn.passes.save import Cut, cut
-from dejax.rgnn.passes.storage import linear_in, storage
+from dejax.rgnn.passes.forms.aggregate import aggregate
+from dejax.rgnn.passes.forms.compact import compact
+from dejax.rgnn.passes.forms.fold import fold
+from dejax.rgnn.passes.forms.hoist import hoist
+from dejax.rgnn.passes.forms.merge_gemms import merge_gemms
+from dejax.rgnn.passes.forms.reorder import reorder
+from dejax.rgnn.passes.gradients.backward import differentiate
+from dejax.rgnn.passes.gradients.contract import contract
+from dejax.rgnn.passes.gradients.save import Cut, cut
+from dejax.rgnn.passes.kernels.fallback import fallback
+from dejax.rgnn.passes.kernels.fuse_gemm import fuse_gemm
+from dejax.rgnn.passes.kernels.fuse_row_products import fuse_row_products
+from dejax.rgnn.passes.kernels.fuse_traversal import fuse_traversal
+from dejax.rgnn.passes.kernels.storage import linear_in, storage
 from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of

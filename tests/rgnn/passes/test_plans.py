@@ -17,7 +17,7 @@ from dejax.rgnn import Options, Program, RelGraph, passes
 from dejax.rgnn.compiler import execute
 from dejax.rgnn.ir.inter import Builder
 from dejax.rgnn.ir.intra import Kernels, Traversal, in_order
-from dejax.rgnn.passes.fuse_traversal import fuse_traversal
+from dejax.rgnn.passes.kernels.fuse_traversal import fuse_traversal
 from tests.rgnn.references import GRAPHS, graph_of
 
 PALLAS = Options(backend="pallas", interpret=True, precision="f32")

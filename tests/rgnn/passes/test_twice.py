@@ -13,9 +13,9 @@ from dejax import rgnn
 from dejax.rgnn.compiler.execute import counts_of
 from dejax.rgnn.ir.inter import OpProgram, verify
 from dejax.rgnn.passes import AFTER_BACKWARD, OPTIMISE, Pass, optimise
-from dejax.rgnn.passes.backward import differentiate
 from dejax.rgnn.passes.canonical.cse import cse
 from dejax.rgnn.passes.dce import dce
+from dejax.rgnn.passes.gradients.backward import differentiate
 from tests.cases import slow_but
 from tests.rgnn.cases import CASES as LIBRARY
 from tests.rgnn.cases import Size

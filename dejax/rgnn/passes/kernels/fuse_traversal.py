@@ -15,11 +15,11 @@ from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import ROWWISE, VIAS, Op, Space
 from dejax.rgnn.ir.intra import Accumulator, Kernels, Term, Traversal
 from dejax.rgnn.ir.templates import can_weigh, refusal
-from dejax.rgnn.passes._node_maps import add_node_maps, skip_unreached_rows
 from dejax.rgnn.passes._rewrite import factors
-from dejax.rgnn.passes._share_inner_products import products_to_share, store_common_summands
-from dejax.rgnn.passes._share_scalars import share_scalars
-from dejax.rgnn.passes._traversal_plans import ENTRY_SPACES, NARROWER, Fusion, TraversalPlan
+from dejax.rgnn.passes.kernels._node_maps import add_node_maps, skip_unreached_rows
+from dejax.rgnn.passes.kernels._share_inner_products import products_to_share, store_common_summands
+from dejax.rgnn.passes.kernels._share_scalars import share_scalars
+from dejax.rgnn.passes.kernels._traversal_plans import ENTRY_SPACES, NARROWER, Fusion, TraversalPlan
 
 # Operators that may stand between exp(score - maximum) and a weighted sum.
 _WEIGHT_OPS = ("exp", "mul", "div", "reshape", "cast")

@@ -7,8 +7,8 @@ from dataclasses import replace
 from dejax.rgnn.ir.inter import Space
 from dejax.rgnn.ir.intra import Operand
 from dejax.rgnn.ir.templates import access_by
-from dejax.rgnn.passes._traversal_plans import NARROWER, Fusion, TraversalPlan
-from dejax.rgnn.passes.storage import MIN_WIDTH
+from dejax.rgnn.passes.kernels._traversal_plans import NARROWER, Fusion, TraversalPlan
+from dejax.rgnn.passes.kernels.storage import MIN_WIDTH
 
 # How often traversals read a row of nodes, on average, before a copy as row-scaled float16 pays. Traversals of short
 # segments wait for latency and not for bytes, and wait for the exponent of each row besides.

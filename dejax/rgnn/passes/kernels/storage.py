@@ -15,7 +15,7 @@ from dejax.rgnn.cost.work import RATES, Counts, Work
 from dejax.rgnn.ir.inter import OPERATORS, Op, OpProgram, Space
 from dejax.rgnn.ir.intra import Fallback, Gemm, Instance, Kernels, RowProducts, Traversal, WeightGradient
 from dejax.rgnn.ir.operators import Linear
-from dejax.rgnn.passes.save import Cut
+from dejax.rgnn.passes.gradients.save import Cut
 
 # Narrower rows share a memory sector anyway.
 MIN_WIDTH = 16

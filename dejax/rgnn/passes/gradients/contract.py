@@ -16,7 +16,7 @@ from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Op, OpProgram
 from dejax.rgnn.ir.products import with_axes
 from dejax.rgnn.passes._rewrite import Factor, as_dtype, factors, rebuild
-from dejax.rgnn.passes._softmax_gradient import Centred, centre_differences, mean_readers
+from dejax.rgnn.passes.gradients._softmax_gradient import Centred, centre_differences, mean_readers
 
 
 def contract(program: OpProgram, counts: Counts, *, exact: bool = False) -> OpProgram:

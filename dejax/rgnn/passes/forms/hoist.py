@@ -20,7 +20,7 @@ from dejax.rgnn.passes._rewrite import (
     unless_empty,
     widened,
 )
-from dejax.rgnn.passes._softmax_gradient import mean_readers
+from dejax.rgnn.passes.gradients._softmax_gradient import mean_readers
 
 
 def hoist(program: OpProgram, counts: Counts, *, exact: bool = False) -> OpProgram:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dejax.rgnn.ir.intra import access_operand, as_part
 from dejax.rgnn.ir.templates import ONCE_A_SEGMENT
-from dejax.rgnn.passes._traversal_plans import NARROWER, Fusion, TraversalPlan
+from dejax.rgnn.passes.kernels._traversal_plans import NARROWER, Fusion, TraversalPlan
 
 # A traversal over destinations is the writer even if it holds up to so many times as many elements.
 _DESTINATION = 1.5

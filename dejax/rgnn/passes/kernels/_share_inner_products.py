@@ -9,7 +9,7 @@ scalars.
 from __future__ import annotations
 
 from dejax.rgnn.ir.inter import Space
-from dejax.rgnn.passes._traversal_plans import NARROWER, Fusion
+from dejax.rgnn.passes.kernels._traversal_plans import NARROWER, Fusion
 
 
 def products_to_share(fusion: Fusion) -> dict[int, list[int]]:
