@@ -112,9 +112,9 @@ def _where(call: GatherCall, ids: Array, slots: Array) -> tuple[Array, Array | N
 
     On the drive, the least number of the ids' dtype stands for a row that the device has.
     """
-    if not slots.size:
-        return ids, None
     rows, least = call.spec.rows, np.iinfo(ids.dtype).min
+    if not slots.size:  # where nothing is on the device, the least number is an id as others
+        return jnp.maximum(ids, least + 1) if call.clip or call.raises else ids, None
     ids = nearest(ids, rows) if call.clip else jnp.maximum(ids, least + 1)
     there = in_range(ids, rows)
     slot = jnp.where(there, slots[jnp.where(there, ids, 0)], -1)

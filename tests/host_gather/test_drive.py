@@ -168,6 +168,10 @@ def test_ids_out_of_range_and_scales() -> None:
         {"scale": 0.5, "out_dtype": jnp.float16},
     ):
         np.testing.assert_array_equal(gather(table, IDS, **options), gather(host, IDS, **options))
+        least = np.array(
+            [-(2**31), 2**31 - 1, 7]
+        )  # the least number is that of rows on the device, where there are some
+        np.testing.assert_array_equal(gather(table, least, **options), gather(host, least, **options))
         cached = CachedTable.from_ids(table, [4, 49])
         np.testing.assert_array_equal(gather(cached, IDS, **options), gather(host, IDS, **options))
     # XLA averages rows from a drive, and a native call those in memory: they may round differently.

@@ -327,6 +327,10 @@ def test_links_in_time_need_times_and_a_pool():
         link_batch(key, topology, WRITES, edges, 2, negatives=pool, times=np.array([1]))
     with pytest.raises(ValueError, match="must fit int32"):
         NegativePool.from_times([2**40])
+    with pytest.raises(TypeError, match="times must be integers, got float64"):
+        NegativePool.from_times([0.5, 1.0])
+    late = NegativePool.from_times([5]).draw(key, np.array([2**40, -(2**40)]), 1)  # as int32 alone they would be 0
+    assert late.tolist() == [[0], [-1]]
     with pytest.raises(ValueError, match="`edge_times` must have a time for each"):
         NegativePool.from_times([0, 1], receivers=[1])
 

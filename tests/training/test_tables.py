@@ -408,6 +408,13 @@ def test_the_command_trains_evaluates_and_predicts_for_a_new_time(tmp_path, caps
     assert (out / "predictions-seed0.csv").stat().st_size and (out / "report.html").stat().st_size
     assert cli.main(["tables", str(tmp_path / "shop"), "--evaluate", str(out), "--at", "2013-02-01"]) == 0
     assert "predictions in" in capsys.readouterr().out and (out / "predictions-at-2013-02-01-seed0.csv").exists()
+    data = HeteroDataset.open(tmp_path / "shop")
+    kind = data.columns["orders"]["kind"]
+    kind = dataclasses.replace(kind, categories=kind.categories[::-1])
+    columns = {**data.columns, "orders": {**data.columns["orders"], "kind": kind}}
+    dataclasses.replace(data, columns=columns).save(tmp_path / "changed")
+    assert cli.main(["tables", str(tmp_path / "changed"), "--evaluate", str(out)]) == 2
+    assert "must be given the data that it was trained on" in capsys.readouterr().err
     assert cli.main(["tables", str(tmp_path / "none.toml")]) == 2
     assert "must be followed by a TOML file" in capsys.readouterr().err
     assert cli.main(["--evaluate", str(out)]) == 2

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from dejax._int32 import INT32_MAX
+from dejax._int32 import INT32_MAX, entering_jit
 from dejax._pytrees import pytree
 from dejax.datasets import HeteroDataset
 from dejax.minibatch._checks import EdgeType
@@ -55,6 +55,7 @@ class NegativePool:
             edge_times: int[edges], the time from which on each of these edges counts.
 
         Raises:
+            TypeError: times that are no integers.
             ValueError: times need more than 32 bits, or `receivers` come without `edge_times`.
         """
         known = np.asarray(known_from)
@@ -68,6 +69,8 @@ class NegativePool:
             nodes = np.asarray(receivers)
             times = np.maximum(np.asarray(edge_times), known[nodes])
         for values in (known, times):
+            if values.size and values.dtype.kind not in "iu":
+                raise TypeError(f"NegativePool: times must be integers, got {values.dtype}; round them up to a unit")
             if values.size and not (-INT32_MAX - 1 <= values.min() and values.max() <= INT32_MAX):
                 raise ValueError(
                     f"NegativePool: times must fit int32, got {values.min()} to {values.max()}; count them in a "
@@ -105,7 +108,8 @@ class NegativePool:
 
     def draw(self, key: Array, times: ArrayLike, count: int) -> Array:
         """Draws `count` nodes that exist at each time: int32[times, count]; -1 where no node exists."""
-        there = jnp.searchsorted(self.times, jnp.asarray(times), side="right").astype(jnp.int32)
+        asked = entering_jit("NegativePool.draw", times, ids_or_times=True)
+        there = jnp.searchsorted(self.times, jnp.asarray(asked), side="right").astype(jnp.int32)
         shape = (there.shape[0], count)
         entries = below(key, shape, jnp.broadcast_to(jnp.maximum(there, 1)[:, None], shape))
         if not self.nodes.shape[0]:

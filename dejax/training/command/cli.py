@@ -25,6 +25,7 @@ from dejax.training.command.config import TablesConfig, read_config
 from dejax.training.settings import Settings
 
 # Settings that a resumed run may change: its length, and how steps are called; not the model.
+_LAYOUT = "layout of data"  # among the settings in the folder of a run
 _FREE = ("epochs", "seeds", "eval_every", "pipeline")
 
 
@@ -109,7 +110,7 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     free = [name for name in _FREE if name != "epochs" or settings.schedule == "constant"]
     checkpoints = None if args.no_checkpoints else Checkpoints(out, free)
     if checkpoints is not None:
-        checkpoints.begin(settings.as_dict(), resume=args.resume)
+        checkpoints.begin({**settings.as_dict(), **_layout(trainer)}, resume=args.resume)
     out.mkdir(parents=True, exist_ok=True)
     runs = [_one_seed(trainer, checkpoints, args, seed, out) for seed in range(settings.seeds)]
     results = report.summarise(
@@ -137,6 +138,12 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         artifacts["checkpoints"] = str(out / "checkpoints")
     print(f"\n{report.table(results, artifacts)}", flush=True)
     return results
+
+
+def _layout(trainer: Any) -> dict[str, str]:
+    """What the folder of a run says of its data."""
+    found = trainer.task.layout_of_data
+    return {} if found is None else {_LAYOUT: found}
 
 
 def _data(args: argparse.Namespace, settings: Settings, configured: TablesConfig | None) -> tuple[Any, Settings]:
@@ -246,7 +253,9 @@ def _evaluate(args: argparse.Namespace) -> None:
     from dejax.training.command import report
 
     folder, seed = find_run(Path(args.evaluate))
-    settings, checkpoints = Settings(**read_settings(folder)), Checkpoints(folder)
+    given, checkpoints = read_settings(folder), Checkpoints(folder)
+    layout = given.pop(_LAYOUT, None)
+    settings = Settings(**given)
     seeds = checkpoints.seeds() if seed is None else [seed]
     if not seeds:
         raise FileNotFoundError(
@@ -259,6 +268,11 @@ def _evaluate(args: argparse.Namespace) -> None:
         )
     data, _ = _data(args, settings, read_config(args.tables) if args.tables else None)
     trainer = _trainer(args, settings, data)
+    if layout not in (None, trainer.task.layout_of_data):
+        raise ValueError(
+            f"--evaluate {folder} must be given the data that it was trained on, got other tables, columns, relations, "
+            "categories or classes among what is known by the last training cutoff; train again, or undo the change"
+        )
     found: dict[str, list[float]] = {}
     for number in seeds:
         best = bool(settings.patience) and checkpoints.latest(number, best=True) is not None

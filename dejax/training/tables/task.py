@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +31,7 @@ from dejax.training.settings import Settings
 from dejax.training.state import TrainState
 from dejax.training.tables.encoders import apart_name
 from dejax.training.tables.models import TableModel
-from dejax.training.tables.rows import apart, pack
+from dejax.training.tables.rows import ColumnPlace, apart, pack
 from dejax.training.tables.seed_times import Clock, is_latest, topology_in_time
 from dejax.training.tables.tree_attention import days_between
 from dejax.training.tasks.task import (
@@ -377,6 +379,26 @@ class TableTask(TrainingTask):
             "features": {table: len(plan.columns) for table, plan in self.plans.items()},
             "split_sizes": {name: len(places) for name, places in self.splits.items()},
         }
+
+    @property
+    def layout_of_data(self) -> str:  # type: ignore[override]
+        """A digest of the tables, columns, categories, relations and classes that parameters belong to, in their order.
+
+        Rows that are known after the last training cutoff change nothing in it.
+        """
+        columns = [
+            [table, place.name, place.kind, place.width, place.known, self._categories(table, place)]
+            for table, plan in self.plans.items()
+            for place in plan.columns
+        ]
+        said = json.dumps(
+            [columns, self._edge_types, self.examples.entity, self.examples.target, self.examples.classes]
+        )
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+    def _categories(self, table: str, place: ColumnPlace) -> tuple[str, ...]:
+        """The categories of a column that have parameters of their own."""
+        return self.data.columns[table][place.name].categories[: place.codes]
 
     @property
     def _edge_types(self) -> tuple[tuple[str, str, str], ...]:
