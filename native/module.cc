@@ -78,6 +78,8 @@ void DefineKernels(nb::module_& m) {
 
 NB_MODULE(_dejax_native, m) {
   m.doc() = "XLA FFI handlers of dejax, the probe of the CUDA driver, host memory and the offload store.";
+  // jax's caches of compiled functions keep a store until the process ends; its threads and files have ended by then.
+  nb::set_leak_warnings(false);
 
   m.def("handlers", HandlersOfPython, "(name, platform, capsule) of each handler, for jax.ffi.register_ffi_target.");
   m.def("num_threads", [] { return dejax::ThreadPool::Get().num_threads(); },
