@@ -63,7 +63,8 @@ def host_compute(leaf: jax.Array) -> Rows:
 
 def device_view(table: Any) -> Rows:
     """`jnp.take` of the pinned memory, which jax takes for device memory (`kDLCUDA`)."""
-    from dejax.host_gather import _memory, _spec
+    from dejax.host_gather import _spec
+    from dejax.host_gather.tables import _memory
 
     memory, spec = _memory.memory_of(table._leaf), table._spec
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dejax.host_gather.table import LocalTable
+from dejax.host_gather.tables.table import LocalTable
 
 
 def make_mesh(devices: int | None = None, *, axis: str = "data") -> Mesh:

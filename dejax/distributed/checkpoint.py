@@ -12,9 +12,9 @@ import numpy as np
 
 from dejax._optional import optional
 from dejax.distributed.tables import ShardedTable
-from dejax.host_gather._memory import copy_rows
 from dejax.host_gather._spec import TableSpec
-from dejax.host_gather.table import is_table_of_host
+from dejax.host_gather.tables._memory import copy_rows
+from dejax.host_gather.tables.table import is_table_of_host
 
 
 def save(folder: str | os.PathLike[str], step: int, state: Any, *, keep: int = 2) -> None:

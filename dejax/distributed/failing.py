@@ -28,7 +28,7 @@ import numpy as np
 
 import dejax
 from dejax import _compat
-from dejax.host_gather.table import is_table_of_host, numpy_copy
+from dejax.host_gather.tables.table import is_table_of_host, numpy_copy
 
 EXIT_STATUS = 75
 """The exit status (75) of a process that `watch` ends because another process is gone. A launcher may start the job

@@ -33,7 +33,7 @@ from dejax.host_gather._ids import checked_ids, in_range
 from dejax.host_gather._operands import Table
 from dejax.host_gather.gather import GatherOptions
 from dejax.host_gather.pipeline import rows_there
-from dejax.host_gather.table import numpy_copy
+from dejax.host_gather.tables.table import numpy_copy
 from dejax.minibatch.features._embeddings import EmbeddingRows
 
 _SPARE_DEVIATIONS = 5  # of a capacity above the mean, as in dejax.minibatch.find_capacities

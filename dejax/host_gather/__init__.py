@@ -9,16 +9,16 @@
 docs/host_gather.md is the guide, docs/performance/host_gather.md has the measurements.
 """
 
-from dejax.host_gather._lifetime import TableClosedError
-from dejax.host_gather.cached import CachedTable, count_ids
-from dejax.host_gather.drive import DriveTable
 from dejax.host_gather.gather import check_errors, gather
 from dejax.host_gather.gradient import RowGradient, value_and_grad
-from dejax.host_gather.host import HostTable
-from dejax.host_gather.peers import PeerTable
 from dejax.host_gather.pipeline import PendingRows, gather_done, gather_start, prefetched_scan
-from dejax.host_gather.placed import DeviceTable, SplitTable
-from dejax.host_gather.table import shardings
+from dejax.host_gather.tables._lifetime import TableClosedError
+from dejax.host_gather.tables.cached import CachedTable, count_ids
+from dejax.host_gather.tables.drive import DriveTable
+from dejax.host_gather.tables.host import HostTable
+from dejax.host_gather.tables.peers import PeerTable
+from dejax.host_gather.tables.placed import DeviceTable, SplitTable
+from dejax.host_gather.tables.table import shardings
 from dejax.host_gather.update import Optimizer, OptimizerState, adagrad, adam, scatter, scatter_add, sgd
 
 __all__ = [

@@ -17,11 +17,11 @@ from dejax import _native
 from dejax.host_gather import _cost, _spec
 from dejax.host_gather._drive_reads import drive_gather
 from dejax.host_gather._ids import checked_ids, in_range, nearest
-from dejax.host_gather._lifetime import reporting_closed
 from dejax.host_gather._native_call import GatherCall, memory_gather
 from dejax.host_gather._operands import Table, TableOperands, table_of
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather._tracing import is_recorded, record
+from dejax.host_gather.tables._lifetime import reporting_closed
 
 Mode = Literal["fill", "clip", "raise"]
 Order = Literal["auto", "given", "sorted"]

@@ -13,7 +13,7 @@ from jax import Array
 
 from dejax._pytrees import pytree
 from dejax.host_gather._tracing import current_trace, inside, recording
-from dejax.host_gather.table import LocalTable
+from dejax.host_gather.tables.table import LocalTable
 
 
 @pytree

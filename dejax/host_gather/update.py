@@ -18,14 +18,15 @@ from dejax import _native
 from dejax._byte_order import native_order
 from dejax._ffi import ffi_call
 from dejax._pytrees import named_pytree
-from dejax.host_gather import _kernels, _sharing, _spec
+from dejax.host_gather import _kernels, _spec
 from dejax.host_gather._ids import checked_ids
-from dejax.host_gather._lifetime import reporting_closed
 from dejax.host_gather._operands import Table, table_of
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.gather import DEVICE_SMS, gather
 from dejax.host_gather.gradient import RowGradient
-from dejax.host_gather.table import LocalTable
+from dejax.host_gather.tables import _sharing
+from dejax.host_gather.tables._lifetime import reporting_closed
+from dejax.host_gather.tables.table import LocalTable
 
 # Reads and writes share the bus: 8 to 32 multiprocessors update sorted rows at 41.6 GB/s each way, 64 at 41.1, 4 at
 # 40.8 (docs/performance/host_gather.md).

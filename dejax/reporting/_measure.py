@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from dejax.host_gather.table import LocalTable
+from dejax.host_gather.tables.table import LocalTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dejax.host_gather.drive import DriveTable
-from dejax.host_gather.table import LocalTable
+from dejax.host_gather.tables.drive import DriveTable
+from dejax.host_gather.tables.table import LocalTable
 from dejax.host_gather.update import OptimizerState
 
 PARAMETERS, OPTIMIZER, TABLES, GRAPHS, INPUTS = "parameters", "optimizer state", "tables", "graphs", "inputs"

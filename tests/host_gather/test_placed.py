@@ -71,7 +71,7 @@ def test_empty_tables(shape: tuple[int, int]) -> None:
 
 
 def test_a_memory_map_is_copied_block_by_block(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dejax.host_gather.placed._BLOCK_BYTES", 100)
+    monkeypatch.setattr("dejax.host_gather.tables.placed._BLOCK_BYTES", 100)
     np.save(tmp_path / "rows.npy", ROWS)
     table = SplitTable.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="r"), HOT)
     np.testing.assert_array_equal(table.numpy(), ROWS)

@@ -8,7 +8,8 @@ import pytest
 
 from dejax import _native
 from dejax._npy import to_save
-from dejax.host_gather import HostTable, _memory, _spec, scatter
+from dejax.host_gather import HostTable, _spec, scatter
+from dejax.host_gather.tables import _memory
 
 ROWS = np.arange(40, dtype=np.float32).reshape(8, 5)
 

@@ -28,7 +28,7 @@ from dejax.host_gather import (
 )
 from dejax.host_gather._operands import Table
 from dejax.host_gather.gather import GatherOptions
-from dejax.host_gather.table import LocalTable
+from dejax.host_gather.tables.table import LocalTable
 from dejax.minibatch.features._formats import result_dtype, table_dtype, times_scales
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from dejax.host_gather.deferred import deferrable_gather
-from dejax.host_gather.table import LocalTable
+from dejax.host_gather.tables.table import LocalTable
 from dejax.minibatch.sampling._draws import below, below_by_bits, draw_weighted, draw_weighted_subset, subset_of
 from dejax.minibatch.sampling._layout import Piece, SampleLayout
 from dejax.minibatch.topology.hetero_topology import EdgeLists, HeteroTopology, Rows

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from dejax._pytrees import pytree
 from dejax.host_gather import gather_done
-from dejax.host_gather.table import is_table_of_host
+from dejax.host_gather.tables.table import is_table_of_host
 from dejax.minibatch.features._joined import JoinedFeatures
 from dejax.minibatch.features.store import FeatureStore
 from dejax.minibatch.sampling._layout import SampleLayout

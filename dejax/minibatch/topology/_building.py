@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dejax.datasets.files._work import for_blocks
-from dejax.host_gather.table import LocalTable
+from dejax.host_gather.tables.table import LocalTable
 from dejax.minibatch._checks import EdgeList, EdgeType, check_range, checked_edge_type, ids_of
 from dejax.minibatch.topology import _folder
 from dejax.minibatch.topology._weights import alias_tables

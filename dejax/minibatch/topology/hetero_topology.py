@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from dejax._pytrees import pytree
 from dejax.datasets import HeteroDataset
 from dejax.host_gather import HostTable
-from dejax.host_gather.table import LocalTable
+from dejax.host_gather.tables.table import LocalTable
 from dejax.minibatch._checks import checked_counts, checked_relations, need_wide, one_for_each, with_names
 from dejax.minibatch.features import visits
 from dejax.minibatch.topology import _building, _folder

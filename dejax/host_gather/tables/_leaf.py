@@ -26,7 +26,7 @@ _TREE_FILES = frozenset(
     for function in (jax.tree.map, jax.tree.leaves, jax.tree_util.tree_map, jax.tree_util.tree_leaves_with_path)
 )
 _RAVEL_FILE = ravel_pytree.__code__.co_filename  # the one file of jax that computes with what it flattens
-_TRUSTED = (str(Path(jax.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
+_TRUSTED = (str(Path(jax.__file__).parent) + os.sep, str(Path(__file__).parents[2]) + os.sep)
 
 
 def flattened_by_user(frame: FrameType | None) -> bool:

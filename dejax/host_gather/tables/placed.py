@@ -14,8 +14,8 @@ from jax.typing import ArrayLike
 
 from dejax.host_gather._ids import distinct_ids
 from dejax.host_gather._spec import TableSpec, device_or_default, table_spec
-from dejax.host_gather.host import HostTable
-from dejax.host_gather.table import _TABLES, LocalTable
+from dejax.host_gather.tables.host import HostTable
+from dejax.host_gather.tables.table import _TABLES, LocalTable
 
 _BLOCK_BYTES = 64 << 20  # of rows that are converted at once
 

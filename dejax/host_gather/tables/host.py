@@ -12,11 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dejax.host_gather import _sharing, _storage
-from dejax.host_gather._lifetime import reporting_closed
-from dejax.host_gather._memory import copy_rows, memory_of
 from dejax.host_gather._spec import TableSpec, table_spec
-from dejax.host_gather.table import _TABLES, LocalTable
+from dejax.host_gather.tables import _sharing, _storage
+from dejax.host_gather.tables._lifetime import reporting_closed
+from dejax.host_gather.tables._memory import copy_rows, memory_of
+from dejax.host_gather.tables.table import _TABLES, LocalTable
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 from jax import Array
 
-from dejax.host_gather._memory import memory_of
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather._tracing import closed_over
+from dejax.host_gather.tables._memory import memory_of
 
 
 class TableClosedError(RuntimeError):
@@ -26,7 +26,7 @@ class TableClosedError(RuntimeError):
     >>> gather(table, jnp.array([0]))  # raises
     Traceback (most recent call last):
         ...
-    dejax.host_gather._lifetime.TableClosedError: gather: the table was closed, or donated to a jitted ...
+    dejax.host_gather.tables._lifetime.TableClosedError: gather: the table was closed, or donated to a jitted ...
     """
 
 

@@ -13,8 +13,8 @@ from jax import Array
 
 from dejax import _native
 from dejax._drive_layout import DriveLayout
-from dejax.host_gather._memory import address_of, array_of, pin
 from dejax.host_gather._spec import TableSpec, device_or_default, ordinal_of
+from dejax.host_gather.tables._memory import address_of, array_of, pin
 
 _NUMBER_BYTES = 4096  # before the cache, whose rows begin at a page
 

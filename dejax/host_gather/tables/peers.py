@@ -13,10 +13,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax import _native
-from dejax.host_gather._memory import address_of
-from dejax.host_gather.host import HostTable
-from dejax.host_gather.placed import DeviceTable, slots_of_split
-from dejax.host_gather.table import LocalTable, numpy_copy
+from dejax.host_gather.tables._memory import address_of
+from dejax.host_gather.tables.host import HostTable
+from dejax.host_gather.tables.placed import DeviceTable, slots_of_split
+from dejax.host_gather.tables.table import LocalTable, numpy_copy
 
 
 class PeerTable(LocalTable):

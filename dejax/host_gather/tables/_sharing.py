@@ -15,10 +15,10 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dejax import _compat
-from dejax.host_gather import _storage
-from dejax.host_gather._drive_files import keep_reader
-from dejax.host_gather._memory import array_of, copy_rows, memory_of, numpy_of
 from dejax.host_gather._spec import TableSpec, platform_of
+from dejax.host_gather.tables import _storage
+from dejax.host_gather.tables._drive_files import keep_reader
+from dejax.host_gather.tables._memory import array_of, copy_rows, memory_of, numpy_of
 
 
 def share_leaf(leaf: Array, spec: TableSpec, mesh: Mesh, writable: bool) -> tuple[Array, TableSpec]:

@@ -12,11 +12,11 @@ import numpy as np
 from jax import Array
 
 from dejax._drive_layout import DriveLayout
-from dejax.host_gather import _storage
-from dejax.host_gather._drive_files import ReadingOptions, check_size, layout_of, open_reader, reader_of
-from dejax.host_gather._lifetime import TableClosedError
 from dejax.host_gather._spec import TableSpec, table_spec
-from dejax.host_gather.table import _TABLES, LocalTable
+from dejax.host_gather.tables import _storage
+from dejax.host_gather.tables._drive_files import ReadingOptions, check_size, layout_of, open_reader, reader_of
+from dejax.host_gather.tables._lifetime import TableClosedError
+from dejax.host_gather.tables.table import _TABLES, LocalTable
 
 
 class DriveTable(LocalTable):

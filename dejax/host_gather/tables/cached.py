@@ -12,10 +12,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax.host_gather._ids import checked_ids, distinct_ids, in_range
-from dejax.host_gather.drive import DriveTable
 from dejax.host_gather.gather import gather
-from dejax.host_gather.host import HostTable
-from dejax.host_gather.table import LocalTable
+from dejax.host_gather.tables.drive import DriveTable
+from dejax.host_gather.tables.host import HostTable
+from dejax.host_gather.tables.table import LocalTable
 
 
 class CachedTable(LocalTable):

@@ -11,8 +11,8 @@ from jax import Array
 
 from dejax import _native
 from dejax._npy import dtype_of_file
-from dejax.host_gather._memory import array_of, copy_rows, host_sharding, pin, zeros_on_cpu
 from dejax.host_gather._spec import TableSpec, device_or_default, ordinal_of
+from dejax.host_gather.tables._memory import array_of, copy_rows, host_sharding, pin, zeros_on_cpu
 
 _CPU_ALIGNMENT, _CUDA_ALIGNMENT = 64, 16  # bytes; jax copies CPU memory that is aligned to less than 64
 _BLOCK_BYTES = 64 << 20  # copied at once where rows are converted on the way

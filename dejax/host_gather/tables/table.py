@@ -14,11 +14,15 @@ import numpy as np
 from jax import Array
 
 from dejax._pytrees import of_this_process
-from dejax.host_gather import _sharing, _storage
-from dejax.host_gather._drive_files import RowsAhead
 from dejax.host_gather._ids import in_range
-from dejax.host_gather._leaf import GoneLeaf, TableLeaf, flattened_by_user
-from dejax.host_gather._lifetime import (
+from dejax.host_gather._operands import Table, TableOperands, check_whole
+from dejax.host_gather._spec import TableSpec
+from dejax.host_gather.gather import gather, read_rows
+from dejax.host_gather.pipeline import begin_read
+from dejax.host_gather.tables import _sharing, _storage
+from dejax.host_gather.tables._drive_files import RowsAhead
+from dejax.host_gather.tables._leaf import GoneLeaf, TableLeaf, flattened_by_user
+from dejax.host_gather.tables._lifetime import (
     TableClosedError,
     check_alive,
     check_array,
@@ -28,11 +32,7 @@ from dejax.host_gather._lifetime import (
     process_of,
     reporting_closed,
 )
-from dejax.host_gather._memory import View, delete, memory_of, numpy_of
-from dejax.host_gather._operands import Table, TableOperands, check_whole
-from dejax.host_gather._spec import TableSpec
-from dejax.host_gather.gather import gather, read_rows
-from dejax.host_gather.pipeline import begin_read
+from dejax.host_gather.tables._memory import View, delete, memory_of, numpy_of
 
 NATIVE_CALLS = "the calls that read it hold addresses of this process. Export a function of the gathered rows"
 """Why tables are not serialized."""
