@@ -12,9 +12,9 @@ from dejax import rgnn
 from dejax.minibatch import Capacities, edge_ids, find_capacities, make_blocks, sample_blocks
 from dejax.rgnn import library
 from dejax.rgnn.compiler.execute import counts_of
-from dejax.rgnn.graphs import static_tables
-from dejax.rgnn.graphs.build_slots import graph_of_slots
-from dejax.rgnn.graphs.slots import Slots, SlotSpec
+from dejax.rgnn.graphs.building import static_tables
+from dejax.rgnn.graphs.building.build_slots import graph_of_slots
+from dejax.rgnn.graphs.building.slots import Slots, SlotSpec
 from tests.minibatch.graphs import CITES, COUNTS, LIKES, REV, WRITES, edge_lists, sampled_edges, topology_of
 from tests.rgnn.strategies import check_tiles_covered
 

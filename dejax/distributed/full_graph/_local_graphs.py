@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dejax.distributed.full_graph._padding import Sizes, extended, padded_group, padded_loop, sizes_of_group
-from dejax.rgnn.graphs import build
+from dejax.rgnn.graphs.building import build
 from dejax.rgnn.graphs.loop_tables import LOOPS, loop_groupings, loop_tables_of, with_packed
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments, make_segments

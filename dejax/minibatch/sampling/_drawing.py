@@ -21,8 +21,8 @@ from dejax.host_gather.tables.table import LocalTable
 from dejax.minibatch.sampling._draws import below, below_by_bits, draw_weighted, draw_weighted_subset, subset_of
 from dejax.minibatch.sampling._layout import Piece, SampleLayout
 from dejax.minibatch.topology.hetero_topology import EdgeLists, HeteroTopology, Rows
-from dejax.rgnn.graphs.sorting_traced import take as read
-from dejax.rgnn.graphs.static_tables import on_device
+from dejax.rgnn.graphs.building.sorting_traced import take as read
+from dejax.rgnn.graphs.building.static_tables import on_device
 
 # Keys of weighted draws without replacement: one for each edge of each receiver.
 _MOST_KEYS = 1 << 28

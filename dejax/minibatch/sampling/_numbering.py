@@ -12,8 +12,8 @@ import numpy as np
 from jax import Array
 
 from dejax.host_gather._ids import in_range
-from dejax.rgnn.graphs.sorting_traced import begins_run, cumulative_sum, put, put_where, sort_pairs, take
-from dejax.rgnn.graphs.static_tables import on_device
+from dejax.rgnn.graphs.building.sorting_traced import begins_run, cumulative_sum, put, put_where, sort_pairs, take
+from dejax.rgnn.graphs.building.static_tables import on_device
 
 _PAIRWISE = 1 << 12
 """Up to so many seeds, all are compared with all, by one kernel; sorting them takes about fifteen."""

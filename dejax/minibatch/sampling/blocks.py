@@ -16,8 +16,8 @@ from dejax.minibatch.features._joined import JoinedFeatures
 from dejax.minibatch.sampling._layout import SampleLayout
 from dejax.minibatch.sampling.sample import SampledBlocks, split_nodes
 from dejax.rgnn import RelGraph
-from dejax.rgnn.graphs.build_slots import graphs_of_slots
-from dejax.rgnn.graphs.slots import Slots, SlotSpec
+from dejax.rgnn.graphs.building.build_slots import graphs_of_slots
+from dejax.rgnn.graphs.building.slots import Slots, SlotSpec
 
 __all__ = ["Block", "make_blocks"]
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax.rgnn.graphs.building.sorting import in_threads
 from dejax.rgnn.graphs.packed import pack
 from dejax.rgnn.graphs.segments import Segments
-from dejax.rgnn.graphs.sorting import in_threads
 
 GROUPINGS = {
     "src": "by_sender",

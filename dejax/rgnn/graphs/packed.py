@@ -19,7 +19,7 @@ import numpy as np
 from dejax._pytrees import pytree
 from dejax.pallas import TableSlice
 from dejax.pallas.products.product_schedule import TILE_BLOCKS, rows_per_split
-from dejax.rgnn.graphs.pieces_traced import tile_arrays
+from dejax.rgnn.graphs.building.pieces_traced import tile_arrays
 from dejax.rgnn.graphs.segments import Segments
 from dejax.rgnn.graphs.tables import TileTable, TypeSplits
 

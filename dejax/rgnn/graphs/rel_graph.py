@@ -11,7 +11,8 @@ import numpy as np
 from jax import Array
 
 from dejax._pytrees import pytree
-from dejax.rgnn.graphs import build, checks
+from dejax.rgnn.graphs import checks
+from dejax.rgnn.graphs.building import build
 from dejax.rgnn.graphs.loop_tables import on_device, with_loop_tables
 from dejax.rgnn.graphs.packed import PackedTables
 from dejax.rgnn.graphs.relations import join_bipartite, join_relations

@@ -14,8 +14,8 @@ from jax import Array
 from dejax._pytrees import pytree
 from dejax.pallas import LongSegmentTable
 from dejax.pallas.products.product_schedule import TILE_BLOCKS
-from dejax.rgnn.graphs.pieces_traced import Rows, long_segment_tables, tile_arrays
-from dejax.rgnn.graphs.sorting_traced import take
+from dejax.rgnn.graphs.building.pieces_traced import Rows, long_segment_tables, tile_arrays
+from dejax.rgnn.graphs.building.sorting_traced import take
 from dejax.rgnn.graphs.tables import (
     LONG_SEGMENT_CHUNK,
     LoopOrder,

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from dejax._compat import reduce_extremum
 from dejax.pallas import TableSlice
+from dejax.rgnn.graphs.building.sorting_traced import take_or
 from dejax.rgnn.graphs.loop_tables import GROUPINGS
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
-from dejax.rgnn.graphs.sorting_traced import take_or
 from dejax.rgnn.ir.forms import wide
 from dejax.rgnn.ir.inter import TYPE_VIA, VIAS, Space
 

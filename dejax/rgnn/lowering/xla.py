@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax._compat import computed_once
+from dejax.rgnn.graphs.building.sorting_traced import count_before, inverse, take
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
-from dejax.rgnn.graphs.sorting_traced import count_before, inverse, take
 from dejax.rgnn.ir.forms import wide
 from dejax.rgnn.ir.inter import ELEMENTWISE, OPERATORS, TYPE_VIA, Op, OpProgram, Space, parse_spec
 from dejax.rgnn.lowering.indexed import lookup, place

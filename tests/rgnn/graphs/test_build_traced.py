@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from dejax.rgnn.graphs import interop, pieces_traced, sorting_traced, tables
+from dejax.rgnn.graphs import interop, tables
+from dejax.rgnn.graphs.building import pieces_traced, sorting_traced
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments, bounded_segments
 from tests.rgnn.strategies import CHUNK, EdgeList, check_tables, edge_lists

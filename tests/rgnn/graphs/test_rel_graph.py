@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from dejax.rgnn.graphs import sorting, tables
+from dejax.rgnn.graphs import tables
+from dejax.rgnn.graphs.building import sorting
 from dejax.rgnn.graphs.loop_tables import LOOPS
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.tables import LONG_SEGMENT_CHUNK, tile_table

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from dejax.rgnn.graphs import static_tables
+from dejax.rgnn.graphs.building import static_tables
 
 
 def test_arrays_made_on_the_device(monkeypatch):

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from dejax.rgnn.graphs import sorting, sorting_traced
+from dejax.rgnn.graphs.building import sorting, sorting_traced
 from dejax.rgnn.graphs.segments import Grouping, Segments, bounded_segments, make_segments
 from dejax.rgnn.graphs.spec import Edges, GraphSpec, add_relations
 

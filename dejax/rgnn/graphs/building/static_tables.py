@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dejax.rgnn.graphs.sorting_traced import take
+from dejax.rgnn.graphs.building.sorting_traced import take
 
 _SHORT = 1 << 16
 """Arrays up to this length stay constants, which need no kernel."""

@@ -16,11 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax.rgnn.graphs.packed import packed_tiles
-from dejax.rgnn.graphs.rel_graph import RelGraph
-from dejax.rgnn.graphs.segments import Grouping, Segments, bounded_segments, make_segments
-from dejax.rgnn.graphs.slots import Places, SideBySide, SlotSpec, first_groups_of, first_of_nodes_of, places_of
-from dejax.rgnn.graphs.sorting_traced import (
+from dejax.rgnn.graphs.building.slots import Places, SideBySide, SlotSpec, first_groups_of, first_of_nodes_of, places_of
+from dejax.rgnn.graphs.building.sorting_traced import (
     begins_run,
     cumulative_sum,
     inverse,
@@ -31,8 +28,11 @@ from dejax.rgnn.graphs.sorting_traced import (
     take,
     take_or,
 )
+from dejax.rgnn.graphs.building.static_tables import on_device
+from dejax.rgnn.graphs.packed import packed_tiles
+from dejax.rgnn.graphs.rel_graph import RelGraph
+from dejax.rgnn.graphs.segments import Grouping, Segments, bounded_segments, make_segments
 from dejax.rgnn.graphs.spec import GraphSpec
-from dejax.rgnn.graphs.static_tables import on_device
 
 
 def graph_of_slots(senders: Sequence[Array], node_mask: Array, spec: SlotSpec) -> tuple[RelGraph, Array]:

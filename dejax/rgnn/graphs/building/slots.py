@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax.rgnn.graphs.sorting_traced import count_before, put
-from dejax.rgnn.graphs.static_tables import on_device
+from dejax.rgnn.graphs.building.sorting_traced import count_before, put
+from dejax.rgnn.graphs.building.static_tables import on_device
 from dejax.rgnn.graphs.tables import LONG_SEGMENT_CHUNK
 
 

@@ -17,7 +17,14 @@ import numpy as np
 from jax import Array
 
 from dejax.pallas import LongSegmentTable
-from dejax.rgnn.graphs.sorting_traced import begins_run, count_before, cumulative_sum, put_where, row_of_positions, take
+from dejax.rgnn.graphs.building.sorting_traced import (
+    begins_run,
+    count_before,
+    cumulative_sum,
+    put_where,
+    row_of_positions,
+    take,
+)
 
 # One program merges the chunks of a segment, in steps of a few. Of a node with 44 % of 3 M edges it would merge ten
 # thousand chunks of 128 edges while no other program runs.
