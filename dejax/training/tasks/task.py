@@ -88,8 +88,8 @@ class TrainingTask:
         seeds_per_epoch: training nodes, or training edges.
         classes: whether its measures are accuracies; otherwise `final` has several measures of test examples.
         measure: the name of the measure of the curves.
-        layout_of_data: a digest of what the places of parameters mean, such as the order of categories; None: the shapes
-            of parameters tell it.
+        layout_of_data: a digest of what the places of parameters mean, such as the order of categories; None: the
+            shapes of parameters tell it.
         lower_is_better: whether a lower validation measure is better; in no task but one that overrides it.
     """
 
