@@ -57,7 +57,7 @@ class JaxprValues:
 
 
 class Demand(JaxprValues):
-    """Evaluates a jaxpr's variables when they are asked for, each once."""
+    """Evaluates variables of a jaxpr on demand, each at most once."""
 
     def __init__(self, closed: core.ClosedJaxpr) -> None:
         super().__init__(closed)

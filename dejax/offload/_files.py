@@ -50,7 +50,7 @@ class Claim:
 
 
 def claim(path: Path, owner: str = "ActivationStore") -> Claim:
-    """Makes a folder in `path`, after removing folders of dead processes. `owner` begins the messages of errors.
+    """Makes a folder in `path`, after removing folders of processes that have ended. `owner` begins error messages.
 
     Raises:
         FileNotFoundError: `path` does not exist.
@@ -106,7 +106,7 @@ def remove_abandoned(path: Path) -> list[Path]:
             if _is_at(lock, folder / _OWNER) and _remove(folder):
                 removed.append(folder)
         except OSError:
-            continue  # its owner lives
+            continue  # the process that owns it still runs
         finally:
             os.close(lock)
     return removed
@@ -125,7 +125,7 @@ def lock_new_file(folder: Path, prefix: str) -> tuple[Path, int]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether the process that locked a file lives. Removes the file of a dead process."""
+    """Whether the process that locked a file still runs. Removes the file of a process that has ended."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -43,7 +43,7 @@ class StoreResources:
         self.native: Any = None
         self._to_close = [None]
         _open[id(self)] = self
-        # Not at the end of the process, when jax may be gone: _close_all runs earlier.
+        # The finalizer does not run at the end of the process, when jax may be gone: `_close_all` runs earlier.
         weakref.finalize(store, self.abandon).atexit = False
 
     @property
@@ -77,7 +77,7 @@ class StoreResources:
             self.native.close()
 
     def abandon(self) -> None:
-        """Closes a store without references. The garbage collector may call this in any thread."""
+        """Closes a store that has no references. The garbage collector may call this in any thread."""
         self.close()
 
     def forget(self) -> None:

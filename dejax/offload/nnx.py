@@ -39,7 +39,7 @@ def offload(fn: Callable[..., Any], **options: Unpack[OffloadKeywords]) -> Calla
 
     @functools.wraps(fn)
     def wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
-        # In a tuple: a variable alone is no graph.
+        # The variables stand in a tuple, because flax does not split a single variable.
         graph, params, rest = nnx.split((module,), nnx.Param, ...)
 
         def pure(state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ def check_precision(precision: str) -> None:
 
 
 def check_float(array: Any, name: str) -> None:
-    """Raises `NotImplementedError` for what the kernels do not compute in, so that a caller can fall back."""
+    """Raises `NotImplementedError` for a dtype in which the kernels do not compute, so that a caller can fall back."""
     if array.dtype not in FLOATS:
         raise NotImplementedError(f"{name} must be float32, bfloat16 or float16 for this kernel, got {array.dtype}")
 

@@ -18,7 +18,7 @@ from jax import lax
 
 
 def broadcast(x: Any, shape: tuple[int, ...]) -> jax.Array:
-    """A scalar, or a tile of that rank, with sides of 1 broadcast to `shape`."""
+    """Broadcasts a scalar, or a tile with as many axes as `shape`, to `shape`: axes of size 1 are repeated."""
     return x if x.shape == shape else lax.broadcast_in_dim(x, shape, tuple(range(x.ndim)))
 
 
@@ -51,7 +51,7 @@ def resized(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def as_integers(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """The function, which compares elements, on the bits of a tile of 32 bits.
+    """Applies a function that compares elements to the bits of a tile of 32-bit elements, as integers.
 
     Floats that are not negative have the order of their bits, NaN last, and equal ones have equal bits.
     """
@@ -61,12 +61,12 @@ def as_integers(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax
 
 
 def with_axes(x: jax.Array, count: int) -> jax.Array:
-    """A tile with so many axes of size 1 after its own."""
+    """The tile with `count` axes of size 1 appended."""
     return resized(x, (*x.shape, *(1,) * count))
 
 
 def where(mask: jax.Array, x: Any, y: Any) -> jax.Array:
-    """`x` where `mask` holds, else `y`: tiles of one rank, sides of 1 broadcast, or scalars."""
+    """`x` where `mask` holds, else `y`. All are scalars or tiles of one rank, whose axes of size 1 are broadcast."""
     dtype = jnp.result_type(x, y)
     shape = np.broadcast_shapes(mask.shape, np.shape(x), np.shape(y))
     x, y = (a if isinstance(a, jax.Array) else np.asarray(a, dtype) for a in (x, y))
@@ -85,5 +85,5 @@ def within(index: jax.Array, length: int, mask: jax.Array) -> jax.Array:
 
 
 def steps(count: jax.Array, size: int) -> jax.Array:
-    """How many steps of `size` make `count`, int32."""
+    """How many steps of length `size` cover `count` elements, int32."""
     return lax.div(lax.add(count, np.int32(size - 1)), np.int32(size))

@@ -75,7 +75,7 @@ _name_dialect()
 
 
 def _traceback_of_nothing() -> Any:
-    """A traceback of this function alone, taken in a thread that has nothing else on its stack."""
+    """A traceback that has only this function, taken in a thread with nothing else on its stack."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(source_info_util.current().traceback))
     thread.start()
@@ -105,7 +105,7 @@ _interpreted: contextvars.ContextVar[bool] = contextvars.ContextVar("dejax_kerne
 
 
 def _lowering() -> str:
-    """Which of `LOWERINGS` makes a program of a kernel."""
+    """Which of `LOWERINGS` compiles the kernels that are traced now."""
     return chosen() or ("dejax" if plt is None else "pallas")
 
 
@@ -148,7 +148,7 @@ def label(text: str) -> Iterator[None]:
 
 
 def use_interpreter(interpret: bool | None) -> bool:
-    """Whether to run kernels interpreted: as told, and by default where the default backend is no GPU."""
+    """Whether to run kernels interpreted: `interpret`, or if it is None, whether the default backend is no GPU."""
     return jax.default_backend() not in ("gpu", "cuda") if interpret is None else interpret
 
 
@@ -243,7 +243,7 @@ def store(ref: Any, indices: tuple[jax.Array, ...], value: jax.Array, mask: jax.
 
 
 def arrive(ref: Any, index: jax.Array) -> jax.Array:
-    """Adds 1 to `ref[index]` and gives what was there before; `index` is a scalar.
+    """Adds 1 to `ref[index]` and returns its previous value; `index` is a scalar.
 
     Programs that arrive later see what this one has stored. `ref` is float32, exact up to 2^24: Pallas lowers additions
     to tiles of integers as such of floats.
@@ -268,7 +268,7 @@ def arrive(ref: Any, index: jax.Array) -> jax.Array:
 
 
 def barrier() -> None:
-    """What a program has stored before can be loaded by it after."""
+    """A barrier for the threads of one program: loads after it see what the program stored before it."""
     if not _interpreted.get():
         (primitives.barrier if _lowering() == "dejax" else plt.debug_barrier)()
 
@@ -281,7 +281,7 @@ def multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
 
 
 def narrowed(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """float32 numbers in a float dtype of 16 bits, and what they are then in float32.
+    """Rounds float32 numbers to a 16-bit float dtype; returns them in that dtype, and again in float32.
 
     For a GPU, XLA takes a conversion and its inverse for none (`xla_allow_excess_precision`), outside of kernels and in
     interpreted ones. It keeps `reduce_precision`, which Triton does not know.
@@ -341,7 +341,7 @@ def _reduced_extremum(kind: str, x: jax.Array, axis: int) -> jax.Array:
 
 
 def _primitives(kind: str) -> tuple[Primitive, Primitive]:
-    """The extremum of two float32 tiles, and that of a tile along an axis, with lowerings that keep NaN."""
+    """Primitives for the extremum of two float32 tiles and of a tile along an axis, with lowerings that keep NaN."""
     of_two, along = Primitive(f"{kind}imum_with_nan"), Primitive(f"{kind}imum_with_nan_along")
     shaped = jax.core.ShapedArray
     of_two.def_abstract_eval(lambda x, y: shaped(x.shape, x.dtype))

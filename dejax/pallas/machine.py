@@ -32,26 +32,26 @@ class Machine:
 
 
 H200 = Machine()
-# Shared memory by compute capability; of other devices the least that there is.
+# Shared memory of a multiprocessor by compute capability; other devices count as the smallest of these.
 _SHARED_BYTES = {"8.0": 163 * 1024, "8.7": 163 * 1024, "9.0": 227 * 1024, "10.0": 227 * 1024, "10.3": 227 * 1024}
 _LEAST_SHARED_BYTES = 99 * 1024
 
 
 @functools.cache
 def machine() -> Machine:
-    """The default device, or an H200 where that is no GPU. All figures but the shared memory are an H200's."""
+    """The default device, or an H200 if it is no GPU. All figures except the shared memory are those of an H200."""
     if jax.default_backend() not in ("gpu", "cuda"):
         return H200
     capability = getattr(jax.devices()[0], "compute_capability", "")
     return Machine(shared_bytes=_SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES))
 
 
-# Ten times the major number, plus the minor one, of devices that a program may be lowered for where there are none.
+# Compute capabilities (10 x major + minor) for which programs may be lowered on a machine without such a device.
 _CAPABILITIES = {"A100": 80, "H100": 90, "H200": 90, "GH200": 90, "B200": 100, "GB200": 100, "B300": 103, "GB300": 103}
 
 
 def compute_capability() -> int | None:
-    """Of the GPU that programs are traced for: ten times the major number, plus the minor one; None: there is none.
+    """The compute capability of the GPU for which programs are traced, 10 x major + minor; None without a GPU.
 
     That of the abstract device of `jax.sharding.use_abstract_mesh`, else the default device's.
     """

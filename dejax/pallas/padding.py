@@ -21,9 +21,9 @@ from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
 from dejax.pallas._tiles import both, broadcast, steps, where
 from dejax.pallas.machine import machine
 
-# Elements that a program sets in a step, and the most of a row.
+# Elements that a program sets in a step, and the most elements of a row among them.
 _TILE, _MOST_COLUMNS = 4096, 1024
-# Programs on a multiprocessor: stores of so many fill the memory's queues.
+# Programs on a multiprocessor: stores of this many programs fill the memory's queues.
 _PROGRAMS = 8
 
 

@@ -80,7 +80,7 @@ def _tables() -> tuple[Table, ...]:
 
 
 def forget_tables() -> None:
-    """Files are read again at the next kernel."""
+    """Forgets the tables that were read: the next kernel reads the files again."""
     _tables.cache_clear()
 
 
@@ -107,7 +107,7 @@ def choose(kernel: str, key: str, heuristic: Fields, candidates: Callable[[], li
 
 
 def bucket(count: float) -> int:
-    """A power of two for counts that are alike."""
+    """The power of two that stands for a count, so that similar counts share a schedule."""
     return next_power_of_two(max(1, round(count)))
 
 
@@ -154,7 +154,7 @@ class Tuner:
         if known is not None:
             return dict(known.fields)
         tries = [heuristic, *(c for c in candidates if c != heuristic)]
-        with _set_tuner(None):  # what the kernel calls in its turn is not tuned inside
+        with _set_tuner(None):  # kernels that this kernel calls are not tuned inside
             measured = (self.measure or measure_on_device)(tries, call)
         times = {i: seconds for i, seconds in enumerate(measured) if seconds is not None}
         if 0 not in times:

@@ -200,9 +200,13 @@ def main() -> None:
     copy_pages()
     copy_notebooks()
     settings = write_settings()
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(settings)]
-    built = subprocess.run(command, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    # Not --quiet: mkdocs counts only the warnings that it prints, and without one --strict finds no error.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(settings)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
     if built.returncode:
+        lines = (line for line in built.stderr.splitlines() if not line.startswith(("INFO", "DEBUG")))
+        print(*lines, sep="\n", file=sys.stderr)
         raise SystemExit(built.returncode)
     html = STAGE / "html"
     print(f"{sum(1 for _ in html.rglob('*.html'))} pages in {html.relative_to(ROOT)}")

@@ -22,7 +22,7 @@ from dejax.offload.activations import calls, notes, on_demand
 from dejax.offload.activations.options import OffloadOptions
 from dejax.offload.activations.residuals import Derivative, make_derivative
 
-# A fast GPU computes 600 TFLOP/s in bfloat16 while the bus moves 50 GB/s; and a quarter more.
+# A fast GPU computes 600 TFLOP/s in bfloat16 while the bus moves 50 GB/s; 1.25 is a margin.
 _FLOPS_PER_BYTE = 15_000
 _RING_ALIGN = 512  # kAlign of native/activations/ring.cc
 
@@ -125,7 +125,7 @@ class Boundary:
                 continue
             handed[number] = operands_now[source.argument]
             if source.stored:
-                # The barrier: the function begins only once the input is copied.
+                # Because of the barrier the function begins only after its input is copied.
                 operands_now[source.argument], handed[number] = jax.lax.optimization_barrier(
                     (handed[number], put(handed[number], number))
                 )
@@ -160,7 +160,7 @@ class Boundary:
         if stored and self._options.on_demand:
             return on_demand.backward(derivative, values, cotangents, fetch, self._guard)
         if stored:
-            # Not before the cotangent is there. Otherwise all tensors could come back at once.
+            # Fetches wait for the cotangent. Otherwise all tensors could come back at once.
             waited, handles = jax.lax.optimization_barrier(
                 ([cotangents[i] for i in arrays], [handed[number] for number in stored])
             )
@@ -240,5 +240,5 @@ def _marked_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 
 def _refuse_forward_mode(x: Any) -> Any:
-    """`x`, with a tangent that can be transposed but not evaluated."""
+    """Returns `x` with a tangent that can be transposed but not evaluated."""
     return _marked(x) if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) else x

@@ -112,7 +112,7 @@ def guard(x: Array, after: Sequence[Array], *, binding: int) -> Array:
 
 
 def _by_example(run: Callable[..., Array], batch: int = 0) -> Any:
-    """`run(batch, *operands)`, whose first operand has so many axes in front: one more under each `vmap` of it."""
+    """`run(batch, *operands)`, where the first operand has `batch` axes in front, one for each surrounding `vmap`."""
 
     @jax.custom_batching.custom_vmap
     def batchable(*operands: Array) -> Array:
@@ -128,7 +128,7 @@ def _by_example(run: Callable[..., Array], batch: int = 0) -> Any:
 
 
 def _call(fn: Callable[..., Array], *operands: Array) -> Array:
-    """`fn(*operands)`, where a derivative raises an error that names the remedy."""
+    """Calls `fn(*operands)`. Its derivative raises an error that names the remedy."""
     call = jax.custom_jvp(fn)
     call.defjvp(_no_second_derivative)
     return call(*operands)  # type: ignore[no-any-return]

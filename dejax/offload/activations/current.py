@@ -62,7 +62,7 @@ def innermost() -> Any:
 
 
 def bind_default(store: Any) -> None:
-    """Makes a store current where no other is."""
+    """Makes a store current for programs and threads without a store of their own."""
     _native.extension("ActivationStore").bind_offload_store(DEFAULT, store.id)
 
 
@@ -78,7 +78,7 @@ def enter(store: Any) -> None:
 
 
 def leave(store: Any) -> None:
-    """Undoes the last `enter` of a store, this thread's if there is one. The caller has waited for steps."""
+    """Undoes the last `enter` of a store, if possible one of this thread. The caller has waited for steps."""
     with _lock:
         own = getattr(_local, "held", None)
         # A generator or a task may end in another thread than it began in.

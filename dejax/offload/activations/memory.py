@@ -88,7 +88,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None where there is none, or "max" (no limit)."""
+    """The number in a file; None if the file does not exist or holds "max" (no limit)."""
     lines = _lines(path)
     return int(lines[0]) if lines and lines[0].strip().isdigit() else None
 
@@ -108,7 +108,7 @@ def share(available: int, processes: int, launched: int) -> int:
 
 
 def launched_processes() -> int:
-    """Number of processes on this machine, by the launcher's environment variables or by JAX; 1: unknown."""
+    """Number of processes on this machine, from the launcher's environment variables or from JAX; 1 if unknown."""
     counts = [int(n) for name in _LAUNCHERS for n in re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get(name, ""))[:1]]
     return max([1, _compat.processes_on_this_machine(), *counts])
 
@@ -133,7 +133,7 @@ class _Presence:
             return 1
 
     def leave(self) -> None:
-        """A store of this process closes."""
+        """Counts a store of this process as closed."""
         with self._mutex:
             self._stores -= 1
             if self._stores > 0 or self._mark is None:
@@ -142,7 +142,7 @@ class _Presence:
             self._mark = None
             path.unlink(missing_ok=True)
             os.close(lock)
-            with contextlib.suppress(OSError):  # others are in it
+            with contextlib.suppress(OSError):  # files of other processes are in the folder
                 path.parent.rmdir()
 
     def forget(self) -> None:

@@ -82,7 +82,7 @@ def backward(
     last = given[0] if arrays else None
 
     def bring(atoms: Sequence[Any]) -> None:
-        """Fetches the tensors among them that are away, after the last value of backward."""
+        """Fetches those of the tensors that are stored; the fetch waits for the last value that backward computed."""
         for var in variables(atoms):
             if var not in away:
                 continue

@@ -55,7 +55,7 @@ class OffloadOptions:
     rewrite: Rewrite | None = None
 
     def __call__(self, residual: Residual) -> bool:
-        """Whether a residual is stored."""
+        """Whether a residual is stored in the `ActivationStore`."""
         return residual.nbytes >= max(1, self.min_bytes) and self.wants(residual)
 
     def wants(self, residual: Residual) -> bool:
@@ -138,7 +138,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The policy that stores tensors of some names."""
+    """The policy that stores the tensors with some names."""
 
     names: frozenset[str]
 
@@ -168,7 +168,7 @@ def as_function(policy: Policy | Iterable[str] | None) -> Policy:
 
 
 def _names(jaxpr: Any, inside: bool) -> Iterator[str]:
-    """What `checkpoint_name` has given to tensors, also `inside` of loops and jitted functions."""
+    """The names that `checkpoint_name` has given to tensors, with `inside` also those in loops and jitted functions."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
             yield str(eqn.params["name"])

@@ -30,8 +30,7 @@ def region(fn: F, **options: Unpack[OffloadKeywords]) -> F:
         fn: a function from pytrees of arrays to a pytree of arrays, as for `offload`.
         options: the keyword arguments of `offload`: policy, store, inputs, min_bytes, static_argnums, static_argnames.
 
-    Raises:
-        The errors of `offload`.
+    The errors are those of `offload`.
 
     >>> import jax, jax.numpy as jnp
     >>> from dejax.offload import ActivationStore, region

@@ -93,7 +93,7 @@ class ResidualView:
 
 @dataclass(frozen=True, slots=True)
 class Derivative:
-    """How forward and backward of one function run.
+    """The forward and backward pass of one function, as they run with stored tensors.
 
     Attributes:
         jaxpr: forward: arguments -> outputs, then the computed sources.
@@ -198,7 +198,7 @@ class _SourceChooser:
         self._forward = forward
         self._is_activation = is_activation
         self._wanted = wanted
-        self._number: dict[Any, int] = {}  # of the source that a variable is
+        self._number: dict[Any, int] = {}  # variable -> number of the source that it is
         self._producer = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
         self._argument_of = {var: i for i, var in enumerate(jaxpr.invars)}
         self._constants = _constants(jaxpr, jaxpr.constvars)
@@ -267,7 +267,7 @@ class _SourceChooser:
 
 
 def _without_unused(forward: _Forward, derivative: Derivative) -> Derivative:
-    """The derivative without the sources that no cotangent depends on: `jax.vjp` keeps such residuals, too."""
+    """The derivative without sources that backward does not use. `jax.vjp` keeps such residuals, too."""
     used = _used(derivative, [var.aval for var in forward.outputs])
     if all(used):
         return derivative
@@ -318,7 +318,7 @@ def _flops(jaxpr: Any) -> float:
 
 
 def _constants(jaxpr: core.Jaxpr, known: Iterable[Any]) -> set[Any]:
-    """Variables that depend on known ones alone, and so on no argument: attention masks, for example.
+    """Variables that depend on known variables only, and so on no argument: attention masks, for example.
 
     They are equal in each iteration of a loop. XLA would store them once, before the loop, and fetch them each time.
     """

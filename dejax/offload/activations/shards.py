@@ -132,7 +132,7 @@ def guard(x: Array, after: Sequence[Array], call: Callable[..., Array]) -> Array
 
 
 def _map(call: Callable[[Array], Array], xs: Array, batch: int, *, reverse: bool = False) -> Array:
-    """`call` on each example, one at a time."""
+    """Runs `call` on each example, one at a time."""
     if batch == 0:
         return call(xs)
     _, ys = jax.lax.scan(

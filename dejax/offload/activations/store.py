@@ -30,7 +30,7 @@ _default: ActivationStore | None = None
 
 
 class ActivationResources(StoreResources):
-    """Besides, the threads of an engine outside, and a share of the machine's memory."""
+    """`StoreResources` with the threads of an outside I/O engine and a share of the machine's memory."""
 
     def __init__(self, store: ActivationStore) -> None:
         super().__init__(store)
@@ -299,10 +299,10 @@ class ActivationStore:
 
 
 def binding_of(store: ActivationStore | Literal["device"] | None) -> int:
-    """The binding that a program carries for a store.
+    """The number by which a compiled program finds its store (its binding), for the argument `store`.
 
     Raises:
-        ValueError: `store` is no store, and not "device" or None.
+        ValueError: `store` is neither a store nor "device" nor None.
         RuntimeError: the store is closed.
     """
     if isinstance(store, str):
@@ -342,7 +342,7 @@ def _of_process(path: str) -> str:
 
 
 def _raise_failure_of_shards() -> None:
-    """Raises what failed on one device of several: such a step itself goes on, with NaN (together.h)."""
+    """Raises the error of a step on one of several devices. The step itself goes on with NaN (together.h)."""
     if why := _native.extension("ActivationStore").take_failure_of_shards():
         raise RuntimeError(why)
 

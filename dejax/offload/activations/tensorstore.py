@@ -76,7 +76,7 @@ class TensorStoreIO:
         raise AssertionError
 
     def _array(self, path: int, nbytes: int) -> Any:
-        """The array in a folder whose rows have so many bytes. Two threads may open it at once, without harm."""
+        """The array with rows of `nbytes` bytes in a folder. Two threads may open it at the same time."""
         array = self._arrays.get((path, nbytes))
         if array is not None:
             return array

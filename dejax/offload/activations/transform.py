@@ -128,7 +128,7 @@ class _CallArguments:
         return _CallArguments(fn, options, fixed, len(args), leaves, treedef, tuple(owner))
 
     def flat(self) -> Callable[..., Any]:
-        """The call as a function of its leaves; it holds none of them."""
+        """The call as a function of the leaves of its arguments; the function holds none of them."""
         fn, fixed, treedef, num_args = self.fn, self.fixed, self.treedef, self.num_args
 
         def flat(*leaves: Any) -> Any:

@@ -181,7 +181,7 @@ def _costs(
 
 
 def predict(uses: Sequence[tuple[LayerCost, int]], tiers: Tiers, choices: Mapping[str, Any]) -> Way | None:
-    """Memory and time of so many layers of each cost, one after the other; None where the tiers are too small."""
+    """Predicts memory and time of a stack with a number of layers of each cost; None if the tiers are too small."""
     costs, storing = [cost for cost, _ in uses], [(cost, n) for cost, n in uses if cost.stored_bytes]
     ring = max(cost.ring_bytes for cost in costs)
     forward = Phase(sum(n * cost.forward_seconds for cost, n in storing))
@@ -392,7 +392,7 @@ def _named(residual: Residual, names: Sequence[str]) -> str:
 
 
 def _candidates(names: Sequence[str]) -> list[frozenset[str] | None]:
-    """Sets of names that are saved; None: nothing is recomputed."""
+    """The sets of names to try, whose tensors are saved. With None the backward pass recomputes nothing."""
     everything = frozenset(names)
     some = [everything - {name} for name in names] if len(names) > 1 else []
     return [everything, *some, frozenset(), None]
@@ -405,7 +405,7 @@ def _saving(body: Body, saved: frozenset[str] | None) -> Body:
 
 
 def _layer(body: Body, way: Way, store: ActivationStore | None, min_bytes: int) -> Body:
-    """`body` with the choices of a way."""
+    """`body` as a layer that runs with the choices of a way."""
     saved = frozenset(name for name, choice in way.choices.items() if choice != "recompute" and name != INPUT)
     offloaded = frozenset(name for name, choice in way.choices.items() if choice == "offload")
     inner = _saving(body, None if UNNAMED in saved else saved)

@@ -31,7 +31,7 @@ def scan_pieces(pieces: Sequence[tuple[Body, int]], params: Any, x: Any) -> Any:
 
 
 class _Stack:
-    """The pieces as a function of flat lists of arrays, with a derivative."""
+    """The pieces of a stack as a function of flat lists of arrays, with a derivative."""
 
     def __init__(self, pieces: Sequence[tuple[Body, int]], params: Any, x: Any) -> None:
         weights, self._weights_tree = jax.tree.flatten(params)

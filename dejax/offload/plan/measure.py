@@ -22,14 +22,14 @@ from dejax.offload.state.store import StateStore, store_at
 from dejax.offload.state.stream.rows import HostRows, Walk
 
 SHORT = (2, 4)  # layers of the profiled stacks
-_PROFILE_SECONDS = 0.3  # for each time taken
+_PROFILE_SECONDS = 0.3  # how long each time is measured
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _drives: dict[tuple[Any, ...], tuple[float, float]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Where arrays can go, and how fast.
+    """The memories to which arrays can be moved, and the rates of moving them.
 
     Attributes:
         out_bandwidth, in_bandwidth: bytes a second, device to pinned host memory and back.
@@ -48,7 +48,7 @@ class Tiers:
     duplex_bandwidth: float = float("inf")
 
     def bus_seconds(self, in_bytes: float, out_bytes: float) -> float:
-        """The time of copies that run in both directions at once: first both, then the rest of one of them."""
+        """The time of copies in both directions: they run at the same time, then the rest of the longer one."""
         into, out = min(self.in_bandwidth, self.duplex_bandwidth), min(self.out_bandwidth, self.duplex_bandwidth)
         both = min(in_bytes / into, out_bytes / out)
         if both <= 0:
@@ -57,7 +57,7 @@ class Tiers:
         return both + max(0.0, rest_in / self.in_bandwidth, rest_out / self.out_bandwidth)
 
     def with_duplex(self, each: float) -> Tiers:
-        """These tiers, where each direction of the bus has so many bytes a second while both are busy.
+        """These tiers with measured rates of each direction of the bus while both directions are busy.
 
         A direction alone is not slower. Where it was measured so, something else was using the bus.
         """
@@ -67,7 +67,7 @@ class Tiers:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What a way to run a layer costs, in a stack of such layers.
+    """The cost of one layer in a stack of layers that run in the same way.
 
     Attributes:
         base_bytes, layer_bytes: temporaries of a stack of n layers: base_bytes + n * layer_bytes.
@@ -177,7 +177,7 @@ def scan_layers(body: Callable[[Any, Any], Any], params: Any, x: Any) -> Any:
 
 
 def some_layers(params: Any, length: int) -> Any:
-    """So many layers on the device: the first ones, and the same again where there are fewer. Of shapes: any values."""
+    """`length` layers on the device: the first layers, repeated if there are fewer; arbitrary values for shapes."""
 
     def of(x: Any) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -213,7 +213,7 @@ def profile_stack(
 
 
 def training_step(stack: Callable[[Any, Any], Any]) -> Any:
-    """`value_and_grad` of a stack, jitted."""
+    """The jitted `value_and_grad` of a stack."""
 
     def loss(params: Any, x: Any) -> Any:
         return sum((leaf.astype(jnp.float32) ** 2).mean() for leaf in jax.tree.leaves(stack(params, x)))

@@ -14,8 +14,8 @@ from dejax.offload.plan.curve import best, draw
 from dejax.offload.plan.measure import Tiers, timed
 
 _NOISE = 1.005  # measured times differ by half a percent between runs
-_KEPT_FREE = 1 / 8  # of host memory, which a store with a disk tier leaves free
-_ROWS = 8  # of the curve, in a table
+_KEPT_FREE = 1 / 8  # the part of host memory that a store with a disk tier leaves free
+_ROWS = 8  # rows of the curve in a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Phase:
     drive_seconds: float = 0.0
 
     def stall_seconds(self, tiers: Tiers) -> float:
-        """What the phase takes beyond its arithmetic."""
+        """The time of the phase beyond that of its arithmetic."""
         bus = tiers.bus_seconds(self.in_bytes, self.out_bytes)
         return max(0.0, bus - self.seconds, self.drive_seconds - self.seconds)
 
@@ -258,7 +258,7 @@ class Plan:
         return {name for name, most in self.budgets.items() if getattr(way, name) > most}
 
     def _least(self) -> str:
-        """The budgets, the least of each that would do with the others as they are, and the least device memory."""
+        """The budgets as text: for each the least that would suffice beside the others, and the least device memory."""
         if not self.ways:
             return "nothing fits the store's tiers; raise host_bytes, give the store a path, or allow 'recompute'"
         given = " and ".join(f"{name}={int(n)}" for name, n in self.budgets.items() if n != float("inf"))

@@ -56,7 +56,7 @@ class StateArray:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What is known of a step before its ways are compared.
+    """Facts about a step that its ways have in common.
 
     Attributes:
         num_layers: of the stack.
@@ -141,7 +141,7 @@ def _bytes(arrays: Any) -> int:
 
 
 def _ends(phase: Phase, tiers: Tiers) -> float:
-    """What a loop takes beyond its slowest part, times its number of layers.
+    """The time of a loop beyond the time of its slowest part for all layers.
 
     The first layer waits for its rows, and the loop ends when the last layer's rows are back. So of the ways in and out
     and the arithmetic, all but the slowest add the time of one layer.
@@ -287,7 +287,7 @@ def _ways(
 
 
 def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, count: int) -> LayerCost:
-    """Two short stacks, all of their state on the device, and gradients that are kept.
+    """Measures two short stacks whose state is all on the device and whose gradients are kept.
 
     The cost's bytes are without the layers' inputs, and its stored_bytes are those of an input.
     """
@@ -313,7 +313,7 @@ def _cost(make: Callable[..., StackStep], outer: Any, layers: Any, batch: Any, c
 
 
 def _running(compiled: Any, state: Any, batch: Any) -> Callable[[], Any]:
-    """A function that makes a step from the state that the last one left."""
+    """A function that runs a step on the state that the previous step returned."""
     held = [state]
 
     def run() -> Any:
@@ -353,7 +353,7 @@ def _step_of(make: Callable[..., StackStep], way: Way) -> StackStep:
 
 
 def _copied(x: Any) -> Any:
-    """The step is given its state for good."""
+    """An array that a step may donate: a copy, or arbitrary values for a shape."""
     return jax.numpy.full(x.shape, 0.01, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else jax.numpy.copy(x)
 
 

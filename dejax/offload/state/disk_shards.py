@@ -21,12 +21,12 @@ from dejax import _compat
 
 
 def divided(sharding: Any) -> bool:
-    """Whether it has several devices."""
+    """Whether a sharding has several devices."""
     return sharding is not None and bool(sharding.num_devices > 1)
 
 
 def why_not_one_mesh(shardings: Sequence[NamedSharding]) -> str | None:
-    """Says which meshes divide the arrays of a state; None where it is one mesh."""
+    """A text that names the meshes that divide the arrays of a state; None if it is a single mesh."""
     meshes = list(dict.fromkeys(at.mesh for at in shardings))
     return None if len(meshes) == 1 else f"`state` must be of one mesh, got arrays of {meshes[0]} and {meshes[1]}"
 
@@ -64,12 +64,12 @@ def mark_of(sharding: NamedSharding, shape: Sequence[int]) -> int:
 
 
 def ticket_sharding(mesh: Any) -> NamedSharding:
-    """Of tickets [devices, 5]: a row on each device."""
+    """The sharding of tickets [devices, 5]: a row on each device."""
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
 def placed_as(mesh: Any, values: Sequence[Any], specs: Sequence[PartitionSpec]) -> list[Any]:
-    """Where axes of the mesh are explicit: values divided as a `shard_map` takes them. Elsewhere XLA sees to it."""
+    """Divides values as a `shard_map` takes them, if axes of the mesh are explicit. Otherwise XLA divides them."""
     if AxisType.Explicit not in mesh.axis_types:
         return list(values)
     return [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(values, specs, strict=True)]
@@ -123,7 +123,7 @@ def rows_of_tickets(ticket: Any, sharding: NamedSharding) -> dict[Any, np.ndarra
 
 
 def _shards_of(array: Any, sharding: NamedSharding) -> Callable[[Any, Any], Any]:
-    """From a device and its index into the array to its shard."""
+    """A function from a device and its index into the array to the device's shard."""
     shape = tuple(array.shape)
     if isinstance(array, jax.Array):
         if not _same_parts(array.sharding, sharding, shape):
@@ -143,7 +143,7 @@ def _same_parts(a: Any, b: Any, shape: tuple[int, ...]) -> bool:
 
 
 def distinct(parts: dict[Any, tuple[Any, Any]], shape: Sequence[int]) -> list[tuple[tuple[slice, ...], Any]]:
-    """One shard of those that hold the same part, as (index without None, shard)."""
+    """One shard for each distinct part of an array, as pairs (index without None, shard)."""
     found: dict[tuple[Any, ...], tuple[tuple[slice, ...], Any]] = {}
     for index, shard in parts.values():
         bounds = _bounds(index, shape)
@@ -152,7 +152,7 @@ def distinct(parts: dict[Any, tuple[Any, Any]], shape: Sequence[int]) -> list[tu
 
 
 def _bounds(index: Any, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Of a shard: where it begins and ends along each axis."""
+    """The begin and the end of a shard along each axis."""
     return tuple(at.indices(size)[:2] for at, size in zip(index, shape, strict=True))
 
 
@@ -167,7 +167,7 @@ def read_rows(parts: dict[Any, tuple[Any, Any]], shape: tuple[int, ...], dtype: 
 
 
 def shard_bytes(sharding: Any, shape: Sequence[int], dtype: Any) -> int:
-    """Of one device's shard, or of a whole array."""
+    """Number of bytes of one device's shard, or of an array that is not divided."""
     shape = sharding.shard_shape(tuple(shape)) if divided(sharding) else shape
     return math.prod(shape) * np.dtype(dtype).itemsize
 

@@ -33,7 +33,7 @@ def first_state(
     put: Callable[[Any, Tier, Any], Any],
     unit: int,
 ) -> Any:
-    """`init(params)`, each array of it in its place.
+    """Runs `init(params)` and puts each array of the result in its place.
 
     Where `init` cannot be traced, or is being traced, it runs as it is, and its arrays are placed then.
 
@@ -66,7 +66,7 @@ def first_state(
                 value = small.value(root)
                 if not isinstance(value, jax.Array):  # a literal
                     value = jnp.asarray(value.item() if root.aval.weak_type else value, root.aval.dtype)
-                given = jnp.copy(value) if id(value) in mine else value  # a state is given away, its parameters are not
+                given = jnp.copy(value) if id(value) in mine else value  # steps donate the state, not these parameters
             elif given is None:
                 given = LazyArray(_demand(closed, leaves), root, leaves, unit)
             made.append(put(given, tier, sharding))
@@ -76,7 +76,7 @@ def first_state(
 def _traced(
     init: Callable[[Any], Any], leaves: Sequence[Any], treedef: Any
 ) -> tuple[core.ClosedJaxpr, list[Any], Any] | None:
-    """The jaxpr of `init`; what it returns as it is, None in the place of each result; and the tree of both."""
+    """The jaxpr of `init`; values that it returns unchanged, None for each computed result; and the tree of both."""
     if any(isinstance(x, jax.core.Tracer) for x in leaves) or not all(map(_is_array, leaves)):
         return None
     kept: list[Any] = []
@@ -131,7 +131,7 @@ def in_place(
 
 
 def filled(value: Any, shape: Sequence[int], dtype: Any, sharding: Any) -> jax.Array:
-    """An array of one value, each shard made where it lies."""
+    """An array whose elements are all equal, with each shard made on its own device."""
 
     def part(index: Any) -> np.ndarray[Any, Any]:
         return np.full([len(range(*at.indices(size))) for at, size in zip(index, shape, strict=True)], value, dtype)
@@ -140,7 +140,7 @@ def filled(value: Any, shape: Sequence[int], dtype: Any, sharding: Any) -> jax.A
 
 
 def _only_device(leaves: Sequence[Any]) -> Any:
-    """The device of all parameters, if it is one."""
+    """The device of all parameters, if they lie on one device; else None."""
     devices = {device for x in leaves if isinstance(x, jax.Array) for device in x.sharding.device_set}
     return devices.pop() if len(devices) == 1 else None
 
@@ -159,7 +159,7 @@ class LazyArray:
 
     @property
     def rows(self) -> int:
-        """Rows of a unit."""
+        """Number of rows in a unit."""
         return max(1, self._unit // max(1, self.nbytes // self.shape[0])) if self.shape else 1
 
     @property

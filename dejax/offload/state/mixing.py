@@ -67,7 +67,7 @@ def why_not_by_layers(tx: Any, outer: Any, layer: Any) -> str | None:
 
 
 def dependences(jaxpr: core.Jaxpr, given: Sequence[Runs]) -> list[Runs]:
-    """What each result of a jaxpr depends on, by what its arguments depend on."""
+    """The groups of parameters on which each result of a jaxpr depends, given those of its arguments."""
     known: dict[Any, Runs] = dict(zip(jaxpr.invars, given, strict=True))
 
     def read(var: Any) -> Runs:
@@ -90,7 +90,7 @@ def _labelled(tree: Any, label: int) -> Any:
 
 
 def _traced(tx: Any, params: Any, labels: Sequence[int]) -> tuple[core.ClosedJaxpr, list[Runs]]:
-    """The update of gradients, state and parameters, and what its arguments depend on in the first step."""
+    """The traced update of gradients, state and parameters, and the groups on which its arguments depend at first."""
     init, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
     init = inlined(init)
     update = inlined(jax.make_jaxpr(lambda g, s, p: tx.update(g, s, p))(params, state, params))
@@ -119,7 +119,7 @@ def _draws(jaxpr: core.Jaxpr) -> bool:
 
 
 def _of_elements(eqn: Any, given: list[Runs]) -> list[Runs] | None:
-    """Of an equation whose results' elements are those of operands, or come from elements at the same place."""
+    """Dependences of an equation that moves elements, or computes each from the elements at its place."""
     name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0].aval
     if name in _ROW_MAJOR:
         return [given[0]]
@@ -147,7 +147,7 @@ def _all(runs: Iterable[tuple[int, Labels]]) -> Labels:
 
 
 def _merged(runs: Sequence[tuple[int, Labels]]) -> Runs:
-    """Neighbours that depend on the same are one run."""
+    """Merges neighbouring runs of elements that depend on the same groups."""
     found: list[tuple[int, Labels]] = []
     for size, labels in runs:
         if found and found[-1][1] == labels:
@@ -168,7 +168,7 @@ def _part(runs: Runs, begin: int, end: int) -> Runs:
 
 
 def _joined(several: Sequence[Runs]) -> Runs:
-    """What elements depend on that come from the elements at the same place of several values."""
+    """Dependences of elements that are computed from the elements at the same place of several values."""
     ends = sorted({end for runs in several for end in itertools.accumulate(size for size, _ in runs)})
     parts = zip([0, *ends], ends, strict=False)
     return _merged([(e - b, _NOTHING.union(*(_all(_part(r, b, e)) for r in several))) for b, e in parts]) or (

@@ -115,7 +115,7 @@ def optimizer(
         traced, others, out_tree = _trace_update(tx, state, (updates, params, extra))
         on_disk = any(map(is_on_disk, traced.state))
         away = [is_on_disk(x) if on_disk else moved.is_large(x) for x in traced.state]
-        # Outside of jit one operation follows the other: nothing could overlap.
+        # Outside of jit operations run one after the other, so nothing could overlap.
         inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((traced.state, others)))
         if on_disk and not inside:
             raise ValueError("offload.optimizer: a state on disk must be updated in jax.jit, got arrays outside of it")
@@ -138,7 +138,7 @@ def optimizer(
 
 @dataclass(frozen=True)
 class _Moved:
-    """Which arrays of the state lie elsewhere, and where."""
+    """Which arrays of the state lie outside of device memory, and where."""
 
     min_bytes: int
     path: Any
@@ -150,7 +150,7 @@ class _Moved:
 
     def is_large(self, x: Any) -> bool:
         if not (hasattr(x, "dtype") and hasattr(x, "size")) or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
-            return False  # a random key is no memory
+            return False  # random keys stay on the device
         return x.size * np.dtype(x.dtype).itemsize >= max(1, self.min_bytes)
 
     def tiers(self, state: Any) -> list[Tier]:
@@ -162,7 +162,7 @@ class _Moved:
         return "host" if self.path is None else "disk"
 
     def put(self, x: Any, tier: Tier, sharding: Any) -> Any:
-        """An array of the state in its place."""
+        """Puts an array of the state in its place."""
         if tier == "device":
             return x if sharding is None or not hasattr(x, "dtype") else in_place(x, tier, sharding)
         if tier == "disk" and isinstance(x, jax.core.Tracer):
@@ -225,7 +225,7 @@ class _Copies:
         return host, found[0]
 
     def _known(self, state: Sequence[Any], host: Sequence[bool]) -> list[tuple[Any, ...]]:
-        """How the arrays in host memory may be divided."""
+        """The shardings that the arrays in host memory may have."""
         explicit = explicit_shardings(_chosen(state, host))
         if explicit is None:
             return self._seen.of(state)
@@ -263,7 +263,7 @@ def _trace_update(tx: Any, state: Any, others: tuple[Any, Any, Any]) -> tuple[St
 
 
 def _order(update: StateUpdate, away: Sequence[bool]) -> list[int]:
-    """An order of the outputs in which those that need the same arrays of the host follow one another."""
+    """An order of the outputs in which outputs that need the same arrays in host memory follow one another."""
     needs = update.needs([i for i, is_away in enumerate(away) if is_away])
     last = update.num_updates
     first: dict[int, int] = {}  # for each array, the first update that needs it

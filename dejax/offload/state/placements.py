@@ -36,7 +36,7 @@ def shardings_of(moments: Any, params: Any) -> list[Any]:
 
 
 def is_on_host(x: Any) -> bool:
-    """Whether an array, or what is traced, lies in host memory. A numpy array counts as one on the device."""
+    """Whether an array or a tracer lies in host memory. A numpy array counts as an array on the device."""
     return getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
 
 
@@ -51,7 +51,7 @@ class Placements:
         self._found: dict[Any, list[Shardings]] = {}
 
     def note(self, arrays: Sequence[Any]) -> Shardings:
-        """Remembers how arrays lie outside of `jax.jit`; returns the sharding of each, None where there is none."""
+        """Remembers the shardings of arrays outside of `jax.jit`; returns them, with None for arrays without one."""
         shardings = tuple(getattr(x, "sharding", None) for x in arrays)
         found = self._found.setdefault(_shapes(arrays), [])
         if shardings in found:
@@ -60,12 +60,12 @@ class Placements:
         return shardings
 
     def of(self, arrays: Sequence[Any]) -> list[Shardings]:
-        """How arrays of such shapes have been placed, the latest way last."""
+        """The shardings that arrays of these shapes have had, the latest ones last."""
         return self._found.get(_shapes(arrays), [])
 
 
 def explicit_shardings(arrays: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Of traced arrays whose types tell, because all axes of their meshes are explicit; None where one does not."""
+    """The shardings of traced arrays, which their types tell if all mesh axes are explicit; None if one is unknown."""
     found = [getattr(jax.typeof(x), "sharding", None) for x in arrays]
     for at in found:
         if not isinstance(at, NamedSharding) or set(at.mesh.axis_types) != {AxisType.Explicit}:

@@ -34,7 +34,7 @@ Layer = Callable[[Any, dict[int, Any], Any], tuple[Any, dict[int, Any], Any]]
 
 
 class Run:
-    """One step. Arrays [layers, ...] have numbers: parameters, then moments, then gradients that are kept.
+    """The computation of one step. Arrays [layers, ...] are numbered: parameters, moments, then kept gradients.
 
     Args:
         config: of the step.
@@ -83,11 +83,11 @@ class Run:
         self.moved = [i for i in self.away if places[i] in copied]
         self.rows: HostRows | None = None
         self.ticket = jnp.zeros((2,), jnp.uint32)
-        self._begun: Walk | None = None  # the loop whose first rows are on their way already
+        self._begun: Walk | None = None  # the loop whose first rows are being copied already
         self._check_update(trained)
 
     def loss(self, batch: Any) -> Array:
-        """The loss, and nothing else."""
+        """Computes the loss only."""
         self.moved = [i for i in self.moved if i < len(self.params)]
         embedded, loss = self._ends(batch)
         outer = self.outer_split.trained(jax.tree.leaves(self.state.outer))
@@ -100,7 +100,7 @@ class Run:
         return value
 
     def _streams(self, certain: bool) -> bool:
-        """Whether dejax copies what is in host memory."""
+        """Whether dejax copies the arrays in host memory; otherwise XLA does."""
         if self.config.streams is not None:
             return self.config.streams
         if _native.unavailable_reason() is not None:
@@ -132,7 +132,7 @@ class Run:
         return embedded, loss
 
     def step(self, batch: Any) -> tuple[StackState, Array]:
-        """The new state, and the loss before it."""
+        """Computes a step: the new state, and the loss of the old one."""
         config = self.config
         leaves = jax.tree.leaves(self.state.outer)
         outer = self.outer_split.trained(leaves)
@@ -259,7 +259,7 @@ class Run:
         return found
 
     def _gradients(self, cotangent: Any, saved: Any) -> tuple[Any, Array, Array]:
-        """Keeps each layer's gradient; returns what `_backward` does."""
+        """Keeps each layer's gradient for a later update; returns the same as `_backward`."""
 
         def layer(carry: Any, values: dict[int, Any], handle: Any) -> Any:
             gradient, _, carry = self._gradient_of(carry, values, handle)
@@ -297,7 +297,7 @@ class Run:
     def _loop(
         self, reads: Sequence[int], writes: Sequence[int], layer: Layer, carry: Any, given: Any, *, reverse: bool
     ) -> tuple[Any, Any]:
-        """Calls `layer` for each layer with its arrays `reads`, and writes the new ones to `writes`.
+        """Calls `layer` for each layer with its rows of the arrays `reads`; writes new rows to the arrays `writes`.
 
         Args:
             reads, writes: numbers of arrays.
@@ -361,7 +361,7 @@ class Run:
         return self._finished(gradient, p), cotangent
 
     def _finished(self, gradient: Any, params: Any) -> Any:
-        """The gradient of the loss, in the dtypes of the parameters, by that of the scaled loss."""
+        """Divides the gradient of the scaled loss by its scale, in the dtypes of the parameters."""
         if self.config.loss_scale is not None:
             gradient = jax.tree.map(lambda g: g / self.state.scale.astype(g.dtype), wide(gradient))
         return narrowed(gradient, params)
@@ -376,7 +376,7 @@ class Run:
         return _if(finite, new, {i: values[i] for i in new})
 
     def _likely(self, norm: Array) -> Array:
-        """What the norm of all gradients will be at least: that of the gradients so far, or the last step's."""
+        """An estimate of the norm of all gradients: the larger one of the norm so far and the last step's norm."""
         return norm if self.config.clip_norm is None else jnp.maximum(norm, self.state.norm)
 
     def _clipped(self, gradient: Any, norm: Array) -> Any:

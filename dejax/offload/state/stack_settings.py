@@ -87,11 +87,11 @@ class StackSettings:
 
     @functools.cached_property
     def disk(self) -> StateStore:
-        """The files of arrays on disk."""
+        """The `StateStore` of the arrays on disk."""
         return store_at(self.path)
 
     def check(self) -> None:
-        """Raises for what `stack_step` refuses."""
+        """Raises an error for settings that `stack_step` refuses."""
         if not (hasattr(self.tx, "init") and hasattr(self.tx, "update")):
             raise TypeError(f"stack_step: `tx` must be an Optax transformation, got {type(self.tx).__name__}")
         for name, value in (("params", self.params), ("moments", self.moments)):
@@ -127,7 +127,7 @@ class StackSettings:
         return found
 
     def split(self, outer: Any, layers: Any) -> tuple[TrainedArrays, TrainedArrays]:
-        """Which parameters are trained, outside of the stack and in it."""
+        """Which parameters are trained, those outside of the stack and those in it."""
         return _split("outer", outer, self.frozen), _split("layers", layers, self.frozen)
 
 

@@ -100,7 +100,7 @@ class StackStep(StackSettings):
         return state
 
     def _put(self, x: Any, tier: Tier, sharding: Any) -> Any:
-        """An array [layers, ...] in its place, in which each device has its shard."""
+        """Puts an array [layers, ...] in its place, on each device its shard."""
         if divided(sharding) and (tier == "disk" or (tier == "host" and self.streams)):
             require_whole_rows(x, sharding)
         row = shard_bytes(sharding, x.shape, x.dtype) // x.shape[0]
@@ -125,7 +125,7 @@ class StackStep(StackSettings):
         return self._traced(state, batch).step(batch)
 
     def _step_of(self, seen: Shardings) -> Callable[[StackState, Any], tuple[StackState, Array]]:
-        """The step for states that are divided so, always the same function: `jit` traces it once for them."""
+        """The step for states with these shardings, always the same function, so that `jit` traces it once for them."""
         if not any(map(divided, seen)):
             return self
 
@@ -140,7 +140,7 @@ class StackStep(StackSettings):
 
     @functools.cached_property
     def _seen(self) -> Placements:
-        """Of the states that `init` has made or `jit` got."""
+        """The placements of the states that `init` has made or that `jit` was given."""
         return Placements()
 
     def loss(self, state: StackState, batch: Any) -> Array:
@@ -166,7 +166,7 @@ class StackStep(StackSettings):
         return run
 
     def _on_the_device(self, state: StackState, batch: Any) -> Run:
-        """With a copy of the state on the device: how JAX, which has found a NaN, calls the step to say where."""
+        """Runs the step on a copy of the state on the device, where JAX calls it to locate a NaN (`jax_debug_nans`)."""
         gradients: Kept = "freed" if self.gradients == "freed" else "device"
         here = dataclasses.replace(
             self, params="device", moments="device", gradients=gradients, streams=False, path=None

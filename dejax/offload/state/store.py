@@ -29,7 +29,7 @@ _REMEDY = "read the array first: np.asarray(array), with is_leaf=lambda x: isins
 
 
 class _Refuse:
-    """What JAX calls to draw random numbers with a ticket, and what pickle meets in one."""
+    """The function that JAX calls to draw random numbers with a ticket: it raises an error, also if it is pickled."""
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise TypeError(f"DiskArray: a ticket must not be used as a value; {_REMEDY}")
@@ -341,7 +341,7 @@ class StateStore:
         return DiskArray(ticket, shape, dtype, unit, self)
 
     def _write(self, array: Any, unit: int, lane: int = 0) -> int:
-        """Writes an array that is not divided; returns its number."""
+        """Writes an array that is not divided over devices; returns the array's number."""
         nbytes = math.prod(array.shape) * np.dtype(array.dtype).itemsize
         number = int(self._native.create(nbytes=nbytes, unit_bytes=unit, lane=lane))
         try:
@@ -427,7 +427,7 @@ def _restored(place: Any, value: Any) -> Any:
 
 
 def store_at(path: Any) -> StateStore:
-    """The store of a `path` argument."""
+    """The `StateStore` that an argument `path` names: a store, or a new one in a folder."""
     return path if isinstance(path, StateStore) else StateStore(path)
 
 
@@ -447,7 +447,7 @@ def _parts(array: Any, unit: int) -> Any:
 
 
 def _on_its_device(array: Any) -> Any:
-    """A context for a slice of a shard: where the caller has set a mesh, jax accepts no array of one device."""
+    """A context for slicing a shard, because jax accepts no array of one device if the caller has set a mesh."""
     devices = array.devices() if isinstance(array, jax.Array) else ()
     if len(devices) != 1 or jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()

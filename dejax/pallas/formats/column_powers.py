@@ -32,12 +32,12 @@ from dejax.pallas.formats.row_scaled import finite_magnitude, max_magnitude, pow
 # sector of its own.
 _ELEMENTS, _ELEMENTS_APART = 16384, 2048
 _TOGETHER = 8  # float32 elements of a memory sector
-_MOST_ELEMENTS = 8 * _ELEMENTS  # that a program reads in all
-MAX_COLUMNS = 4096  # that a program holds
+_MOST_ELEMENTS = 8 * _ELEMENTS  # the most elements that a program reads in all
+MAX_COLUMNS = 4096  # the most columns of which a program holds the powers
 _WARPS = 8
 _AHEAD = 3  # arrays whose elements a program loads before it needs them: 64 registers of a thread each, at most
 _LARGEST = np.float32(3e38)
-_NOTHING = np.float32(2.0**-126)  # of columns that no part has, which are zeros
+_NOTHING = np.float32(2.0**-126)  # the power of columns that belong to no part and are zeros
 
 # The axis of an array's rows in the subscripts of `Columns`.
 ROWS = "#"
@@ -119,7 +119,7 @@ def of_array(number: int, shape: tuple[int, ...], kept: tuple[int, ...]) -> Colu
 
 
 def tree(source: Source) -> list[Source]:
-    """A source and all that it is made of, arguments first."""
+    """A source and all sources on which it depends, arguments first."""
     found: dict[Source, None] = {}
     for argument in source.arguments:
         found.update(dict.fromkeys(tree(argument)))
@@ -155,7 +155,7 @@ def column_powers(
 
 
 def plain(arrays: Arrays, source: Source) -> jax.Array:
-    """The powers of `source` in plain JAX, of all rows."""
+    """The powers of `source`, measured on all rows, in plain JAX."""
     if isinstance(source, Placed):
         largest = jnp.zeros(source.shape, jnp.float32)
         for part, start in source.parts:
@@ -219,11 +219,11 @@ class _Job:
 
     @property
     def scratch(self) -> list[Source]:
-        """What the source is made of, arguments first."""
+        """The sources on which the job's source depends, arguments first."""
         return tree(self.source)[:-1]
 
     def place(self) -> tuple[jax.Array, jax.Array]:
-        """Where the columns of the source belong in the result, and which do."""
+        """The position in the result of each column of the source, and which columns belong there."""
         column = _columns_of(self.source)
         inside = column < self.source.size
         if not isinstance(self.whole, Placed) or self.whole is self.source:
@@ -261,9 +261,9 @@ def _kernel(*refs: Any, jobs: tuple[_Job, ...], used: Sequence[int], num_sources
 
 
 def _estimate(job: _Job, arrays: Mapping[int, Any], results: tuple[Any, Any], scratch: dict[Source, Any]) -> None:
-    """Stores the powers of the job's source, by way of those of all that it is made of."""
+    """Stores the powers of the job's source, computed from the powers of the sources on which it depends."""
     steps = tree(job.source)
-    # What takes time is the way to memory: the elements of the next arrays come while these are looked at.
+    # Latency of memory takes most of the time: the next arrays' elements are loaded while these are reduced.
     coming = [s for s in steps if isinstance(s, Columns)]
     loaded: dict[Source, _Elements] = {}
     for s in steps:
@@ -304,7 +304,7 @@ def _placed(s: Placed, scratch: dict[Source, Any]) -> jax.Array:
 
 
 class _Elements:
-    """The products of elements of which the largest is looked for.
+    """The products of elements whose largest magnitude is wanted.
 
     Elements of arrays are loaded at once where one tile holds all of them, else a tile at a time.
     """
@@ -327,7 +327,7 @@ class _Elements:
         )
 
     def _load(self, first: Any) -> tuple[dict[str, jax.Array], jax.Array, list[jax.Array]]:
-        """Where elements are, whether they exist, and those of arrays."""
+        """The indices of elements, the mask of those that exist, and the elements of arrays, loaded."""
         s, column = self.columns, _columns_of(self.columns)
         entry = lanes(self.sample.at_a_time, 0, 2) + first
         inside = (column < s.size) & (entry < self.sample.entries)
@@ -350,7 +350,7 @@ class _Elements:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """The elements of each column that are read: some rows, and all that belongs to a row, as far as there is time.
+    """The elements of each column that are read: some rows, and of each row as many elements as there is time for.
 
     Attributes:
       columns: what is estimated.
@@ -406,7 +406,7 @@ class _Sample:
 
 
 def _spread(index: jax.Array, chosen: int, size: int) -> jax.Array:
-    """Numbers below `chosen` as numbers below `size`, evenly spread."""
+    """Maps the numbers below `chosen` to numbers below `size`, evenly spread."""
     if chosen >= size:
         return index
     stride = np.float32((size - 1) / max(chosen - 1, 1))

@@ -19,7 +19,7 @@ from dejax.pallas.formats.row_scaled import RowScaled, encode, inverse_of, of_st
 
 # A program holds a whole row.
 MAX_WIDTH = 8192
-_ELEMENTS = 4096  # of a program
+_ELEMENTS = 4096  # elements that a program holds
 
 
 def _kernel(x: Any, *refs: Any, rows: int, width: int, length: int, block: int) -> None:

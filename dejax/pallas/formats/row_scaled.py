@@ -33,11 +33,11 @@ from dejax.pallas._shapes import cdiv, feature_mask
 from dejax.pallas._tiles import as_integers, where
 
 _ONE = 127  # the biased exponent of 1.0
-# Powers of two whose inverse is a normal number too.
+# Biased exponents of powers of two whose inverse is a normal number, too.
 _LOW, _HIGH = np.int32(1), np.int32(253)
-_MANTISSA, _EXPONENT = np.int32(23), np.int32(0xFF)  # bits of a float32: how many, and which after those
-# Kernels write rows whose last axis has at least so many features at lengths that are multiples of `ROW_MULTIPLE`: a
-# row that begins at a multiple of 16 bytes is read 8 elements at a time.
+_MANTISSA, _EXPONENT = np.int32(23), np.int32(0xFF)  # a float32's bits of mantissa, and the mask of its exponent
+# Kernels pad the last axis of rows with at least `_LEAST_WIDTH` features to a multiple of `ROW_MULTIPLE` elements,
+# because a row that begins at a multiple of 16 bytes is read 8 elements at a time.
 _LEAST_WIDTH = 16
 ROW_MULTIPLE = 8
 
@@ -129,7 +129,7 @@ def stored(features: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def of_stored(mantissa: Array, exponent: Array, features: tuple[int, ...], columns: Array | None = None) -> RowScaled:
-    """`RowScaled` of these feature axes, of what a kernel wrote."""
+    """Makes a `RowScaled` with the feature axes `features` from the mantissas and exponents that a kernel wrote."""
     return RowScaled(mantissa, exponent, columns, None if mantissa.shape[1:] == features else features[-1])
 
 
@@ -147,7 +147,10 @@ def encode(x: Array, parts: int = 1, columns: Array | None = None) -> RowScaled:
 
 
 def powers_of(largest: Array) -> Array:
-    """The power of two at or below each magnitude, float32; for zeros that of the largest, or 1 where all are zeros."""
+    """The power of two at or below each magnitude, float32.
+
+    A magnitude of 0 gets the power of the largest magnitude, or 1 if all magnitudes are 0.
+    """
     return powers_of_tile(largest, jnp.max(largest, initial=0))
 
 
@@ -198,8 +201,7 @@ def exponents(x: Array, axis: int | tuple[int, ...] | None) -> tuple[Array, Arra
     Finite elements of `x` times that power of two are below 2 in magnitude. Infinities and NaN stay what they are, and
     their neighbours keep their digits: a score that is masked is -inf. `axis` None: of all of `x`.
     """
-    # Of magnitudes as integers one step of the exponent higher, those that are not finite pass the largest integer and
-    # are negative.
+    # The exponents of the magnitudes' bits are raised by 1: infinities and NaN then overflow to negative integers.
     bits = lax.bitcast_convert_type(lax.abs(x.astype(jnp.float32)), jnp.int32)
     bits = lax.add(bits, lax.full_like(bits, 1 << 23))
     if axis is None:
@@ -236,22 +238,22 @@ RAISED = 14
 
 
 def raised(exponent: Array) -> Array:
-    """The exponent whose `inverse_power` brings rows of `exponent` below 2^15, and not just below 2."""
+    """The exponent whose `inverse_power` brings rows with the exponent `exponent` below 2^15 instead of below 2."""
     return lax.max(lax.sub(exponent, np.int32(RAISED)), _LOW)
 
 
 def raised_exponents(x: Array, axis: int | tuple[int, ...] | None) -> tuple[Array, Array]:
-    """As `exponents`, but `x` times the power is below 2^15 in magnitude, and not below 2."""
+    """As `exponents`, but `x` times the power is below 2^15 in magnitude instead of below 2."""
     exponent = raised(exponents(x, axis)[0])
     return exponent, inverse_power(exponent)
 
 
-# How much larger than it is the small part of a float32 number is kept.
+# The factor by which the small part of a float32 number is stored larger.
 LOW_RAISED = 11
 
 
 def two_parts(x: Array) -> tuple[Array, Array]:
-    """Two float16 tiles, `x` to 22 bits as their sum where the second counts 2^-11; `x` below 2^15 in magnitude."""
+    """Two float16 tiles a and b with `x` = a + 2^-11 b to 22 bits; `x` must be below 2^15 in magnitude."""
     high, kept = _triton.narrowed(x, jnp.float16)
     low = lax.sub(x, kept) * np.float32(2.0**LOW_RAISED)
     low = lax.select(lax.eq(low, low), low, lax.full_like(low, 0))  # infinity less infinity

@@ -71,7 +71,7 @@ _binaries: dict[KernelSource, Future[KernelBinary]] = {}
 
 
 def prepare(source: KernelSource) -> Future[KernelBinary]:
-    """Begins to compile a kernel where that has not begun; a kernel that is on disk is read."""
+    """Begins to compile a kernel, or to read it if it is on disk, unless that has begun already."""
     with _lock:
         if source not in _binaries:
             _binaries[source] = _threads().submit(_made, source)
@@ -125,7 +125,7 @@ def _read(path: Path) -> KernelBinary | None:
 
 
 def _write(path: Path, found: KernelBinary) -> None:
-    """Not at all where the folder cannot be written: the binary is compiled again by the next process."""
+    """Writes a binary to disk. If the folder cannot be written, the next process compiles the binary again."""
     head = asdict(found)
     image = head.pop("image")
     with contextlib.suppress(OSError):

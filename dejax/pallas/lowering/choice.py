@@ -15,10 +15,10 @@ _chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("dejax_lowe
 
 
 def checked(name: str | None, what: str) -> str | None:
-    """`name`, if it is one of `LOWERINGS` or None.
+    """Returns `name` if it is None or one of `LOWERINGS`.
 
     Raises:
-      ValueError: it is another; the message begins with `what`.
+      ValueError: `name` is neither; the message begins with `what`.
     """
     if name is not None and name not in LOWERINGS:
         raise ValueError(f"{what} must be {' or '.join(map(repr, LOWERINGS))}, got {name!r}")
@@ -26,13 +26,13 @@ def checked(name: str | None, what: str) -> str | None:
 
 
 def chosen() -> str | None:
-    """The lowering of kernels that are traced now, by `lowered_by`, else by `$DEJAX_LOWERING`; None: neither says."""
+    """The lowering of kernels traced now: that of `lowered_by`, else `$DEJAX_LOWERING`; None if neither is set."""
     return _chosen.get() or checked(os.environ.get(_VARIABLE) or None, f"${_VARIABLE}")
 
 
 @contextlib.contextmanager
 def lowered_by(name: str | None) -> Iterator[None]:
-    """Kernels that are traced inside are lowered so; None leaves the choice as it is."""
+    """A context manager: kernels that are traced inside it are lowered by `name`; None leaves the choice as it is."""
     token = _chosen.set(name or _chosen.get())
     try:
         yield

@@ -17,7 +17,7 @@ def _call(printer: Printer, equation: Any, values: list[str]) -> list[str]:
 
 
 def _cond(printer: Printer, equation: Any, values: list[str]) -> list[str]:
-    """Of two branches; the second is that of a true or greater index."""
+    """Prints `cond` with two branches; the second one runs if the index is true or not 0."""
     index, *operands = values
     otherwise, then = equation.params["branches"]
     results = [printer.name() for _ in equation.outvars]
@@ -32,7 +32,7 @@ def _cond(printer: Printer, equation: Any, values: list[str]) -> list[str]:
 
 
 def _loop(printer: Printer, head: str, carried: list[str], body: Callable[[], list[str]]) -> None:
-    """A loop that replaces the carried names by what `body` gives."""
+    """Prints a loop whose carried names get the results of `body` in each step."""
 
     def step() -> None:
         printer.let_all(carried, [printer.let(value) for value in body()])
@@ -45,7 +45,7 @@ def _carried(printer: Printer, initial: Sequence[str]) -> list[str]:
 
 
 def _scan(printer: Printer, equation: Any, values: list[str]) -> list[str]:
-    """Of a fixed number of steps that carry everything."""
+    """Prints `scan` with a fixed number of steps, all of whose values are carried."""
     p = equation.params
     consts, count = _compat.scan_counts(equation)
     if count + consts != len(values) or count != len(equation.outvars) or p["reverse"]:

@@ -33,12 +33,12 @@ instruction_p.def_abstract_eval(lambda *args, text: jax.core.ShapedArray(args[0]
 
 
 def barrier() -> None:
-    """All threads of a program wait for each other, and see what they have stored."""
+    """All threads of a program wait for each other; each then sees what the others have stored."""
     barrier_p.bind()
 
 
 def atomic_add(ref: Any, index: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
-    """Adds to `ref[index]` where `mask` is true, and gives what was there before; tiles of one shape."""
+    """Adds a tile to `ref[index]` where `mask` is true, and returns the previous elements; all tiles have one shape."""
     return atomic_add_p.bind(ref, index, value, mask)
 
 

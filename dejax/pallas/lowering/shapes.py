@@ -16,12 +16,12 @@ def type_name(dtype: Any) -> str:
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether it has floating point, bfloat16 included."""
+    """Whether a dtype is floating point, bfloat16 included."""
     return jax.numpy.issubdtype(dtype, jax.numpy.floating)
 
 
 def literal(value: Any, dtype: Any) -> str:
-    """A number, with its dtype."""
+    """A number as text of Triton's language, with its dtype."""
     if not is_float(dtype):
         return f"tl.full((), {int(value)}, {type_name(dtype)})"
     number = float(value)

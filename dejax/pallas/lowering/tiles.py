@@ -11,7 +11,7 @@ import numpy as np
 from dejax.pallas.lowering.printer import Printer, Rule
 from dejax.pallas.lowering.shapes import broadcast, expanded, is_float, lanes, literal, reshaped, type_name
 
-# By primitive; of floats, and of integers and booleans, where these differ.
+# Text by primitive; a pair where the text for floats differs from that for integers and booleans.
 _ELEMENTWISE: dict[str, str | tuple[str, str]] = {
     "add": "{} + {}",
     "sub": "{} - {}",
@@ -45,7 +45,7 @@ _ELEMENTWISE: dict[str, str | tuple[str, str]] = {
     "copy": "{}",
     "reshard": "{}",
 }
-# Functions of NVIDIA's library; of floats of 16 bits they are computed in float32.
+# Functions of NVIDIA's device library; 16-bit floats are converted to float32 for them.
 _LIBRARY = {
     **dict.fromkeys("exp exp2 expm1 log log2 log1p sqrt rsqrt cbrt sin cos tan asin acos atan".split()),
     **dict.fromkeys("sinh cosh tanh asinh acosh atanh atan2 pow erf floor ceil nextafter".split()),
@@ -94,7 +94,7 @@ def _is_finite(printer: Printer, equation: Any, values: list[str]) -> list[str]:
 
 
 def _integer_pow(printer: Printer, equation: Any, values: list[str]) -> list[str]:
-    """By squarings."""
+    """Prints an integer power as repeated squarings and products."""
     exponent, power, product = abs(equation.params["y"]), values[0], ""
     while exponent:
         if exponent & 1:
@@ -159,7 +159,7 @@ _COMBINED |= {"maximum_with_nan_along": "max", "minimum_with_nan_along": "min"}
 
 
 def _reduce(printer: Printer, equation: Any, values: list[str]) -> list[str]:
-    """One axis after the other, the last one first."""
+    """Prints a reduction over several axes: one axis after the other, the last one first."""
     combined, (x,) = _COMBINED[equation.primitive.name], values
     kind = "float_" if combined != "add" and is_float(equation.outvars[0].aval.dtype) else ""
     for axis in sorted(equation.params["axes"], reverse=True):
@@ -183,7 +183,7 @@ def _dot(printer: Printer, equation: Any, values: list[str]) -> list[str]:
 
 
 def _to_tf32(x: str) -> str:
-    """Rounded to TF32's mantissa: the tensor cores would cut off what is too long, with twice the error."""
+    """Prints the rounding to TF32's mantissa. Tensor cores would cut off the further bits, with twice the error."""
     return _assembly("cvt.rna.tf32.f32 $0, $1;", ["r"], [x], "r")
 
 

@@ -39,7 +39,7 @@ _LONG_LOOP = 4
 
 @dataclass(frozen=True, slots=True)
 class GemmPlan(MergedHeads):
-    """What is known of a call besides its arrays; `names` are the kernel's references in order.
+    """The static facts of a call; `names` are the kernel's references in order.
 
     A program multiplies `merged` heads at once, by a block-diagonal matrix of `k` by `n`, whose blocks are `head_k` by
     `head_n`. A row has `head_blocks` such sets of heads.
@@ -96,7 +96,7 @@ class _Tile:
     ref: dict[str, Any]
     c: GemmPlan
     type: jax.Array
-    there: jax.Array  # whether it has rows
+    there: jax.Array  # whether the tile has rows
     heads: jax.Array  # the number of its set of merged heads
     column_block: jax.Array
     position: jax.Array  # [block]

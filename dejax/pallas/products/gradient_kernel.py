@@ -33,7 +33,7 @@ _LEAST = -400
 
 @dataclass(frozen=True, slots=True)
 class GradientPlan(MergedHeads):
-    """What is known of a call besides its arrays; `names` are the kernel's references in order.
+    """The static facts of a call; `names` are the kernel's references in order.
 
     A program takes `merged` heads at once and keeps the diagonal blocks, `head_k` by `head_n`, of their `k` by `n`
     product. A row has `head_blocks` such sets of heads.
@@ -93,7 +93,7 @@ _dot = functools.partial(_triton.dot, transpose_x=True)
 
 
 def _added(sum_: Sum, x: Left, y: jax.Array, y_exponent: jax.Array | None, c: GradientPlan) -> Sum:
-    """The sum plus x^T y."""
+    """Adds x^T y to the sum."""
     if c.arithmetic == "exact":
         return sum_[0] + exact_transposed_product(x, y), sum_[1]
     if c.arithmetic == "direct":

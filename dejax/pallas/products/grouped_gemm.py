@@ -224,7 +224,7 @@ def _multiplied(
 
 
 def _plan(r: GroupedGemm, schedule: GemmSchedule | None) -> GemmPlan:
-    """How the call is cut, without the names of what the kernel is given."""
+    """The plan of the call, without the names of the kernel's references."""
     (_, heads, k), n, dots = r.x.shape, r.n, r.epilogue.dot_vector is not None
     assert r.groups.block is not None
     merged = merged_heads(heads, k, n, r.precision, r.x.dtype) if schedule is None and not dots else 1

@@ -22,9 +22,9 @@ TILE_BLOCKS = (32, 64, 128)
 _FOR_STAGES = 0.88
 # With fewer positions matrices are scaled in every tile, and come in float32: that saves a launch or two.
 SCALE_BEFOREHAND = 500_000
-# From so many positions on, programs of several tiles are enough for all multiprocessors.
+# Number of positions from which on programs of several tiles are enough for all multiprocessors.
 _MANY_POSITIONS = 1 << 20
-# From so many positions on, weight gradients load steps ahead.
+# Number of positions from which on weight gradients load steps ahead.
 _MANY_PRODUCTS = 200_000
 
 
@@ -107,7 +107,7 @@ def gemm_block(
 
 
 def _fitting_stages(most: int, stage_bytes: int) -> int:
-    """As many stages of a pipeline as shared memory holds, one at least."""
+    """The number of pipeline stages that shared memory holds, at least one."""
     return min(most, max(1, int(_FOR_STAGES * machine().shared_bytes) // stage_bytes))
 
 
@@ -263,7 +263,7 @@ def weight_gradient_schedule(
 def _wide_weight_gradient_schedule(
     wide_k: int, wide_n: int, in_16_bits: tuple[bool, bool], num_positions: int
 ) -> WeightGradientSchedule:
-    """Of products in float16.
+    """The schedule of products in float16.
 
     Rows in 16 bits go to shared memory as they come, steps ahead. Rows of float32 are converted in registers, so their
     side of a tile is 64.
@@ -307,7 +307,7 @@ def rows_per_split(num_positions: int) -> int:
 
 # Programs of the first pass of a row product for each multiprocessor: together they wait for enough rows.
 _PROGRAMS = 4
-# Fewer rows are no part of their own.
+# A part has at least this many rows.
 _LEAST_PART = 128
 
 

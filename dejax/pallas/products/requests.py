@@ -38,7 +38,7 @@ class GemmGroups:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GemmEpilogue:
-    """What a grouped GEMM does with a product row before it stores it, in this order.
+    """Operations on a product row of a grouped GEMM before the row is stored, in this order.
 
     Attributes:
       bias: float[types, heads, n] or, without the heads axis, float[types, n]; it is added.

@@ -18,7 +18,7 @@ from dejax.pallas._checks import as_index, check_float
 from dejax.pallas._shapes import cdiv, lanes, next_power_of_two
 from dejax.pallas._tiles import steps
 
-# Rows that are added at once, and elements of them that a program takes.
+# Rows that are added at once, and elements of each row that a program takes.
 _TILE = (8, 512)
 # A sum of many rows waits for each of its steps, and few sums make few programs: this tile is taller and narrower.
 _TILE_OF_MANY = (32, 128)

@@ -51,7 +51,7 @@ class SegmentBounds:
 
 @dataclass(frozen=True, slots=True)
 class _ReducePlan:
-    """What is known of a reduction besides its arrays; `names` are the first kernel's references in order."""
+    """The static facts of a reduction; `names` are the first kernel's references in order."""
 
     kind: str
     num_entries: int
@@ -67,7 +67,7 @@ class _ReducePlan:
         return cdiv(self.width, self.schedule.width)
 
     def nothing(self, shape: tuple[int, ...]) -> jax.Array:
-        """A tile that changes nothing when it is combined with another."""
+        """A tile of neutral elements: combining it with another tile changes nothing."""
         # Of the result's dtype: a greater range has none of its numbers at its ends.
         value = np.asarray(identity(self.kind, self.dtype)).astype(self.accumulator)
         return lax.full(shape, value, self.accumulator)

@@ -44,7 +44,7 @@ class Reduction:
 
 
 def check_reductions(reductions: Sequence[Reduction]) -> None:
-    """Raises `ValueError` for reductions that make no sense, `NotImplementedError` for those that have no kernel."""
+    """Raises `ValueError` for invalid reductions, and `NotImplementedError` for reductions that no kernel computes."""
     for i, r in enumerate(reductions):
         if r.kind not in KINDS:
             raise ValueError(f"reductions[{i}].kind must be one of {', '.join(KINDS)}, got {r.kind!r}")
@@ -68,7 +68,7 @@ def _expand(x: jax.Array, rank: int) -> jax.Array:
 
 
 def _finite(maximum: jax.Array) -> jax.Array:
-    """A maximum to subtract: 0 in place of -inf, whose difference with itself is not a number."""
+    """Replaces -inf by 0 in a maximum that is subtracted, because -inf less -inf is NaN."""
     return where(lax.eq(maximum, np.float32(-np.inf)), 0.0, maximum)
 
 
@@ -118,7 +118,7 @@ def update(
 
 
 def merge(reductions: Sequence[Reduction], accs: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Accumulators of [rows, *padded shape]: the slots of each row merged, maxima of nothing still -inf."""
+    """Merges the accumulators of the entries of each row: [rows, *padded shape]. Maxima of no entry stay -inf."""
     if not accs:
         return ()
     if accs[0].shape[1] == 1:
@@ -139,7 +139,7 @@ def merge(reductions: Sequence[Reduction], accs: Sequence[jax.Array]) -> tuple[j
 
 
 def results(reductions: Sequence[Reduction], merged: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """What an epilogue sees: maxima of nothing are 0, and nothing equals them."""
+    """Accumulators as an epilogue reads them: a maximum of no entry is 0, and its number of equal entries is 0."""
 
     def result(r: Reduction, a: jax.Array) -> jax.Array:
         if r.kind == "ties":

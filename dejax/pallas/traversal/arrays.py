@@ -126,7 +126,7 @@ def named(arrays: Sequence[Any], tables: Sequence[jax.Array]) -> dict[Name, jax.
 
 
 def written(what: str, outputs: Sequence[Output], length: int, row_scaled: Sequence[int] = ()) -> Structs:
-    """What a kernel writes: mantissas in place of the outputs `row_scaled`, and after all outputs their exponents."""
+    """The arrays that a kernel writes: mantissas for outputs in `row_scaled`, and their exponents after all outputs."""
     found: Structs = {}
     for i, (shape, dtype) in enumerate(outputs):
         stored_as = (stored(shape), jnp.dtype(jnp.float16)) if i in row_scaled else (shape, dtype)
@@ -138,7 +138,7 @@ def written(what: str, outputs: Sequence[Output], length: int, row_scaled: Seque
 def results(
     made: Mapping[Name, jax.Array], what: str, outputs: Sequence[Output], row_scaled: Sequence[int] = ()
 ) -> tuple[Any, ...]:
-    """The outputs, of what a kernel wrote; arguments as in `written`."""
+    """Makes the outputs from the arrays that a kernel wrote; arguments as in `written`."""
     return tuple(
         of_stored(made[what, i], made["row_exponents", i], shape) if i in row_scaled else made[what, i]
         for i, (shape, _) in enumerate(outputs)

@@ -84,12 +84,12 @@ def reshaped(value: Any, shape: tuple[int, ...]) -> Any:
     return value.reshape(*shape) if isinstance(value, Factored) else resized(value, shape)
 
 
-# Sides by which a tile must be smaller than another for a product with it to be one with its rows' factor.
+# A tile is multiplied into another tile's factor if it has at most one element for this many of the other's.
 _NARROWER = 4
 
 
 def _is_factor(x: Any, of: Any) -> bool:
-    """Whether a tile has one element for many of another's."""
+    """Whether a tile has one element for many elements of another tile, so that it may join the other's factor."""
     sides = zip(x.shape[2:], of.shape[2:], strict=True) if x.ndim == of.ndim else ()
     return (
         not isinstance(x, Factored)
@@ -100,7 +100,7 @@ def _is_factor(x: Any, of: Any) -> bool:
 
 
 def product(x: Any, y: Any) -> Any:
-    """`x * y` of one rank, of which either may be `Factored`: one element for many goes to the factor."""
+    """`x * y` of one rank; either may be `Factored`. A tile with one element for many is multiplied into the factor."""
     for left, right in ((x, y), (y, x)):
         if isinstance(left, Factored):
             if _is_factor(right, left):
@@ -111,7 +111,7 @@ def product(x: Any, y: Any) -> Any:
 
 
 def quotient(x: Any, y: Any) -> Any:
-    """`x / y` of one rank; for many numbers over one, times its inverse."""
+    """`x / y` of one rank. If one element of `y` divides many of `x`, its inverse is taken once and multiplied."""
     y = whole(y)
     return product(x, 1.0 / y) if x.ndim == y.ndim and _is_factor(y, x) else whole(x) / y
 

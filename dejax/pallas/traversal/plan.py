@@ -16,7 +16,7 @@ Name = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """What is known of a traversal besides its arrays; `names` are the kernel's references in order."""
+    """The static facts of a traversal; `names` are the kernel's references in order."""
 
     body: Callable[..., Any]
     epilogue: Callable[..., Any] | None
@@ -44,7 +44,7 @@ class LoopPlan:
 
     @property
     def per_row(self) -> tuple[int, ...]:
-        """Which operands have one tile for all entries of a row, or the same in each slot of an entry."""
+        """Which operands have one tile for all entries of a row."""
         return tuple(i for i, o in enumerate(self.operands) if o.access in BY_ROW)
 
 

@@ -20,7 +20,7 @@ from dejax.pallas.traversal.factored import Factored
 from dejax.pallas.traversal.plan import LoopPlan, Refs
 from dejax.pallas.traversal.request import Output
 
-# Features from which on a tile comes as `Factored`, and is stored from threads of one entry.
+# Number of features from which on a tile is loaded as `Factored`, and stored by the threads of one entry.
 WIDE = 16
 
 
@@ -36,8 +36,8 @@ def load(
 ) -> Any:
     """The tile [*index.shape, *padded shape] of rows `index`, floats as float32, zeros where masked and in padding.
 
-    `exponents` is the reference of those of `RowScaled`, else None. With `factored`, a wide tile of floats comes as
-    `Factored`.
+    `exponents` is the reference to the exponents if the array is a `RowScaled`, else None. With `factored`, a wide tile
+    of floats is returned as `Factored`.
 
     With `column`, the features start there in each row of a two-dimensional array; they start at `first` on their
     first axis.
@@ -183,7 +183,7 @@ def evaluate(
 
 
 def _part(whole: tuple[int, ...], parts: Any) -> tuple[int, ...]:
-    """The feature shape of each of the tiles that are stored side by side in place of one."""
+    """The feature shape of one of several tiles that are stored side by side in one output."""
     return (whole[0] // len(parts), *whole[1:]) if isinstance(parts, tuple) and len(parts) > 1 else whole
 
 
@@ -244,7 +244,7 @@ def reduce_entries(
 
     first = indices_at(plan, r, here, here < end)
     accs, _ = _triton.fori_loop(0, steps(longest, stride), step, (initial(plan.reductions, rows, entries), first))
-    # Before slots are merged: each thread multiplies its own elements.
+    # Powers of columns are multiplied before the entries of a row are merged: each thread multiplies its own elements.
     found = tuple(
         a if of.factor is None else lax.mul(a, _spread(plan, r, of.factor, rows, entries))
         for a, of in zip(accs, plan.reductions, strict=True)
@@ -275,7 +275,7 @@ def write_rows(
 
 
 def _of_rows(tile: jax.Array) -> jax.Array:
-    """A tile [rows, entries, *padded] of which all entries are the same as [rows, *padded]."""
+    """A tile [rows, entries, *padded], all of whose entries are equal, as [rows, *padded]."""
     if tile.shape[1] > 1:
         return as_integers(lambda bits: lax.reduce_max(bits, (1,)), tile)
     return resized(tile, (tile.shape[0], *tile.shape[2:]))

@@ -33,7 +33,7 @@ class TraversalSchedule:
 
 @dataclass(frozen=True, slots=True)
 class _Reads:
-    """What a traversal reads.
+    """The operands of a traversal, as far as the schedule depends on them.
 
     Attributes:
       entry_rows: for each wide operand that is read for an entry, whether its rows are in 16 bits.
@@ -122,7 +122,7 @@ def _reads(width: int, loads: Sequence[tuple[int, bool]] | None, row_loads: Sequ
 
 
 def _narrow_schedule(width: int, mean_degree: float, num_rows: float) -> TraversalSchedule:
-    """Of traversals that read scalars alone."""
+    """The schedule of a traversal that reads scalars only."""
     if mean_degree >= 64:  # rows of hundreds of entries are types
         return TraversalSchedule(1, 64, 1, 1)
     if mean_degree >= 4:

@@ -217,7 +217,7 @@ def lower_to_kernels(
     return _planned(program, counts, disable.union(_TAKEN_APART[-1]), row_scaled, row_scaled_outputs, inference)
 
 
-# What a plan does without, from the whole plan to none.
+# The parts that successive plans of the kernels leave out: the first plan leaves out nothing, the last one all.
 _TAKEN_APART: tuple[tuple[str, ...], ...] = (
     (),
     ("traversal", "storage"),

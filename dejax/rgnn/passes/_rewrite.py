@@ -44,7 +44,7 @@ class Rewrite:
         return rebuild(self.program, self.visit, self.new)
 
     def read_once(self, value: int) -> bool:
-        """Whether one operator alone reads a value, and no output is it."""
+        """Whether exactly one operator reads a value, and the value is no output of the program."""
         return len(self.users[value]) == 1 and value not in self.program.outputs
 
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
@@ -53,7 +53,7 @@ class Rewrite:
 
 
 def live(program: OpProgram, outputs: Iterable[int], within: Container[int] | None = None) -> set[int]:
-    """The values that outputs are made of; with `within`, arguments of other operators do not count."""
+    """The values on which the outputs depend; with `within`, only through arguments of the operators in it."""
     found = set(outputs)
     for i in reversed(range(len(program.ops))):
         if i in found and (within is None or i in within):
@@ -81,7 +81,7 @@ def origins(program: OpProgram, value: int) -> set[str]:
 
 
 def is_anchor(maps: set[str]) -> bool:
-    """Whether `compact` computes a value of these maps once for each node, type or pair."""
+    """Whether `compact` computes a value that is read by these maps once for each node, type or pair."""
     return any(maps <= within for within in ({"src", "etype", "source_pair"}, {"dst", "etype", "destination_pair"}))
 
 
@@ -186,7 +186,8 @@ def unless_empty(builder: Builder, via: str, row: int, none: float) -> int:
 def scale_of_weight(builder: Builder, factor: int) -> int:
     """A factor by type, or shared, for the weight of each type; 1 for types without rows.
 
-    Nothing reads the factor there. It may be infinite, as 1 / the number of edges, and 0 times that is no gradient.
+    Nothing reads the weights of types without rows. Their factor may be infinite, such as 1 / the number of edges, and
+    0 times infinity would make the gradient NaN.
     """
     via = {Space.EDGE_TYPE: "etype", Space.NODE_TYPE: "ntype", Space.GRAPH: "all"}[builder.ops[factor].space]
     return unless_empty(builder, via, widened(builder, factor), 1.0)

@@ -48,7 +48,7 @@ class Pat:
         self.attrs = attrs
 
     def found(self, values: Values, value: int, bound: Bound) -> Iterator[Bound]:
-        """The ways in which a value matches, as what is bound then."""
+        """The ways in which a value matches; each is a dict of the names that it binds."""
         op = values.ops[value]
         if (self.operators and op.name not in self.operators) or (self.once and not values.read_once(value)):
             return
@@ -77,7 +77,7 @@ class Pat:
 
 
 class Var(Pat):
-    """Any value."""
+    """A pattern that every value matches."""
 
     def __init__(self, name: str, once: bool = False) -> None:
         super().__init__("", name=name, once=once)

@@ -46,7 +46,7 @@ def staging_bytes(sizes: Sequence[int], ahead: int, count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StreamUse:
-    """What a stream is made for.
+    """The properties of a stream.
 
     Attributes:
         feature: the function of the user, in messages.
@@ -107,7 +107,7 @@ class Stream:
         self._use = use
         self._in_host = [k for k, x in enumerate(arrays) if not is_on_disk(x)]
         self._on_disk = [k for k, x in enumerate(arrays) if is_on_disk(x)]
-        self._changed: set[int] = set()  # of those on disk
+        self._changed: set[int] = set()  # numbers of the arrays on disk that the program changes
         self._staging_bytes = staging_bytes
         self._site = next(_sites)
         self._calls = 0
@@ -142,7 +142,7 @@ class Stream:
         return ticket
 
     def _opened(self, ticket: Array, on_disk: Sequence[DiskArray]) -> Array:
-        """In `begin`, on one device: the ticket after its arrays on disk are open."""
+        """Opens the arrays on disk, in `begin`, on one device; returns the ticket for the next call."""
         if not on_disk:
             return ticket
         sizes = {"pull_bytes": np.array([x.nbytes for x in on_disk], np.int64)}
@@ -267,14 +267,14 @@ class Stream:
         return ticket, made
 
     def _operands(self) -> list[Any]:
-        """What a body takes of the arrays: on several devices, tickets of those on disk."""
+        """The operands by which a body gets the arrays; on several devices, arrays on disk are passed as tickets."""
         return [x.ticket if self.mesh is not None and is_on_disk(x) else x for x in self.arrays]
 
     def _operand_specs(self) -> list[PartitionSpec]:
         return [self._each if is_on_disk(x) else spec for x, spec in zip(self.arrays, self.specs, strict=True)]
 
     def _own(self, operands: Sequence[Any]) -> list[Any]:
-        """Inside of a body: the device's own shards, of `_operands`."""
+        """The device's own shards, from `_operands`, inside of a body."""
         if self.mesh is None:
             return list(operands)
         return [
@@ -331,7 +331,7 @@ class Stream:
 
 
 def shapes_of_shards(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-    """Of each array one device's shard, without its values; an array on one device as it is."""
+    """The shape and dtype of one device's shard of each array; an array on one device is its own shard."""
     if not any(map(disk_shards.divided, shardings)):
         return list(arrays)
     return [

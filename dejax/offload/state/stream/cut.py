@@ -156,13 +156,13 @@ def _cut(arrays: Sequence[Any], piece_bytes: int) -> tuple[tuple[int, ...], int]
 
 
 def _cut_on_disk(shape: tuple[int, ...], unit: int) -> tuple[tuple[int, ...], int]:
-    """Likewise, as the files are cut: in units of so many elements."""
+    """As `_cut`, for arrays on disk, whose pieces are units of the files."""
     row = math.prod(shape[1:])
     return (shape, unit // row) if unit % row == 0 else ((math.prod(shape),), unit)
 
 
 def unit_of(shape: tuple[int, ...], dtype: Any, piece_bytes: int) -> int:
-    """Bytes of a piece of an array on disk: equally many elements of each dtype, as the moments of a parameter need."""
+    """Bytes of a piece of an array on disk. Pieces of all dtypes have as many elements, since moments go together."""
     row = max(1, math.prod(shape[1:]))
     elements = max(1, piece_bytes // 4)
     return (elements // row * row or elements) * np.dtype(dtype).itemsize
@@ -198,10 +198,10 @@ def _fill_equations(update: StateUpdate, group: StateGroup) -> bool:
         if update.state_of(output) is None:
             eqn = update.producer.get(root)
             if eqn is not None and eqn.primitive.name == "mul":
-                return False  # of two arrays
+                return False  # the equation has two arrays as operands
         scalars = [v for eqn in group.tails[output] for v in eqn.invars if v is not wide_of(eqn)]
         if not all(_walk(update, v, shape, inputs, {}, []) for v in scalars):
-            return False  # LAMB's ratio of norms, which depends on the whole array
+            return False  # it depends on the whole array, such as LAMB's ratio of norms
         if not _walk(update, root, shape, inputs, depends, group.equations):
             return False
     return True
@@ -242,5 +242,5 @@ def read_by(update: StateUpdate, group: StateGroup) -> list[Any]:
 
 
 def wide_of(eqn: Any) -> Any:
-    """The operand of an equation of a tail that has the shape of the result."""
+    """The operand with the shape of the result, in an equation of a tail."""
     return next(v for v in eqn.invars if not isinstance(v, core.Literal) and v.aval.shape == eqn.outvars[0].aval.shape)

@@ -135,7 +135,7 @@ class StatePieces(Stream):
         return made
 
     def take(self) -> dict[int, Any]:
-        """In `evaluate`: the arrays of the next piece by number, while the `ahead` pieces after it are copied."""
+        """The arrays of the next piece by number, in `evaluate`; the `ahead` pieces after it are being copied."""
         if self._taken == 0:
             self._pulls += [part for parts in self._parts[: self._ahead] for part in parts]
             self._next_call()
@@ -145,12 +145,12 @@ class StatePieces(Stream):
         return dict(zip(self._pieces[at].group.state, self._next_call(self._parts[at]), strict=True))
 
     def push(self, number: int, piece: StatePiece, value: Any) -> None:
-        """In `evaluate`: the next call begins to copy a piece of an array's new value to the host."""
+        """Has the next call begin to copy a piece of an array's new value to the host; in `evaluate`."""
         k = self._at[number]
         self._pushes.append((piece.of(k, self.shards[k]), value))
 
     def wait_for(self, value: Any) -> Any:
-        """In `evaluate`: `value`, computed before the next call. XLA might otherwise keep its operands to the end."""
+        """Has `value` computed before the next call, in `evaluate`. XLA might otherwise keep its operands."""
         value = jax.lax.optimization_barrier(value)
         self._after.append(value)
         return value
@@ -161,11 +161,11 @@ class StatePieces(Stream):
         return dict(zip(self._at, self.finish(self._ticket), strict=True))
 
     def shape(self, number: int) -> tuple[int, ...]:
-        """Of an array, as one device has it."""
+        """The shape of an array as one device has it."""
         return tuple(self.shards[self._at[number]].shape)
 
     def _flush(self) -> None:
-        """Begins what the next call would begin."""
+        """Makes a call that begins the copies that the next call would begin."""
         if self._pulls or self._pushes or self._after:
             self._next_call()
 

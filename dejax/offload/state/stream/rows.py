@@ -75,7 +75,7 @@ class HostRows(Stream):
         return self.run(calls, ticket)[0]
 
     def take(self, ticket: Array, walk: Walk) -> tuple[Array, list[Array]]:
-        """In the body of a loop: the iteration's rows; begins to copy later ones."""
+        """The rows of this iteration, in the body of a loop; begins to copy the rows of later iterations."""
 
         def calls(ticket: Array) -> tuple[Array, list[Array]]:
             return self.call(
@@ -88,7 +88,7 @@ class HostRows(Stream):
         return self.run(calls, ticket, results=self._row_specs(walk.arrays))
 
     def put(self, ticket: Array, walk: Walk, arrays: Sequence[int], values: Sequence[Array]) -> Array:
-        """In the body of a loop: begins to copy new values of the iteration's rows of some arrays to the host."""
+        """Begins to copy new values of this iteration's rows of some arrays to the host, in the body of a loop."""
 
         def calls(ticket: Array, *values: Array) -> tuple[Array, list[Array]]:
             return self.call(ticket, push=self._rows(walk, arrays, 0), values=values)
@@ -109,7 +109,7 @@ class HostRows(Stream):
         self.finish_reading(ticket, *self._waited([(loss, None)]))
 
     def _rows(self, walk: Walk, arrays: Sequence[int], iteration: int, *, in_loop: bool = True) -> list[ArrayPiece]:
-        """The rows of some arrays in an iteration; in a loop, of the one that comes so many iterations later."""
+        """The rows of some arrays in an iteration; in a loop, those of the iteration `ahead` steps later."""
         pieces = []
         for i in arrays:
             piece = ArrayPiece(i, 0, tuple(self.shards[i].shape[1:]), self.shards[i].dtype)
@@ -140,7 +140,7 @@ class HostRows(Stream):
 
 
 def why_no_rows(arrays: Sequence[Any], shardings: Sequence[Any]) -> str | None:
-    """What keeps the devices of a mesh from copying the rows of arrays, and the remedy; None where nothing does."""
+    """The reason why the devices of a mesh cannot copy rows of arrays, and the remedy; None if they can."""
     if why := why_no_shards("the step", arrays, shardings):
         return why
     found = (_why_no_whole_rows(x, at) for x, at in zip(arrays, shardings, strict=True))
@@ -148,7 +148,7 @@ def why_no_rows(arrays: Sequence[Any], shardings: Sequence[Any]) -> str | None:
 
 
 def require_whole_rows(x: Any, sharding: NamedSharding) -> None:
-    """Raises ValueError where some devices hold other rows than others."""
+    """Raises ValueError if the devices do not all hold the same rows."""
     if why := _why_no_whole_rows(x, sharding):
         raise ValueError(f"stack_step: {why}")
 

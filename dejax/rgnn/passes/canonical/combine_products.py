@@ -92,7 +92,7 @@ class _CombineProducts(Rewrite):
         return self.signed(builder, [(one, False), *((self.new[t.value], t.negative) for t in others)])
 
     def leaves(self, value: int, negative: bool = False, outer: bool = True) -> list[_ProductTerm]:
-        """The terms of a sum, whatever they are."""
+        """The terms of a sum, products or other values."""
         op = self.program.ops[value]
         if op.name in ("add", "sub") and is_float(op.dtype) and (outer or self.read_once(value)):
             left, right = op.args
@@ -150,7 +150,7 @@ class _CombineProducts(Rewrite):
         return _ProductTerm(value, negative, (), None)
 
     def scale(self, op: Op) -> tuple[int, int, int] | None:
-        """(row, scale, power) of a row times one number for each type, or for all."""
+        """For a row times (or over) one number by type or shared: a triple of row, number and power. Else None."""
         if op.name not in ("mul", "div"):
             return None
         for at in (0, 1) if op.name == "mul" else (1,):
@@ -161,7 +161,7 @@ class _CombineProducts(Rewrite):
         return None
 
     def groups(self, terms: list[_ProductTerm]) -> list[list[_ProductTerm]]:
-        """Terms that share rows or, without scales, a weight; each other term alone."""
+        """Groups of terms with the same rows or, without scales, the same weight; each other term is its own group."""
         found: dict[object, list[_ProductTerm]] = {}
         key: object
         for t in terms:

@@ -10,7 +10,7 @@ from dejax.rgnn.passes.rules import Attr, Match, Pat, Rule, Var, rules
 
 
 def _are_side_by_side(m: Match) -> bool:
-    """Whether the zeros of each part are where the other part is."""
+    """Whether the two parts lie side by side: where one part has its elements, the other has zeros."""
     zeros = [m.at(part).attr(side) for part in ("first", "second") for side in ("before", "after")]
     axis = m["axis"]
     return zeros == [0, m.shape("y")[axis], m.shape("x")[axis], 0]

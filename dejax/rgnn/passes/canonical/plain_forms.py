@@ -47,7 +47,7 @@ _SHIFT = _perhaps_stopped(Pat("gather", _LARGEST, via=Attr("via")))
 _EXPONENTIAL = Pat("exp", Pat("sub", Var("score"), _SHIFT), name="p")
 _TOTAL = _perhaps_plus_small(Pat("reduce", Var("p"), via=Attr("via"), op="sum"), "small")
 _READ_TOTAL = _perhaps_plus_small(Pat("gather", _TOTAL, via=Attr("via")), "small_at_rows")
-# What float arithmetic rounds away from 1.
+# Constants of at most this size do not change a float32 sum that is at least 1.
 _ROUNDED_AWAY = {"float32": 2.0**-24, "float64": 2.0**-53}
 
 

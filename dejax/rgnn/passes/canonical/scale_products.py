@@ -17,7 +17,7 @@ from dejax.rgnn.passes.rules import Either, Match, Pat, Rule, Var, rules
 
 
 def _scaled(scale: Pat) -> Pat:
-    """A row times a scale, or over it, that only the product reads."""
+    """A row multiplied or divided by a scale, if only the product reads the result."""
     row = Var("row")
     return Either(Pat("mul", scale, row, name="scaled", once=True), Pat("div", row, scale, name="scaled", once=True))
 
@@ -38,7 +38,7 @@ def _scale_in_weight(b: Builder, m: Match) -> int:
 
 
 def _is_scale_finer_than_row(m: Match) -> bool:
-    """Whether `compact` multiplies the row once for each node, type or pair, of which the scale differs."""
+    """Whether `compact` multiplies the row once for each node, type or pair, while the scale differs between edges."""
     if not _is_product_of_scaled_row(m):
         return False
     types = {"etype"} if m.op.attr("via") == "etype" else set()
@@ -68,5 +68,8 @@ _of_shared_weights = rules(
 
 
 def scale_products(program: OpProgram, counts: Counts, *, shared: bool = False) -> OpProgram:
-    """Both lines for weights by type or, after `aggregate`, which may do better, the first for `shared` weights."""
+    """Applies the rules for weights by type or, with `shared`, those for shared weights.
+
+    The rules for shared weights run after `aggregate`, which may find a better form.
+    """
     return (_of_shared_weights if shared else _of_typed_weights)(program, counts)

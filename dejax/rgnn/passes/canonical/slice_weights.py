@@ -22,7 +22,7 @@ def slice_weights(program: OpProgram, counts: Counts) -> OpProgram:
 
 
 class _Slices(Rewrite):
-    """`in_parts` are the values of which slices along one axis alone are read; the axis is `axis_of[value]`."""
+    """Values in `in_parts` are read only as slices along one axis, `axis_of[value]`."""
 
     def __init__(self, program: OpProgram, counts: Counts) -> None:
         super().__init__(program, counts)
@@ -31,7 +31,7 @@ class _Slices(Rewrite):
             axis = self.axis_read(i)
             if axis is not None:
                 self.axis_of[i] = axis
-        # Of values in parts, those that are made of products.
+        # The values in parts that products make.
         self.made: set[int] = set()
         for i in sorted(self.axis_of):
             op = program.ops[i]
@@ -39,7 +39,7 @@ class _Slices(Rewrite):
                 self.made.add(i)
 
     def axis_read(self, value: int) -> int | None:
-        """The axis along which all readers of a value take slices; None where one reads it whole."""
+        """The axis along which all readers of a value take slices; None if an operator reads the whole value."""
         op = self.program.ops[value]
         if op.space in _TYPES or value in self.program.outputs or not self.users[value] or not self.can_cut(op):
             return None
@@ -95,7 +95,7 @@ def _weight_axis(op: Op, axis: int) -> int | None:
 
 
 def _cut(builder: Builder, value: int, axis: int, start: int, stop: int) -> int:
-    """A slice, taken before rows are read."""
+    """A slice, taken before edges read the rows."""
     op = builder.ops[value]
     if (start, stop) == (0, op.shape[axis]):
         return value

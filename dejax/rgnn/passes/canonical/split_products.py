@@ -16,7 +16,7 @@ from dejax.rgnn.ir.inter import Builder, Op, OpProgram, Space
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import as_dtype, in_range, live, origins, rebuild
 
-# Each part is a product of its own.
+# The most parts into which a product is split: each part becomes one product.
 _MOST_PARTS = 4
 
 
@@ -74,7 +74,7 @@ def _of_sums(program: OpProgram, value: int) -> bool:
 
 
 def _ends(program: OpProgram, value: int) -> set[str]:
-    """The ends of edges that a value is made of, and "edge" where it is made of what edges have by themselves."""
+    """The ends of edges whose rows a value depends on; also "edge" if it depends on values of the edges themselves."""
     return {via.partition("_pair")[0] for via in origins(program, value) - {"etype"}}  # pairs, too, have a type
 
 

@@ -41,7 +41,7 @@ class _RowParts:
 
 
 class _SplitRows(Rewrite):
-    """`parts` has for each old value that is a concatenation the parts."""
+    """`parts` has the parts of each old value that is a concatenation."""
 
     def __init__(self, program: OpProgram, counts: Counts) -> None:
         super().__init__(program, counts)
@@ -107,7 +107,7 @@ class _SplitRows(Rewrite):
         return _whole(builder, self.parts[index])
 
     def summed(self, builder: Builder, op: Op, index: int) -> int:
-        """A sum of features: over the parts, or part by part."""
+        """A sum over feature axes: over the axis of the parts, or in each part by itself."""
         parts, kept = self.parts[op.args[0]], op.attr("keepdims")
         axes = parts.axes(op.attr("axes"))
         if parts.axis not in op.attr("axes"):
@@ -166,7 +166,7 @@ def _is_read(builder: Builder, value: int) -> bool:
 
 
 def _whole(builder: Builder, parts: _RowParts) -> int:
-    """The concatenation of the parts."""
+    """Concatenates the parts of a value."""
     values = parts.values
     if parts.stacked:
         values = tuple(_with_axis(builder, v, parts.axis) for v in values)

@@ -42,7 +42,7 @@ class _SplitSums(Rewrite):
         return as_dtype(builder, total, op.dtype)
 
     def terms(self, value: int) -> list[int] | None:
-        """The terms of a sum of rows from several places, each of one place; None for other rows."""
+        """The terms of a sum whose rows come from several places, one term for each place; None for other rows."""
         found = self.leaves(value, outer=True)
         if len(found) < 2:
             return None

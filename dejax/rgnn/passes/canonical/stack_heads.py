@@ -23,7 +23,7 @@ def stack_heads(program: OpProgram, counts: Counts) -> OpProgram:
 
 
 class _Different(Exception):
-    """The parts do not have the same operators."""
+    """Raised if the parts do not have the same operators."""
 
 
 class _StackHeads(Rewrite):
@@ -127,7 +127,7 @@ class _Group:
         return self.builder.op("linear", x, w, spec=_SPECS[rows_with_heads, weights_with_heads], via=op.attr("via"))
 
     def side_of_product(self, values: tuple[int, ...]) -> tuple[int, bool]:
-        """Rows or weights of all heads, and whether they have heads: one value for all heads has none."""
+        """Rows or weights of all heads, and whether they have an axis of heads; one value for all heads has none."""
         if len(set(values)) == 1:
             return self.rewrite.new[values[0]], False
         value = self.stacked(values)
@@ -176,7 +176,7 @@ class _Group:
         return value if axis == 0 else self.builder.op("transpose", value, perm=perm)
 
     def side_by_side(self, values: tuple[int, ...]) -> int:
-        """Weights of different operators, stacked; rows would be copied."""
+        """Stacks the weights of different operators. Rows are not stacked, since that would copy them."""
         if self.ops[values[0]].space not in _TYPES:
             raise _Different
         shape = (1, *self.ops[values[0]].shape)

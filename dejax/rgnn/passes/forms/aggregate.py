@@ -55,7 +55,7 @@ def aggregate(program: OpProgram, counts: Counts, *, exact: bool = False) -> OpP
             return None
         pair_via, pair_space = (op.attr("via"), Space.NODE) if shared else _PAIR[op.attr("via")]
         summed = multiply(builder, [(new[linear.args[0]], 1), *aligned(builder, new, rest)], op.dtype)
-        # Rows may be integers, and what is summed of them fractions; and sums of many rows are beyond float16.
+        # Sums are float32: rows may be integers while their summed products are fractions, and float16 overflows.
         dtype = in_range(linear.dtype)
         by_pair = builder.op("reduce", as_dtype(builder, summed, dtype), via=pair_via, op="sum")
         w = as_dtype(builder, new[linear.args[1]], dtype)
@@ -70,7 +70,7 @@ def aggregate(program: OpProgram, counts: Counts, *, exact: bool = False) -> OpP
 
 @dataclass(frozen=True, slots=True)
 class _WeightedTerm:
-    """One term of a sum of rows: factors, of which `moves` is the product that can follow the sum over edges."""
+    """One term of a sum of rows, as factors; the factor `moves` is a product that can be computed after the sum."""
 
     factors: tuple[Factor, ...]
     negative: bool
@@ -82,7 +82,7 @@ class _WeightedTerm:
 
 
 def _sums_apart(program: OpProgram, counts: Counts) -> OpProgram:
-    """Sums the terms of rows apart, where the product of one of them can follow its sum then."""
+    """Sums the terms of rows separately if the product of one term can then be computed after its sum."""
     users = program.users()
     new: dict[int, int] = {}
     moved: list[int] = []
@@ -109,7 +109,7 @@ def _sums_apart(program: OpProgram, counts: Counts) -> OpProgram:
 
 
 def _terms(program: OpProgram, users: list[list[int]], value: int) -> list[_WeightedTerm]:
-    """A value as a sum of products, looking through sums that nothing else reads."""
+    """Writes a value as a sum of products; an inner sum is taken apart if nothing else reads it."""
     found = factors(program, value)
     shape = program.ops[value].shape
     for f in found:
@@ -130,7 +130,7 @@ def _terms(program: OpProgram, users: list[list[int]], value: int) -> list[_Weig
 def _total(builder: Builder, program: OpProgram, new: dict[int, int], op: Op, terms: list[_WeightedTerm]) -> int:
     """The sum over edges, term by term; the terms whose products stay are one sum."""
     via = op.attr("via")
-    # 16-bit dtypes do not hold counts, nor sums of products of which the other terms take most away.
+    # 16-bit dtypes hold neither counts nor sums of products from which other terms subtract most.
     wide = "float64" if op.dtype == "float64" else "float32"
     total: int | None = None
 
@@ -167,7 +167,7 @@ def _total(builder: Builder, program: OpProgram, new: dict[int, int], op: Op, te
         at_node = builder.op("gather", value, via="all", space=str(Space.NODE))
         if op.shape:
             degree = builder.op("reshape", degree, shape=(1,) * len(op.shape)) if len(op.shape) > 1 else degree
-        # None where there are no edges: what is shared may be infinite.
+        # Nothing is added without edges, because a shared value may be infinite there.
         times = widened(builder, builder.op("mul", at_node, degree))
         total = add(total, unless_empty(builder, via, times, 0.0), negative)
     assert total is not None
@@ -175,7 +175,7 @@ def _total(builder: Builder, program: OpProgram, new: dict[int, int], op: Op, te
 
 
 def _summed_product(program: OpProgram, users: list[list[int]], op: Op) -> tuple[Op, list[Factor]] | None:
-    """The grouped GEMM whose rows a reduction to nodes sums, and the factors of its rows, which commute with it."""
+    """The grouped GEMM whose rows a reduction to nodes sums, and the factors of these rows that commute with it."""
     if not op.is_sum or op.attr("via") not in _PAIR:
         return None
     found = factors(program, op.args[0])
@@ -198,7 +198,7 @@ def _product_among(program: OpProgram, users: list[list[int]], found: list[Facto
 
 
 def _scales_rows(program: OpProgram, factor: Factor) -> bool:
-    """Whether a factor multiplies all elements of a row along its last axis alike."""
+    """Whether a factor multiplies all elements along the last axis of a row by the same number."""
     return (1, *with_axes(program.ops[factor.value].shape, factor.inserts))[-1] <= 1
 
 

@@ -29,7 +29,7 @@ _WIDE = 8
 
 
 def _join(anchors: list[str]) -> str:
-    """The coarsest anchor that determines all of them."""
+    """The coarsest anchor that determines all of the given anchors."""
     found = set(anchors) - {"all"}
     if len(found) <= 1:
         return found.pop() if found else "all"
@@ -48,7 +48,7 @@ class UnreadRows:
         self.known: dict[int, bool] = {}
 
     def one(self, x: int, anchor: str) -> int:
-        """A value of nodes or types, and 1 for those that no edge reads."""
+        """A value of nodes or types, with 1 in rows that no edge reads."""
         op = self.builder.ops[x]
         if op.name == "const" or op.space != _SPACE[anchor]:
             return x
@@ -70,7 +70,7 @@ class UnreadRows:
         return self.known[x]
 
     def is_positive(self, x: int) -> bool:
-        """Whether a divisor is seen not to be 0: a constant, or more or no less than one."""
+        """Whether a divisor is certainly not 0: a constant, or the sum or maximum of a value and a constant."""
         op = self.builder.ops[x]
         if op.name in ("sqrt", "reshape", "broadcast", "cast"):
             return self.is_positive(op.args[0])
@@ -150,7 +150,7 @@ class _Compaction:
         return joined
 
     def pays(self, anchor: str, row_bytes: int) -> bool:
-        """Whether rows at an anchor take less than those of the edges; those of pairs are read by a further index."""
+        """Whether rows at an anchor move fewer bytes than rows of edges; rows of pairs are read by one more index."""
         rows = self.counts.rows(_SPACE[anchor]) / (RATES.by_index if anchor in _PAIRS else 1)
         return Work().move(rows, row_bytes).seconds() < Work().move(self.counts.edges, row_bytes).seconds()
 
@@ -160,7 +160,7 @@ class _Compaction:
         return ops[i].width >= _WIDE and bool(users) and all(ops[u].name in _REDUCES for u in users)
 
     def lift(self, value: int, have: str, want: str) -> int:
-        """The value read from one anchor at a finer one."""
+        """Reads a value of one anchor at each row of a finer anchor."""
         if have == want:
             return value
         key = (value, have, want)

@@ -27,7 +27,7 @@ _BIASED = Pat("add", _ADDED, Pat("gather", Var("bias"), via="ntype", name="read"
 
 
 def _is_one_product(m: Match) -> bool:
-    """Whether both weights are matrices, for each head or not, and one product can and should take their place."""
+    """Whether both weights are matrices (for each head or not), and one product with both is possible and better."""
     first, second = (Product.parse(op.attr("spec")) for op in (m.at("product"), m.op))
     matrices = first.is_forward and second.is_forward and first.left == "k"
     if not matrices or ("h" in first.right) != ("h" in second.right):
@@ -38,7 +38,7 @@ def _is_one_product(m: Match) -> bool:
 
 
 def _is_read_by_products_alone(m: Match, rows: int) -> bool:
-    """Whether only grouped GEMMs on edges read the rows of nodes, at their sources, so that these need not be made."""
+    """Whether only grouped GEMMs on edges read the rows of nodes, at the sources; then the rows are not needed."""
     ops, users, outputs = m.values.ops, m.values.users, m.values.outputs
     for u in users[rows]:
         if ops[u].name != "gather" or ops[u].attr("via") != "src" or u in outputs:
@@ -49,7 +49,7 @@ def _is_read_by_products_alone(m: Match, rows: int) -> bool:
 
 
 def _is_cheaper(m: Match) -> bool:
-    """Whether each pair better reads its row of x and a product of weights than a row of the product of nodes."""
+    """Whether multiplying x for each pair by a product of weights is cheaper than reading a product of each node."""
     x, product, counts = m.at("x"), m.at("product"), m.counts
     rows = min(counts.edges, counts.source_pairs)
     weights = m.at("w").row_bytes + 2 * m.at("second_weight").row_bytes

@@ -24,7 +24,7 @@ from dejax.rgnn.passes.gradients._softmax_gradient import mean_readers
 
 
 def hoist(program: OpProgram, counts: Counts, *, exact: bool = False) -> OpProgram:
-    """The pass; with `exact`, a mean that is subtracted from the scalars that it is the mean of stays as written.
+    """The pass. With `exact`, a mean stays as written if it is subtracted from the scalars whose mean it is.
 
     The same weights multiply the differences then, whose rounded sum is 0.
     """

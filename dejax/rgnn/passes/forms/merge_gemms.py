@@ -111,7 +111,7 @@ def _member(program: OpProgram, users: list[list[int]], product: int) -> _Member
 
 
 def _weights_first(program: OpProgram) -> OpProgram:
-    """The same program, with operators on weights alone before all others."""
+    """The same program with the operators that depend on weights only before all others."""
     early: set[int] = set()
     for i, op in enumerate(program.ops):
         if op.name == "input" or (op.space in _TYPES and early.issuperset(op.args)):

@@ -29,7 +29,7 @@ def _is_typed(m: Match) -> bool:
 
 
 def _takes_scale(m: Match) -> bool:
-    """Whether a scalar by type (and head) can be multiplied into the weight, and that moves fewer bytes."""
+    """Whether a scalar by type (and head) can be multiplied into the weight, which must also move fewer bytes."""
     w, scale, counts = m.at("w"), m.at("of_type"), m.counts
     product = Product.parse(m.at("product").attr("spec"))
     if not product.is_forward or ("h" in product.out and "h" not in product.right):

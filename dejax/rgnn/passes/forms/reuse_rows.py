@@ -13,9 +13,9 @@ from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import BINARY, UNARY, Builder, Op, OpProgram, Space
 from dejax.rgnn.passes._rewrite import Rewrite
 
-# Rows of fewer elements share a sector of memory with others.
+# Rows with fewer elements than this share a memory sector (32 bytes) with other rows.
 _WIDE = 8
-# So many operations in registers, for each element, cost no more than reading it.
+# Up to this number of operations on an element in registers costs no more than reading the element from memory.
 _MOST = 4
 
 
@@ -34,7 +34,7 @@ class _Reuse(Rewrite):
         return self._on_edges(builder, op.args[0], op.attr("via"))
 
     def _operations(self, value: int, via: str, before: int) -> int:
-        """How many operations make the value of a row that edges read before; more than `_MOST` where none does."""
+        """How many operations compute the value from a row that edges read already; more than `_MOST` if none does."""
         found, waiting = 0, [value]
         while waiting and found <= _MOST:  # a value of two readers counts twice, so that the count may double with each
             at = waiting.pop()

@@ -120,13 +120,17 @@ def _multiplies_rows(program: OpProgram, users: list[list[int]], difference: int
 
 
 def centre_differences(program: OpProgram, found: list[Centred], counts: Counts) -> OpProgram:
-    """The program with every difference centred a second time."""
+    """Subtracts the weighted mean from every difference a second time, which removes its rounding error."""
     return cse(_Centring(program, found).run(), counts) if found else program
 
 
 @dataclass(frozen=True, slots=True)
 class _Remainder:
-    """Of a new difference: the one before, that times its share, the sum of these by row, and the map."""
+    """The parts of a difference that is centred a second time.
+
+    In this order: the difference before, its product with its share, the sum of these products for each row, and the
+    map of the sum.
+    """
 
     plain: int
     weighted: int

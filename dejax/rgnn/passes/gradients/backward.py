@@ -54,7 +54,7 @@ class _Differentiation:
         return b.build([*forward.outputs, *gradients])
 
     def _reaching(self) -> set[int]:
-        """Values that depend on a wanted input."""
+        """Values that depend on an input whose gradient is wanted."""
         found: set[int] = set()
         for i, op in enumerate(self.forward.ops):
             if (op.name == "input" and op.attr("position") in self.wrt) or found.intersection(op.args):

@@ -80,7 +80,7 @@ def _placed(program: OpProgram, factor: Factor, over: int = 0) -> tuple[int, int
 
 
 def _inner_product(program: OpProgram, value: int, via: str) -> tuple[int, int] | None:
-    """(gather of the row's side, other side), if the value is their product summed over the last feature axis."""
+    """The two sides of an inner product over the last feature axis, the gathered row's side first; else None."""
     op = program.ops[value]
     if op.name == "reshape":
         return _inner_product(program, op.args[0], via)

@@ -111,7 +111,7 @@ def _compared(program: OpProgram) -> set[int]:
 
 
 def _negated(program: OpProgram, value: int) -> int | None:
-    """What a value is the negative of; None where it is not one."""
+    """The value whose negative this value is; None if it is not a negative."""
     op = program.ops[value]
     if op.name == "neg":
         return op.args[0]

@@ -26,7 +26,7 @@ class _SumsByNode(Rewrite):
             return None
         rows = self.program.ops[op.args[0]]
         via = self._end(op.args[0])
-        # The sums of nodes are written and read, the rows of edges are read.
+        # Bytes: sums of nodes are written and read again, rows of edges are read once.
         by_node = Work().move(2 * self.counts.nodes, op.row_bytes)
         if by_node.seconds() > Work().move(self.counts.edges, op.row_bytes).seconds():
             return None
@@ -38,7 +38,7 @@ class _SumsByNode(Rewrite):
         return as_dtype(builder, builder.op("reduce", sums, via="all", op="sum"), op.dtype)
 
     def _end(self, value: int) -> str | None:
-        """The end of the edges by whose nodes to sum: one whose rows the value is made of.
+        """The end of the edges (source or destination) by whose nodes to sum: one on whose rows the value depends.
 
         Rather one by which the program sums other values of the same rows: they share a traversal.
         """

@@ -13,7 +13,7 @@ from dejax.rgnn.passes.kernels.storage import MIN_WIDTH
 # How often traversals read a row of nodes, on average, before a copy as row-scaled float16 pays. Traversals of short
 # segments wait for latency and not for bytes, and wait for the exponent of each row besides.
 _READS_OF_COPY = 8
-# Operators that compute nothing: a value made by these alone is a copy.
+# Operators that move elements and compute nothing: a value made by these alone is a copy.
 _COPIES = ("const", "reshape", "broadcast", "cast")
 
 
@@ -49,7 +49,7 @@ def add_node_maps(fusion: Fusion) -> None:
 
 
 def _computable_arrays(fusion: Fusion) -> list[int]:
-    """Values of nodes that must be arrays and that a kernel can compute."""
+    """Values of nodes that are needed as arrays in memory and that a kernel can compute."""
     ops = fusion.program.ops
     arrays = {
         *fusion.must_be_arrays(Space.NODE),
@@ -70,7 +70,7 @@ def _rows_gathered(fusion: Fusion) -> dict[int, int]:
 
 
 def _node_map(fusion: Fusion, values: list[int]) -> set[int]:
-    """Adds a traversal for values of nodes, unless the traversals have no order then; the values that it computes."""
+    """Adds a traversal for values of nodes if the traversals then still have an order; returns its values."""
     return set(values) if fusion.extend(fusion.traversals, [TraversalPlan(None, Space.NODE, stored=values)]) else set()
 
 

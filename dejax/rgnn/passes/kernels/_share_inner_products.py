@@ -45,7 +45,7 @@ def products_to_share(fusion: Fusion) -> dict[int, list[int]]:
 
 
 def _several_sums_of_scalars(fusion: Fusion, value: int, readers: list[int]) -> bool:
-    """Whether reductions of scalars alone, by several maps and one after another, need the value."""
+    """Whether several reductions need the value: reductions of scalars only, by different maps, one after another."""
     ops = fusion.program.ops
     if len({ops[i].attr("via") for i in readers}) < 2 or any(ops[i].width > ops[value].width for i in readers):
         return False

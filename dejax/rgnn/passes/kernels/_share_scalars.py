@@ -55,7 +55,7 @@ def share_scalars(fusion: Fusion) -> None:
 
 
 def _multipliers(fusion: Fusion, traversal: TraversalPlan) -> list[int]:
-    """The per-edge scalars that a traversal sums or multiplies rows by, if any is made of an inner product."""
+    """Per-edge scalars that a traversal sums, or by which it multiplies rows, if one depends on an inner product."""
     ops = fusion.program.ops
     if traversal.via is None or any(a.kind != "sum" for a in traversal.accumulators):
         return []
@@ -79,7 +79,7 @@ def _multipliers(fusion: Fusion, traversal: TraversalPlan) -> list[int]:
 
 
 def _widest_ancestor(fusion: Fusion, value: int) -> int:
-    """The width of the widest value that is computed or loaded for this one."""
+    """The width of the widest value that must be computed or loaded to compute this value."""
     return max(fusion.program.ops[v].width for part in fusion.cone([value], set()) for v in part)
 
 
@@ -88,7 +88,7 @@ def _is_computed(fusion: Fusion, value: int) -> bool:
 
 
 def _before_sums(fusion: Fusion, writer: TraversalPlan, scalars: list[int]) -> list[int]:
-    """The scalars that do not depend on the writer's own sums, and what the readers make the others of."""
+    """The scalars that do not depend on the writer's sums, and the operands from which readers compute the others."""
     ops, found = fusion.program.ops, dict[int, None]()
 
     def visit(value: int) -> None:
@@ -131,7 +131,7 @@ def _has_all_rows(fusion: Fusion, traversal: TraversalPlan, scalars: list[int]) 
 
 
 def _held(fusion: Fusion, traversal: TraversalPlan, scalars: list[int]) -> int:
-    """Elements that a traversal that computes the scalars, too, holds in registers: what it loads and sums."""
+    """Number of elements in registers of a traversal that also computes the scalars: those that it loads and sums."""
     ops = fusion.program.ops
     _, leaves = fusion.cone([*traversal.roots, *scalars], set())
     sums = [ops[a.out] for a in traversal.accumulators]

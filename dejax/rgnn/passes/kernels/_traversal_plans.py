@@ -14,13 +14,13 @@ from dejax.rgnn.ir.templates import ONCE_A_SEGMENT, TILE_OPS, VECTOR_SPECS, acce
 from dejax.rgnn.passes._rewrite import moves_unit_axes, powers_of_two
 
 ENTRY_SPACES = (Space.EDGE, Space.SOURCE_PAIR, Space.DESTINATION_PAIR)
-# A scalar or row is narrow next to another of at least so many times its width.
+# A scalar or row counts as narrow beside another row that is at least this many times as wide.
 NARROWER = 4
 
 
 @dataclass
 class TraversalPlan:
-    """A traversal in the making.
+    """A traversal that the pass is still extending.
 
     Attributes:
       via: the map whose coarse rows are the segments; None for a traversal without segments.
@@ -87,7 +87,7 @@ class Fusion:
             return op.attr("spec") in VECTOR_SPECS and op.attr("via") != "self"
         if op.name == "reshape":
             before = self.program.ops[op.args[0]].shape
-            # Once for a row of nodes a tile may be laid out anew, where it has no padding.
+            # A tile without padding may change its layout, because that happens once for a row of nodes.
             whole = op.space == Space.NODE and powers_of_two(*before, *op.shape)
             return whole or moves_unit_axes(op, self.program.ops[op.args[0]])
         return op.name in TILE_OPS
@@ -120,7 +120,7 @@ class Fusion:
         return sorted(body), list(leaves)
 
     def operands(self, traversal: TraversalPlan) -> tuple[list[int], list[Operand]]:
-        """What a traversal computes for each entry, and what it loads for that."""
+        """The operators that a traversal computes for each entry, and the operands that it loads for them."""
         program = self.program
         body, leaves = self.cone(traversal.computed, self.stored_elsewhere(traversal))
         operands = [as_part(program, access_operand(program, v, traversal.via)) for v in leaves]
@@ -132,7 +132,7 @@ class Fusion:
         return body, operands
 
     def epilogue_operands(self, traversal: TraversalPlan) -> list[Operand]:
-        """What the epilogue of a traversal loads for each reduced row."""
+        """The operands that the epilogue of a traversal loads for each reduced row."""
         program, operands = self.program, list[Operand]()
         inside = traversal.sums | set(traversal.epilogue)
         for op in (program.ops[i] for i in traversal.epilogue):
@@ -169,7 +169,7 @@ class Fusion:
         return value in self.cone(traversal.computed, self.stored_elsewhere(traversal))[0]
 
     def has_operands_of(self, value: int, traversal: TraversalPlan) -> bool:
-        """Whether a traversal loads no more rows of its entries to compute the value: it loads its operands anyway."""
+        """Whether a traversal can compute the value without loading more rows of its entries."""
         rest = self.cone(traversal.computed, {value, *self.stored_elsewhere(traversal)})[1]
         return all(v in rest or self.read_once_per_row(v, traversal.via) for v in self.cone([value], set())[1])
 
@@ -196,7 +196,7 @@ class Fusion:
     # --- the order of the traversals ---------------------------------------------------------------------------------
 
     def extend(self, results: list, new: list) -> bool:
-        """Adds `new` to a list of the plan, unless the traversals cannot be put in any order then; whether it did."""
+        """Adds `new` to a list of the plan if the traversals then still have an order. Returns whether it was added."""
         results += new
         if self.acyclic():
             return True

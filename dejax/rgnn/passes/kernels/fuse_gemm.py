@@ -18,7 +18,7 @@ from dejax.rgnn.passes._rewrite import powers_of_two
 
 # The widest row that one tile holds for an inner product: Triton's compiler lays out wider tiles badly for the sum.
 _WHOLE_WIDTH = 64
-# Products with so many vectors for each type are better done as a grouped GEMM with a narrow matrix than in registers.
+# A product with at least this many vectors for each type is faster as a grouped GEMM with a narrow matrix.
 _MIN_VECTORS = 4
 
 
@@ -40,12 +40,12 @@ def fuse_gemm(kernels: Kernels, counts: Counts) -> Kernels:
 
 
 def _has_template(op: Op) -> bool:
-    """Whether the template takes such rows: of any width, in the dtypes of kernels."""
+    """Whether the template takes rows of this width and dtype."""
     return op.dtype in KERNEL_DTYPES and 0 not in op.shape
 
 
 def _as_matrix(program: OpProgram, counts: Counts, i: int) -> str | None:
-    """The contraction of a product by type as one with a matrix; None where it is better done in registers."""
+    """The contraction of a product by type, written with a matrix; None if registers compute the product better."""
     op = program.ops[i]
     spec, product = op.attr("spec"), Product.parse(op.attr("spec"))
     if spec in MATRIX_SPECS:
@@ -87,7 +87,7 @@ def _only_user(program: OpProgram, users: list[list[int]], value: int) -> int | 
 
 
 def _bias(program: OpProgram, product: int, u: int) -> int | None:
-    """The rows by type that `u` adds to a product, if that is what it does."""
+    """The bias by type that the operator `u` adds to a product; None if `u` does not add one."""
     user, op = program.ops[u], program.ops[product]
     if user.name != "add" or user.shape != op.shape or user.dtype != op.dtype:
         return None
@@ -99,12 +99,12 @@ def _bias(program: OpProgram, product: int, u: int) -> int | None:
 
 
 def _is_there_before(program: OpProgram, value: int, product: int) -> bool:
-    """Whether a value does not wait for the product."""
+    """Whether a value can be computed before the product."""
     return value < product or program.ops[value].name == "input"
 
 
 def _inner_product(program: OpProgram, users: list[int], i: int, via: str) -> int | None:
-    """A user of product `i` that takes the inner product of each row, or of each head, with the vector of its type."""
+    """The operator that takes the inner product of each row (or head) of product `i` and the vector of its type."""
     op = program.ops[i]
     whole = op.shape[-1:] == (op.width,) or _heads_in_row(program, i)
     if op.dtype != "float32" or op.width > _WHOLE_WIDTH or not whole:
@@ -118,6 +118,6 @@ def _inner_product(program: OpProgram, users: list[int], i: int, via: str) -> in
 
 
 def _heads_in_row(program: OpProgram, i: int) -> bool:
-    """Whether the heads of a product lie side by side in a row of one tile, which can be cut in them."""
+    """Whether the heads of a product lie side by side in a row of one tile, so that the tile can be cut into heads."""
     op = program.ops[i]
     return op.name == "linear" and op.attr("spec") == "k,hkn->hn" and powers_of_two(*op.shape)

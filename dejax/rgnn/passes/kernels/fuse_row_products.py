@@ -14,7 +14,7 @@ from dejax.rgnn.ir.row_sums import row_sum
 from dejax.rgnn.ir.templates import KERNEL_DTYPES
 from dejax.rgnn.passes._rewrite import live
 
-# More arrays of one instance gain little, and each has a loop of its own in the kernel.
+# Largest number of arrays of one instance: more gain little, and the kernel has a loop for each array.
 _MOST = 4
 
 
@@ -35,12 +35,12 @@ def fuse_row_products(kernels: Kernels) -> Kernels:
 
 
 def _apart(program: OpProgram, instance: RowProducts, x: int, out: int) -> bool:
-    """Whether neither the instance's results are needed for `x`, nor `out` for what the instance reads."""
+    """Whether `x` does not depend on the instance's results, and the instance's operands do not depend on `out`."""
     return live(program, [x]).isdisjoint(instance.outs) and out not in live(program, instance.reads)
 
 
 def _with_totals(program: OpProgram, made: list[RowProducts]) -> list[RowProducts]:
-    """The instances, which sum the rows that they read anyway where the program does."""
+    """The instances, extended by the sums over all rows that the program takes of rows that they read anyway."""
     found = list(made)
     for i, op in enumerate(program.ops):
         if not (op.name == "reduce" and op.is_sum and op.attr("via") == "all" and op.dtype in KERNEL_DTYPES):

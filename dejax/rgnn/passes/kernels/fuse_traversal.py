@@ -140,7 +140,7 @@ def _ties(fusion: Fusion, i: int, op: Op, traversal: TraversalPlan) -> Accumulat
 
 
 def _store_entries(fusion: Fusion) -> None:
-    """Values of entries that must be arrays are stored by a traversal that computes them, or by one of their own."""
+    """Has each value of entries that is needed as an array stored: by a traversal that computes it, or by a new one."""
     ops = fusion.program.ops
     demanded = (v for v in fusion.must_be_arrays() if ops[v].space in ENTRY_SPACES and fusion.in_registers(v))
     done = {v for traversal in fusion.traversals for v in traversal.results}
@@ -180,7 +180,7 @@ def _extra_width(fusion: Fusion, traversal: TraversalPlan, value: int) -> int:
 
 
 def _needed_by_several(fusion: Fusion) -> list[int]:
-    """Inner products that several traversals compute, at least one of which loads rows only for that."""
+    """Inner products that several traversals compute, if at least one of them loads rows for this product only."""
     uses: dict[int, list[TraversalPlan]] = {}
     for traversal in fusion.traversals:
         for v in fusion.cone(traversal.computed, fusion.stored_elsewhere(traversal))[0]:
@@ -219,7 +219,7 @@ def _computable(fusion: Fusion, value: int, op: Op, mine: set[int]) -> bool:
     vector = op.name == "linear"  # times a vector of its type, which is read by the row's type
     if vector and (op.args[0] not in mine or op.attr("via") == "all" or not _stays_on_row(fusion, value)):
         return False
-    # A traversal of scalars writes no rows: the next traversal can compute them of the scalars.
+    # A traversal of scalars writes no rows, because the next traversal can compute the rows from the scalars.
     if vector and fusion.shared_products and all(ops[v].width < op.width for v in mine):
         return False
     given = () if vector else tuple(a for a in op.args if a not in mine)
@@ -239,7 +239,7 @@ def _concatenates(fusion: Fusion, op: Op, mine: set[int]) -> bool:
 
 
 def _stays_on_row(fusion: Fusion, value: int) -> bool:
-    """Whether only elementwise operators of its rows read the value, so that it need not be written for others."""
+    """Whether only elementwise operators on the same rows read the value, so that it need not be written to memory."""
     ops = fusion.program.ops
     readers = [ops[u] for u in fusion.users[value]]
     return all(u.name in ROWWISE and u.space == ops[value].space for u in readers)

@@ -24,7 +24,7 @@ _ENCODED_WIDTH = 32
 # What a weight gradient of two wide rows saves, compared with another read, where rows come from memory: 3.1 million
 # reads of 1.9 million rows 43 us, and their product 68 (a sum with narrow rows 250).
 _READ_OF_WEIGHT_GRADIENT = 0.5
-_OF_MEMORY = 0.6  # the share of such rows that is more than the cache holds, next to what else is read
+_OF_MEMORY = 0.6  # such rows come from memory if they need more than this share of the cache
 # A product of rows of so many float32 numbers is bound by their conversion, and counts as several reads. 3 million rows
 # of 1.9 million, 256 to 256: 1.47 ms and 0.68 for putting them in 16 bits, 2.78 without.
 _WIDE_PRODUCT = 256
@@ -35,18 +35,18 @@ _MANY_ENTRIES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Carries:
-    """That a value is made of a stored row.
+    """How a value depends on a stored row.
 
     Attributes:
-      summed: after a product or a sum, whose result is a row or a scalar of its own.
-      part: (axis, start, stop) where it is of some features alone.
+      summed: whether there is a product or a sum between the row and the value.
+      part: (axis, start, stop) if the value depends on these features of the row only; None for all.
     """
 
     summed: bool = False
     part: tuple[int, int, int] | None = None
 
     def apart(self, other: _Carries) -> bool:
-        """Whether the two are made of different features."""
+        """Whether the two values depend on different features of the row."""
         if self.part is None or other.part is None or self.part[0] != other.part[0]:
             return False
         return self.part[2] <= other.part[1] or other.part[2] <= self.part[1]
@@ -85,7 +85,7 @@ def linear_in(program: OpProgram, value: int) -> bool:
 
 @lru_cache(maxsize=65536)
 def _ancestors(program: OpProgram, value: int) -> frozenset[int]:
-    """A value and all that it is made of."""
+    """A value and all values on which it depends."""
     return frozenset({value}).union(*(_ancestors(program, a) for a in program.ops[value].args))
 
 
@@ -96,7 +96,7 @@ def _is_made(op: Op) -> bool:
 
 
 def _meets(program: OpProgram, i: int, value: int, arguments: set[int], before: frozenset[int]) -> bool:
-    """Whether operator `i` takes a difference of what is made of a stored row and of the row's arguments."""
+    """Whether operator `i` subtracts a value that depends on a stored row from one made of the row's arguments."""
     op = program.ops[i]
     if op.name not in ("add", "sub"):
         return False
@@ -110,7 +110,7 @@ def _meets(program: OpProgram, i: int, value: int, arguments: set[int], before: 
 
 @lru_cache(maxsize=65536)
 def _related(program: OpProgram, value: int, a: int, b: int) -> bool:
-    """Whether `a` is made of a value by another way than a product with weights that `b` is not made of.
+    """Whether `a` depends on a value by a path without a product with weights on which `b` does not depend.
 
     After such a product nothing says that the two would cancel: the gradients by way of the keys and of the values of
     attention, say, which are added up.
@@ -144,7 +144,7 @@ def _safe(op: Op, found: list[_Carries], carried: dict[int, _Carries]) -> bool:
 
 
 def _pays(reads: float, rows: int, width: int) -> bool:
-    """Whether rows of float32 that are read so often are better put in 16 bits first."""
+    """Whether float32 rows are read so often that converting them to 16 bits first is faster."""
     in_16_bits = Work().move(rows, 6 * width).move(reads, 2 * width).seconds() + RATES.encoding_seconds
     return rows > 0 and in_16_bits <= Work().move(reads, 4 * width).seconds()
 
@@ -213,7 +213,7 @@ def _rounded_reads(kernels: Kernels, num_rows: Callable[[Space], int]) -> dict[i
 
 
 def may_round(kernels: Kernels, t: Traversal) -> bool:
-    """Whether a traversal may read rows rounded.
+    """Whether a traversal may read rows that are rounded to 16 bits.
 
     The gradient of a softmax compares inner products of rows with each other, so all of these products must be of
     unrounded rows. An inner product with the vector of a type is compared with no other product, so a map over rows may
@@ -266,7 +266,7 @@ def _vectors_of_sums(kernels: Kernels, t: Traversal) -> set[int]:
 
 
 def _in_inner_products(kernels: Kernels, t: Traversal) -> set[int]:
-    """Operands in wide float32 rows, of the traversal's row or of a type, that are used in inner products alone."""
+    """Operands in wide float32 rows, read by the traversal's row or by type, whose only use is in inner products."""
     ops, users = kernels.program.ops, kernels.program.users()
     body = set(t.body)
     reduced = {v for a in t.accumulators for v in (a.value, *(term.value for term in a.terms))} | set(t.entry_outputs)
@@ -303,7 +303,7 @@ def _candidates(kernels: Kernels, instance: Instance) -> list[int]:
 
 
 def _needs_whole(instance: Instance) -> set[int]:
-    """Values that the instance cannot read as `RowScaled`."""
+    """Values that the instance must read in float32, because it cannot read them as `RowScaled`."""
     if isinstance(instance, Gemm):
         return set(instance.reads) - {instance.x.value}
     if isinstance(instance, WeightGradient):
