@@ -30,12 +30,12 @@ class DriveLayout:
 
     Attributes:
         shape: (rows, *row).
-        dtype: of the elements.
+        dtype: the dtype of the elements.
         paths: the files.
         first: bytes of each file before its first stripe.
         stripe_rows: rows of a stripe, one after the other.
         stripe_bytes: from the beginning of a stripe to that of the next one in its file.
-        folder: of a table that was written by dejax: it has the scales and the checksums.
+        folder: the folder of a table that was written by dejax: it has the scales and the checksums.
         scales: "row", "column" or None, what the folder has scales of.
     """
 
@@ -65,9 +65,9 @@ class DriveLayout:
         """A table to be written, with a file in each folder; `table.json` goes to the first folder.
 
         Args:
-            folders: of the files, made absolute.
+            folders: the folders of the files, made absolute.
             shape: (rows, *row).
-            dtype: of the elements.
+            dtype: the dtype of the elements.
             scales: "row", "column" or None.
             align: whether rows begin where they lie in the fewest blocks; None: where that takes at most a quarter more
                 bytes.

@@ -37,7 +37,7 @@ def ffi_call(
         fixed_results: positions of such results. A result that is aliased to a fixed operand is one.
         aliases: operand -> result that is written in its memory.
         has_side_effect: whether the call must stay if its results are not used.
-        attributes: of the call.
+        attributes: the attributes of the call.
     """
     aliases = dict(aliases or {})
     given = list(operands)

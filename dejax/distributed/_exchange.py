@@ -20,7 +20,7 @@ class Route:
         lost: int32 scalar, entries that did not fit.
         devices: how many, along `axis`.
         capacity: the slots of each.
-        axis: the axis of the mesh.
+        axis: the name of the mesh axis.
     """
 
     slots: Array
@@ -56,7 +56,7 @@ def route(owners: Array, devices: int, capacity: int, axis: str) -> Route:
         owners: int32[n], the device that owns each entry; `devices` for an entry that is not sent.
         devices: along `axis`.
         capacity: the most entries that one device sends to another one.
-        axis: the axis of the mesh.
+        axis: the name of the mesh axis.
     """
     count = owners.shape[0]
     in_order, order = jax.lax.sort((owners, jnp.arange(count, dtype=jnp.int32)), num_keys=1)

@@ -27,12 +27,12 @@ class ShardSpec:
     """The static part of a `ShardedTable`.
 
     Attributes:
-        rows: of the whole table.
+        rows: the number of rows of the whole table.
         row: shape of a row.
-        dtype: of the elements.
+        dtype: the dtype of the elements.
         devices: along `axis`.
         block: rows of each device, padding included.
-        axis: of the mesh.
+        axis: the name of the mesh axis.
         memory: "host" or "device".
         platform: "cpu" or "cuda".
     """

@@ -41,8 +41,8 @@ def drive_gather(
         ids: int[...].
         scale: float32[0], [1] or [rows].
         slots, cache: rows on the device, as in `TableOperands`.
-        ticket: of the start that began the read; None: the read begins here.
-        site: of that start.
+        ticket: the ticket of the start that began the read; None: the read begins here.
+        site: the number of that start's place in the program.
         after: arrays that must be there first.
     """
     on_drive, places = _where(call, ids, slots)

@@ -110,7 +110,7 @@ class Table(abc.ABC):
             what: the caller's name, for errors.
             ids: int[...].
             options: the `GatherOptions`.
-            capacity: of a divided table, the most rows that a device asks of another one; None: all.
+            capacity: for a divided table, the most rows that a device asks of another one; None: all.
         """
 
     @abc.abstractmethod

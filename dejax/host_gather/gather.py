@@ -174,9 +174,9 @@ def prepare_gather(
 
     Args:
         what: the caller's name.
-        operands: of the table.
+        operands: the operands of the table.
         ids: int[...].
-        options: of the gather.
+        options: the options of the gather.
         overlapped: whether it runs beside compute.
     """
     _native.extension(f"dejax.host_gather.{what}")
@@ -223,7 +223,7 @@ def _default_sms(spec: TableSpec, result: np.dtype, ordered: bool, overlapped: b
     """The fewest multiprocessors that saturate the bus, more for rows on the device, or all.
 
     Args:
-        spec: of the table.
+        spec: the static part of the table.
         result: dtype of the result.
         ordered: whether ids are sorted.
         overlapped: whether the gather runs beside compute.

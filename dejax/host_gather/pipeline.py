@@ -416,8 +416,8 @@ class _Done:
     """Waits for starts, and copies their rows to one result.
 
     Attributes:
-        sites: of the starts.
-        shape, dtype: of the result.
+        sites: the numbers of the starts' places in the program.
+        shape, dtype: the shape and dtype of the result.
         pieces: the result's parts in order: the number of a start, and the first byte and number of bytes there.
     """
 

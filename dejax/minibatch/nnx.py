@@ -123,7 +123,7 @@ class HeteroGNN(nnx.Module):
         `dejax.rgnn.nnx`) is called with `Block.bipartite` and returns rows of destinations; any other module is called
         with `Block.graph`.
       activation: function that is applied between layers, not after the last one.
-      dtype, param_dtype, rngs: of the projection, as in `InputProjection`.
+      dtype, param_dtype, rngs: the dtype, param dtype and random streams of the projection, as in `InputProjection`.
     """
 
     def __init__(

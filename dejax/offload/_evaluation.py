@@ -27,7 +27,7 @@ def is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
 
 
 class JaxprValues:
-    """The values of a jaxpr's variables, as far as they are known.
+    """The values of those variables of a jaxpr that are known so far.
 
     Args:
         closed: the jaxpr.

@@ -29,10 +29,10 @@ def check_sizes(owner: str, chunk_bytes: int, io_threads: int, **sizes: int | No
 
 
 class StoreResources:
-    """The resources of a store. Given back once: by `close`, with the store's last reference, or as the process ends.
+    """The resources of a store. They are released once: by `close`, with the last reference to the store, or at exit.
 
     Attributes:
-        process: that opened the store.
+        process: the process that opened the store.
         claims: the store's folders.
         native: the store in C++, or None.
     """

@@ -245,8 +245,8 @@ def store(ref: Any, indices: tuple[jax.Array, ...], value: jax.Array, mask: jax.
 def arrive(ref: Any, index: jax.Array) -> jax.Array:
     """Adds 1 to `ref[index]` and returns its previous value; `index` is a scalar.
 
-    Programs that arrive later see what this one has stored. `ref` is float32, exact up to 2^24: Pallas lowers additions
-    to tiles of integers as such of floats.
+    Programs that arrive later see what this one has stored. `ref` is float32, which counts exactly up to 2^24, because
+    Pallas lowers additions to tiles of integers as if they were floats.
     """
     if _interpreted.get():  # one program after the other
         at = (index[None],)
@@ -387,7 +387,7 @@ def dot(x: jax.Array, y: jax.Array, precision: str, *, transpose_x: bool = False
     Args:
       x: [m, k], or [k, m] with `transpose_x`.
       y: [k, n].
-      precision: of float32 operands, `f32` or `tf32`; others have one precision.
+      precision: the precision of float32 operands, `f32` or `tf32`; others have one precision.
     """
     if x.dtype == jnp.float32:
         how = lax.Precision.HIGHEST if precision == "f32" else lax.Precision.HIGH

@@ -13,13 +13,13 @@ class Machine:
     """A device; the defaults were measured on an NVIDIA H200.
 
     Attributes:
-      multiprocessors: of the device.
+      multiprocessors: number of multiprocessors.
       shared_bytes: shared memory that a program may have.
       cache_bytes: the size of the L2 cache.
-      bytes_per_second: of a copy, bytes read plus written.
-      gather_bytes_per_second: at which traversals read rows of 64 features by an index.
-      step_seconds: what a step of a traversal takes that waits for an index and then for a row.
-      many_programs: the device starts so many programs in about 4 us, whatever they do.
+      bytes_per_second: rate of a copy, in bytes read plus written.
+      gather_bytes_per_second: rate at which traversals read rows of 64 features by an index.
+      step_seconds: time of a traversal's step that waits for an index and then for a row.
+      many_programs: number of programs that the device starts in about 4 us, whatever they do.
     """
 
     multiprocessors: int = 132

@@ -58,10 +58,10 @@ class Instruction:
         shapes: the arrays of the result; several for a tuple.
         operands: names of the operands.
         calls: names of the computations that it calls.
-        target: of a custom call.
+        target: the target of a custom call.
         op_name: the path of names that JAX gives it.
         frame: number of its stack frame; 0 where it has none.
-        index: of a `get-tuple-element`, or the number of a parameter.
+        index: the index of a `get-tuple-element`, or the number of a parameter.
         trips: how often a loop runs, where XLA knows.
         alias: whether the result shares the operand's memory.
         elementwise: whether XLA may write it over an operand of the same size.

@@ -22,7 +22,7 @@ class Event:
     """What the profiler saw of one kernel, copy or XLA operator.
 
     Attributes:
-        name: of the kernel; on the CPU of the HLO instruction.
+        name: the name of the kernel, or on the CPU of the HLO instruction.
         instruction: the HLO instruction, where the profiler says it.
         start_ns, duration_ns: on the device's clock.
     """
@@ -40,7 +40,7 @@ class Measured:
     Attributes:
         seconds: wall time of one call, the median of all.
         calls: how many calls were timed, and how many were profiled.
-        events: of all profiled calls.
+        events: the events of all profiled calls.
         first_seconds: wall time of the first call after compilation.
         peak_bytes: the allocator's peak since the process began, where the device tells.
     """

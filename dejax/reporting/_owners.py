@@ -80,7 +80,7 @@ def leaves_of(
     decide: `params`, `opt_state`. An argument whose arrays the step returns has parameters, too.
 
     Args:
-        names: of the arguments.
+        names: the names of the arguments.
         args: the arguments.
         results: shapes of what the step returns.
         owners: owners that the caller gives, by the argument's name.

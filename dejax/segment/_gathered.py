@@ -29,7 +29,7 @@ class _Messages:
         scale: [edges, scales], or None.
         edges: senders and receivers; ids of none are past the end at both ends where no plan or order forbids.
         features: the axes of the width.
-        dtype: of the result.
+        dtype: the dtype of the result.
         kernels: whether kernels compute it.
         interpret: whether they are interpreted.
         dropped: whether a sender may be out of range where its receiver is not.

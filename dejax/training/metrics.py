@@ -300,7 +300,7 @@ def interval(
         rows: number of rows.
         draws: how often rows are drawn.
         share: the share of the draws inside the interval.
-        seed: of the draws.
+        seed: the seed of the draws.
 
     Returns:
         (low, high) by measure; draws in which a measure is nan are left out.

@@ -73,7 +73,7 @@ class History:
     Attributes:
         loss: mean loss of each epoch; where an epoch is one step, the loss before that step.
         epochs: finished epochs at each report.
-        measures: by split, at each report.
+        measures: for each split the measures at each report.
         seconds: time of the steps between two reports.
         steps: number of steps between two reports.
     """

@@ -26,7 +26,7 @@ class Encoder:
 
     Attributes:
         what: the caller's name, for errors.
-        dtype: of the table.
+        dtype: the dtype of the table.
         by_row: whether each row has its own scale.
         column_scale: float32[*row], or None.
     """

@@ -16,8 +16,8 @@ class ParquetRows:
     """Numbers [rows, columns] or [rows, width of lists] of a Parquet file, of which slices are read.
 
     Attributes:
-        shape, ndim: of the rows.
-        dtype: that all columns have together.
+        shape, ndim: the shape and ndim of the rows.
+        dtype: the dtype that all columns have together.
     """
 
     ndim = 2

@@ -38,7 +38,7 @@ def for_blocks(
         total: number of items.
         size: items of a block; the last one may have fewer.
         threads: by default one for each core that the process may use.
-        label: of the progress bar.
+        label: the label of the progress bar.
         progress: draw a bar; None draws on a terminal only.
     """
     if threads is not None and threads < 1:

@@ -41,7 +41,7 @@ class RawColumn:
         fitted: bool[rows], the rows whose values decide about kinds.
         max_categories: the most different values of text that are categories however few rows have each.
         known_at: int64[rows], from when on each value is known; None: with its row.
-        time_unit: of the dataset's times.
+        time_unit: the unit of the data set's times.
     """
 
     name: str

@@ -212,7 +212,7 @@ def boundary(what: str, value: Any, times: np.ndarray, unit: str, of: str) -> in
         what: the argument, for errors.
         value: a date, text or number.
         times: the times of the rows.
-        unit: of the times, "s" for seconds since 1970.
+        unit: the unit of the times, "s" for seconds since 1970.
         of: whose times they are, for errors.
 
     Raises:

@@ -91,7 +91,7 @@ def with_joined_keys(
     """Tables with one column in place of each key of several columns: their values as text, with commas between.
 
     Args:
-        columns: by table.
+        columns: the columns, by table.
         keys: table -> a column, or several.
         references: (table, a column or several, other table).
 

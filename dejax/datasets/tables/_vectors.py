@@ -17,7 +17,7 @@ def with_vectors(columns: Mapping[str, Columns], vectors: Mapping[str, Mapping[s
     """Tables with columns of vectors, in place of those with the same names.
 
     Args:
-        columns: by table.
+        columns: the columns, by table.
         vectors: table -> column -> float[rows, width], or a function of the texts of that column.
 
     Raises:

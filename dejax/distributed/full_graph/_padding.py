@@ -26,7 +26,7 @@ def sizes_of_group(name: str, group: Segments, long_segment_chunk: int | None) -
     """The sizes of a grouping's tables, without padding.
 
     Args:
-        name: of the grouping.
+        name: the name of the grouping.
         group: without `loop`, `near_tiles` and `near_splits`.
         long_segment_chunk: the most entries of a chunk in `loop`; None where the grouping has no `loop`.
     """

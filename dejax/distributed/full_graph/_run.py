@@ -33,7 +33,7 @@ class DeviceRun:
     Args:
         plan: the program.
         graph: the graph, of which each table has one part.
-        options: of the compiler.
+        options: the options of the compiler.
     """
 
     def __init__(self, plan: Distributed, graph: ShardedGraph, options: Options) -> None:

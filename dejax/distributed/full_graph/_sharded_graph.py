@@ -153,6 +153,7 @@ class ShardedGraph:
 
     @property
     def num_source_pairs(self) -> int:
+        """Raises an error: values of source pairs cannot be divided over devices."""
         raise CannotDistribute(SOURCE_PAIRS)
 
     def __getattr__(self, name: str) -> Any:

@@ -21,7 +21,7 @@ class PartsLayout:
         rows: rows of nodes in each part, padding included.
         edges: edges in each part, padding included.
         halo: halo slots in each part.
-        rounds: of the exchange.
+        rounds: the rounds of the exchange.
         halo_rows: rows that all parts together read of other parts, without padding.
         num_edge_types, num_node_types, edge_type_names, node_type_names: as in `RelGraph`.
         typed_sources: the node type of the sources of each edge type; None where one has sources of several types.

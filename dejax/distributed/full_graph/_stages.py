@@ -73,7 +73,7 @@ class Distributed:
 
     Attributes:
         program: the prepared program, whose values the steps name.
-        steps: in order.
+        steps: the steps, in order.
         outputs: the results.
     """
 

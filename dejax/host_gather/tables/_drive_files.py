@@ -24,11 +24,11 @@ class ReadingOptions:
     """How a reader reads. `DriveTable.from_file` documents them.
 
     Attributes:
-        cache_bytes: of host memory for rows.
+        cache_bytes: the bytes of host memory for rows.
         visits: real[rows], or None.
         direct: whether reads go past the page cache.
         io_uring: whether io_uring may be used.
-        threads: that read; None: chosen from the machine.
+        threads: the number of threads that read; None: chosen from the machine.
         verify: whether each block that is read must have its checksum.
     """
 
@@ -103,7 +103,7 @@ class RowsAhead:
     """Reads rows of a table on a drive into its cache, before the gathers that need them.
 
     Args:
-        leaf: of a table of one device.
+        leaf: the leaf array of a table on one device.
         slots: for each row its place on the device, below 0 where it has none: `~k` of a split table for row k on the
             drive. None: no rows lie on the device.
         is_split: whether the table is a split one.

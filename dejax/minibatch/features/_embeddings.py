@@ -19,7 +19,7 @@ class EmbeddingRows:
     Attributes:
         shape: (rows, width).
         dtype: float32, bfloat16 or float16.
-        seed: of the values.
+        seed: the seed of the values.
         stddev: their standard deviation.
     """
 

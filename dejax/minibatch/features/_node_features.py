@@ -95,8 +95,9 @@ class NodeFeatures:
         """Features that `dejax.datasets.write_drive_table` wrote, with their scales. Rows are read as steps need them.
 
         Args:
-            folder: of the table, or the first of several.
-            cache_bytes, options: of `dejax.host_gather.DriveTable.open`, which documents them and the errors.
+            folder: the folder of the table, or the first of several.
+            cache_bytes, options: the arguments of `dejax.host_gather.DriveTable.open`, which documents them and
+                the errors.
 
         >>> import tempfile
         >>> from dejax.datasets import write_drive_table

@@ -70,10 +70,10 @@ class TypePlacement:
     """Where the rows of one node type should lie.
 
     Attributes:
-        rows, row_bytes: of the type.
-        place: of the rows that are not on the device: "device" if there are none, "host" or "drive".
+        rows, row_bytes: the number of rows of the type, and the bytes of a row.
+        place: the place of the rows that are not on the device: "device" if there are none, "host" or "drive".
         on_device: int64[device rows], for `on_device` of `FeatureStore.from_arrays`, or `FeatureStore.cached`.
-        cache_bytes: of a table on a drive.
+        cache_bytes: the bytes of the cache of a table on a drive.
         read_bytes: what a step reads of it from "device", "host" and "drive".
 
     >>> rates = ReadRates(device=2e12, host=5e10, drive=2e9)
@@ -147,9 +147,9 @@ def plan_placement(
     Args:
         visits: real[rows] by type, expected visits of a batch: `expected_visits`.
         row_bytes: bytes of a row by type.
-        device_bytes: of device memory for rows and their slots.
-        host_bytes: of host memory for rows, caches and their index.
-        rates: of the machine: `ReadRates.measured`.
+        device_bytes: the bytes of device memory for rows and their slots.
+        host_bytes: the bytes of host memory for rows, caches and their index.
+        rates: the machine's rates, from `ReadRates.measured`.
 
     Raises:
         ValueError: as `hot_rows`; less host memory than tables on a drive need: an index of 4 bytes a row, and a cache

@@ -128,7 +128,8 @@ def sent_by_csc(
         reached: float32[receivers], visits of the receivers.
         fan_out: edges that are drawn of each receiver; -1 for all.
         num_senders: number of senders.
-        devices: that take turns with the pieces; none means jax's default device. The result lies on the first one.
+        devices: the devices that take turns with the pieces; none means jax's default device. The result lies on the
+            first one.
     """
     on = list[Any](devices) or [None]
     if fan_out == 0:

@@ -44,7 +44,7 @@ class _SplitStage:
 
     Attributes:
         inputs, outputs: variables.
-        run: from the values of inputs to those of outputs.
+        run: a function from the values of inputs to those of outputs.
         reads: the equations of the reads that come next.
         kept: variables that later stages need, without the rows of those reads.
     """
@@ -67,9 +67,9 @@ class Split:
         """Cuts a jaxpr.
 
         Args:
-            closed: of the function, whose first inputs are `fixed`.
+            closed: the closed jaxpr of the function, whose first inputs are `fixed`.
             fixed: what does not differ between calls.
-            tree: of the result.
+            tree: the tree of the result.
         """
         jaxpr = closed.jaxpr
         self._jaxpr, self._tree = jaxpr, tree

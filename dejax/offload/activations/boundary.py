@@ -49,12 +49,12 @@ class Boundary:
     """One call of an offloaded function, traced, with its derivative. It holds no tracer and no array of its caller.
 
     Args:
-        name: of the function.
+        name: the name of the function.
         jaxpr: with the constants as its first arguments.
-        avals: of its arguments, constants first.
+        avals: the shapes and dtypes of its arguments, constants first.
         is_activation: for each argument, whether it may leave the device.
         options: which residuals leave it.
-        binding: of the store, as programs carry it.
+        binding: the number by which programs find the store.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ def available_memory(root: Path = Path("/")) -> int:
     """Bytes that this process could allocate now, by the machine's available memory and the control groups' limits.
 
     Args:
-        root: of the file system with /proc and /sys.
+        root: the root of the file system with /proc and /sys.
     """
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     for line in _lines(root / "proc/meminfo"):

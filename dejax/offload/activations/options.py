@@ -87,7 +87,7 @@ class OffloadOptions:
 
         Args:
             num_args: number of positional arguments.
-            avals: of the arrays.
+            avals: the shapes and dtypes of the arrays.
             owner: for each its argument's position, -1 for keyword arguments.
             outputs: shapes and dtypes of what the function returns.
         """

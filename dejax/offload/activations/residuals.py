@@ -97,12 +97,13 @@ class Derivative:
 
     Attributes:
         jaxpr: forward: arguments -> outputs, then the computed sources.
-        num_outputs: of the function.
-        treedef: of the `jax.vjp` function, whose leaves are the residuals.
+        num_outputs: the number of outputs of the function.
+        treedef: the tree structure of the `jax.vjp` function, whose leaves are the residuals.
         sources: the tensors that are handed over.
         residuals: each is a view of a source, a constant, a jaxpr that computes it (it depends on no argument), or a
             shape and dtype (backward does not use it).
-        flops: of the matrix products and convolutions of the forward pass, those inside of kernels not counted.
+        flops: the floating-point operations of the matrix products and convolutions of the forward pass, those inside
+            of kernels not counted.
     """
 
     jaxpr: core.ClosedJaxpr
@@ -139,8 +140,8 @@ def make_derivative(
     """Traces `jax.vjp(fn, *avals)` and decides about each residual.
 
     Args:
-        fn: from arrays to a list of arrays.
-        avals: of its arguments.
+        fn: a function from arrays to a list of arrays.
+        avals: the shapes and dtypes of its arguments.
         is_activation: for each argument, whether it may leave the device.
         wanted: whether a tensor is to be stored.
     """

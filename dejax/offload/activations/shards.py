@@ -44,7 +44,7 @@ def store(x: Array, call: Callable[[Array, int, float], Array], *, site: int, ba
 
     Args:
         x: [*batch axes, *shape], divided or not.
-        call: from one shard of an example, its layout, and its share of the example's elements, to a handle.
+        call: a function from one shard of an example, its layout, and its share of the example's elements, to a handle.
         site: number of the call in its program.
         batch: number of batch axes.
     """
@@ -80,10 +80,10 @@ def fetch(
     """The tensors of handles, [*batch axes, *like.shape].
 
     Args:
-        handle: from `store`.
+        handle: a handle from `store`.
         after: the fetch waits for these, however they are divided.
         like: one example's shape and dtype.
-        call: from a handle, a shard's shape, its layout, and `after`, to that shard.
+        call: a function from a handle, a shard's shape, its layout, and `after`, to that shard.
         site: as in `store`.
         batch: number of batch axes.
     """

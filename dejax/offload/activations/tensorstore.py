@@ -28,7 +28,7 @@ class TensorStoreIO:
 
     Args:
         native: the store, opened with `external=True`.
-        folders: of the disk tier.
+        folders: the folders of the disk tier.
         num_threads: each handles one chunk at a time.
 
     Raises:

@@ -92,12 +92,12 @@ def wrap(fn: Callable[..., Any], options: OffloadOptions) -> Any:
 
 @dataclass(frozen=True)
 class _CallArguments:
-    """A call of an offloaded function, with static arguments apart from arrays.
+    """A call of an offloaded function, with its static arguments kept separately from its arrays.
 
     Attributes:
         fixed: static arguments by position, static keyword arguments by name.
         num_args: number of positional arguments.
-        leaves, treedef: of the other arguments, `(list of positional, dict of keyword)`.
+        leaves, treedef: the leaves and tree structure of the other arguments, `(list of positional, dict of keyword)`.
         owner: for each leaf its argument's position, -1 for keyword arguments.
     """
 

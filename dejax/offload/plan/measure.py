@@ -72,7 +72,7 @@ class LayerCost:
     Attributes:
         base_bytes, layer_bytes: temporaries of a stack of n layers: base_bytes + n * layer_bytes.
         base_seconds, layer_seconds: likewise, time of a training step without waits for the bus.
-        forward_seconds: of layer_seconds, the forward pass.
+        forward_seconds: the part of layer_seconds that the forward pass takes.
         stored_bytes: what one layer stores, if it does.
         ring_bytes: size of the device's ring.
     """

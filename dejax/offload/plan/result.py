@@ -23,9 +23,9 @@ class Phase:
     """A part of a step.
 
     Attributes:
-        seconds: of its arithmetic.
-        in_bytes, out_bytes: that go over the bus meanwhile, to the device and from it.
-        drive_seconds: that a drive takes for its part.
+        seconds: the time of its arithmetic.
+        in_bytes, out_bytes: the bytes that go over the bus meanwhile, to the device and from it.
+        drive_seconds: the seconds that a drive takes for its part.
     """
 
     seconds: float

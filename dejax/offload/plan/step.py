@@ -59,9 +59,9 @@ class StepFacts:
     """Facts about a step that its ways have in common.
 
     Attributes:
-        num_layers: of the stack.
-        state_bytes: of parameters, moments and the batch.
-        tiers: of activations.
+        num_layers: the number of layers of the stack.
+        state_bytes: the bytes of parameters, moments and the batch.
+        tiers: the tiers for activations.
         write_bandwidth, read_bandwidth: bytes a second of the drive for state.
         freed: whether backward frees gradients; else they are kept.
         host_gradients: bytes of gradients that are kept in host memory.
@@ -91,8 +91,8 @@ def predict(
     Args:
         host, disk: the arrays that lie there; all others lie on the device.
         inputs: where the layers' inputs lie.
-        cost: of a layer with all state on the device; its stored_bytes are those of its input.
-        facts: of the step.
+        cost: the cost of a layer with all state on the device; its stored_bytes are those of its input.
+        facts: the facts of the step.
         choices: for the result.
     """
     layers, away, kept = facts.num_layers, [*host, *disk], facts.host_gradients

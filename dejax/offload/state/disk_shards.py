@@ -37,7 +37,7 @@ def require_one_mesh(params: Any, caller: str, why: str) -> None:
     Args:
         params: a pytree.
         caller: for the message.
-        why: of the rule, as "with a path".
+        why: when the rule holds, as "with a path".
     """
     shardings = [x.sharding for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and _is_concrete(x)]
     if not any(map(divided, shardings)):
@@ -82,7 +82,8 @@ def put_shards(store: Any, array: Any, sharding: NamedSharding, write: Callable[
         store: a `StateStore`.
         array: numpy, jax, or a `DiskArray`.
         sharding: how the array is divided.
-        write: from a shard and the number of its device among those of this process to the number of a new array.
+        write: a function from a shard and the number of its device among those of this process to the number of a new
+            array.
     """
     shard = _shards_of(array, sharding)
     devices = list(sharding.mesh.devices.flat)

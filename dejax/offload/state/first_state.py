@@ -38,11 +38,11 @@ def first_state(
     Where `init` cannot be traced, or is being traced, it runs as it is, and its arrays are placed then.
 
     Args:
-        init: of a transformation.
+        init: the function `init` of an Optax transformation.
         params: its argument.
-        tiers: from the state, of arrays or their shapes, to the tier of each array.
-        put: from an array or a `LazyArray`, its tier and the sharding of its parameter (None: of no parameter) to the
-            array in its place; `in_place` does most of it.
+        tiers: a function from the state, of arrays or their shapes, to the tier of each array.
+        put: a function from an array or a `LazyArray`, its tier and the sharding of its parameter (None: of no
+            parameter) to the array in its place; `in_place` does most of it.
         unit: bytes of an array that are on the device at a time.
     """
     leaves, treedef = jax.tree.flatten(params)
@@ -97,14 +97,14 @@ def _traced(
 def in_place(
     x: Any, tier: Tier, sharding: Any, *, disk: Callable[[], StateStore] | None = None, unit_bytes: int | None = None
 ) -> Any:
-    """An array of state in its tier, in which each device has its shard.
+    """Puts an array of the state in its tier, on each device its shard.
 
     Args:
         x: the array, or a `LazyArray`.
         tier: where it is to lie. An array that lies there already stays as it is.
-        sharding: of its parameter, or None.
+        sharding: the sharding of its parameter, or None.
         disk: the store of arrays on disk.
-        unit_bytes: of an array on disk, or of a shard.
+        unit_bytes: the bytes of a unit of an array on disk, or of its shards.
     """
     several = divided(sharding)
     if tier == "disk":

@@ -173,7 +173,7 @@ class _Moved:
 
 
 class _Copies:
-    """Who copies a state between host memory and devices.
+    """Decides whether dejax or XLA copies each array of a state between host memory and devices.
 
     Args:
         streams: see `optimizer`.
@@ -198,7 +198,7 @@ class _Copies:
         Args:
             state: its arrays.
             away: which of them do not lie on the device.
-            inside: of `jax.jit`.
+            inside: whether the call is inside of `jax.jit`.
         """
         if any(map(is_on_disk, state)):
             return [is_on_disk(x) for x in state], [x.sharding if is_on_disk(x) else None for x in state]

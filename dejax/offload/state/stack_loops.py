@@ -37,8 +37,8 @@ class Run:
     """The computation of one step. Arrays [layers, ...] are numbered: parameters, moments, then kept gradients.
 
     Args:
-        config: of the step.
-        state: that it goes on from.
+        config: the settings of the step.
+        state: the state from which the step goes on.
         seen: how the arrays of the state are divided; None: unknown.
         certain: no doubt about that, and the step is traced.
     """
@@ -233,7 +233,7 @@ class Run:
         """Updates each layer as soon as its gradient is there.
 
         Args:
-            cotangent: of the last layer's output.
+            cotangent: the cotangent of the last layer's output.
             saved: inputs of the layers.
             of_head: the sum of squares of the head's gradient.
             finite: whether that gradient is finite.

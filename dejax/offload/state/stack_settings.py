@@ -136,7 +136,7 @@ class TrainedArrays:
     """Which arrays of a pytree are trained.
 
     Attributes:
-        treedef: of the pytree.
+        treedef: the tree structure of the pytree.
         frozen: for each array.
     """
 

@@ -45,7 +45,7 @@ ROWS = "#"
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Columns as large as the largest product of their factors' elements.
+    """A source whose columns have the magnitude of the largest product of their factors' elements.
 
     Attributes:
       factors: (source, subscripts) of each; a source is the number of an array, or other columns. At most one factor is
@@ -74,12 +74,14 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Columns as large as the largest of several that are placed along an axis: sums, concatenations and slices.
+    """A source whose columns have the magnitude of the largest of several sources that are placed along an axis.
+
+    It stands for sums, concatenations and slices.
 
     Attributes:
       parts: (columns, start): where the part begins along `axis`, negative where it loses its first columns.
       axis: the axis.
-      shape: of the columns.
+      shape: the shape of the columns.
     """
 
     parts: tuple[tuple[Source, int], ...]
@@ -103,7 +105,7 @@ class Placed:
         return math.prod(self.shape[self.axis + 1 :])
 
     def length(self, part: Source) -> int:
-        """Of a part along the axis."""
+        """The length of a part along the axis."""
         return part.size // (self.size // self.shape[self.axis])
 
 
@@ -203,7 +205,7 @@ def _in_kernel(arrays: Arrays, sources: Sequence[Source], interpret: bool | None
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What one program does: the powers of `source`, stored as a part of a result.
+    """The work of one program: it stores the powers of `source` as a part of a result.
 
     Attributes:
       source: what is estimated.

@@ -30,13 +30,13 @@ class KernelCompileError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class KernelSource:
-    """What a binary is made of.
+    """The source of a kernel's binary: its text, and the settings with which Triton compiles it.
 
     Attributes:
       text: a module in Triton's language.
-      name: of the function in it that is the kernel.
-      dtypes: of the arrays to which its parameters point.
-      num_warps: of each program.
+      name: the name of the function in it that is the kernel.
+      dtypes: the dtypes of the arrays to which its parameters point.
+      num_warps: the number of warps of each program.
       num_stages: into how many stages the compiler divides loops, to load ahead.
       capability: the GPU's compute capability: ten times the major number, plus the minor one.
     """
@@ -51,12 +51,12 @@ class KernelSource:
 
 @dataclass(frozen=True, slots=True)
 class KernelBinary:
-    """A kernel as the driver loads it.
+    """The binary of a kernel, as the driver loads it, and what its launch needs.
 
     Attributes:
       image: what the driver loads.
-      name: of the function in it.
-      threads: of each program.
+      name: the name of the function in it.
+      threads: the number of threads of each program.
       shared_bytes: shared memory of each program.
     """
 

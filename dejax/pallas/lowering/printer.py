@@ -16,7 +16,7 @@ Rule = Callable[["Printer", Any, list[str]], list[str]]
 
 @dataclass(frozen=True)
 class Reference:
-    """How the elements of a kernel's operand lie."""
+    """The layout of the elements of a kernel's operand."""
 
     strides: list[int]
     wide: bool
@@ -27,7 +27,7 @@ class Printer:
     """The lines of a function's body.
 
     Args:
-      rules: by primitive.
+      rules: the rules, by primitive.
     """
 
     def __init__(self, rules: Mapping[str, Rule]) -> None:

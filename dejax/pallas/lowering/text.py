@@ -59,8 +59,8 @@ def kernel_text(jaxpr: Any, grid_mapping: Any, name: str) -> str:
     Its programs have one axis, of the product of the grid: a kernel's own axes first, then those that `vmap` added.
 
     Args:
-      jaxpr: of the kernel, as a `pallas_call` equation has it.
-      grid_mapping: of the same equation.
+      jaxpr: the jaxpr of the kernel, as a `pallas_call` equation has it.
+      grid_mapping: the grid mapping of the same equation.
       name: an identifier.
 
     Raises:

@@ -163,7 +163,7 @@ class _Side:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SplitSum:
-    """What one program sums: a split of a type's positions, for a set of heads and a tile of their result."""
+    """The sum of one program: over a split of a type's positions, for a set of heads and a tile of their result."""
 
     ref: dict[str, Any]
     c: GradientPlan
@@ -251,7 +251,7 @@ def _measured_powers(p: _SplitSum, at_first: Indices) -> dict[str, jax.Array]:
 
 
 def _powers_of_columns(p: _SplitSum, side: _Side, width: int, measured: dict[str, jax.Array]) -> jax.Array | None:
-    """The powers of two that multiply the sums: measured, or those of `RowScaled`."""
+    """The powers of two by which the sums are multiplied: measured ones, or those of the `RowScaled`."""
     if f"{side.name}_columns" not in p.ref:
         return measured.get(side.name)
     at, inside = (p.heads * width + side.column,), side.column < width

@@ -317,7 +317,7 @@ def row_product_schedule(k: int, n: int, dtype: Any, *, exact: bool = False) -> 
     Args:
       k: width of x.
       n: width of y.
-      dtype: in which tiles are multiplied.
+      dtype: the dtype in which tiles are multiplied.
       exact: whether they are, as float32, in two float16 parts.
     """
     wide_k, wide_n = max(16, next_power_of_two(k)), max(16, next_power_of_two(n))

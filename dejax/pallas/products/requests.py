@@ -24,9 +24,10 @@ class GemmGroups:
     Attributes:
       offsets: int32[types + 1].
       num_positions: the length of the indices, and of the range of positions.
-      tiles: from the positions of a tile to int32[tiles], the type of each tile, and int32[tiles], its first position
-        (for instance of `dejax.rgnn.graphs.tables.tile_table`). A tile has that many positions, or ends with its group.
-        A tile that starts at or after the end of its group is unused. Where there are positions there is a tile.
+      tiles: a function from the positions of a tile to int32[tiles], the type of each tile, and int32[tiles], its first
+        position (for instance of `dejax.rgnn.graphs.tables.tile_table`). A tile has that many positions, or ends with
+        its group. A tile that starts at or after the end of its group is unused. Where there are positions there is a
+        tile.
       block: positions of a tile; a power of two, at least 16. None: the number that suits the product best.
     """
 
@@ -64,7 +65,7 @@ class GemmOutput:
         positions may name the same row. None: position p writes row p.
       num_rows: rows of the result; the number of positions by default.
       covers_all: the caller guarantees that every result row is written, so that none needs to be set to zero first.
-      dtype: of the result; by default what `x` and `w` promote to.
+      dtype: the dtype of the result; by default what `x` and `w` promote to.
       row_scaled: asks for the result as `RowScaled`, in half the bytes; only with `precision="tf32"` and a float32
         result. A result whose tiles have parts of several widths stays float32.
       columns: float32[heads, n] or [n], powers of two: the `columns` of the result as `RowScaled`.
@@ -94,9 +95,9 @@ class GroupedGemm:
       transpose_w: multiplies by the transposed matrices: in `w`, n comes before k.
       epilogue: what is done with a product row before it is stored.
       output: where result rows go, and how they are stored.
-      precision: of float32 operands: `tf32` (10-bit mantissa; computed in float16 with powers of two for the rows of
-        `x` and the matrices of `w`, see `row_scaled`), `f32` (22 bits; three such products) or `bf16` (cast). bfloat16
-        and float16 are multiplied as they are. Sums are float32.
+      precision: the precision of float32 operands: `tf32` (10-bit mantissa; computed in float16 with powers of two for
+        the rows of `x` and the matrices of `w`, see `row_scaled`), `f32` (22 bits; three such products) or `bf16`
+        (cast). bfloat16 and float16 are multiplied as they are. Sums are float32.
     """
 
     x: jax.Array | RowScaled
@@ -137,9 +138,9 @@ class GroupedWeightGradient:
       num_positions: the length of the indices, and of the range of positions.
       x_index: int32[num_positions], the row of `x` at each position; one out of range reads as zeros. None: row p.
       y_index: int32[num_positions], likewise for `y`.
-      precision: of float32 operands: `tf32` (10-bit mantissa; computed in float16 with powers of two for each row, see
-        `row_scaled`), `f32` (22 bits; three such products) or `bf16` (cast). Sums are float32.
-      dtype: of the result.
+      precision: the precision of float32 operands: `tf32` (10-bit mantissa; computed in float16 with powers of two for
+        each row, see `row_scaled`), `f32` (22 bits; three such products) or `bf16` (cast). Sums are float32.
+      dtype: the dtype of the result.
       rows_per_split: positions that one program sums; about a thousandth of all by default.
       splits: `split_table(offsets, rows_per_split, num_positions)` where it was made before, and then None or, where
         starts and ends are in another order, the number of each split, int32[splits].

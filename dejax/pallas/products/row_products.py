@@ -83,8 +83,8 @@ def row_products(
       y: float[rows, n] or float[rows, heads, n].
       total: also returns the sum of the rows of y.
       mask: bool[rows]: the rows to sum. What is in the others, be it NaN, has no effect.
-      precision: of float32 operands: `tf32`, `f32` (22 bits; three float16 products) or `bf16` (cast). Operands that
-        are both bfloat16, or both float16, are multiplied as they are.
+      precision: the precision of float32 operands: `tf32`, `f32` (22 bits; three float16 products) or `bf16` (cast).
+        Operands that are both bfloat16, or both float16, are multiplied as they are.
       schedule: the sizes of the tile. None: those that a heuristic chooses.
       interpret: run the kernel interpreted; by default where there is no GPU.
 

@@ -59,8 +59,8 @@ def sum_rows(
       x: float[entries, ...], float32, bfloat16 or float16.
       offsets: int32[rows + 1].
       order: int32[entries]; None where the rows of `x` are in order.
-      dtype: of the result; that of `x` by default. Sums are float32.
-      name: of the kernel in profiles.
+      dtype: the dtype of the result; that of `x` by default. Sums are float32.
+      name: the name of the kernel in profiles.
       interpret: run the kernel interpreted; by default where there is no GPU.
 
     Returns:

@@ -149,7 +149,7 @@ def segment_reduce(
       scale: [edges, scales]: feature f of an entry is multiplied by scale `f // (width / scales)` first; `scales`
         divides `width`.
       edges: int32[entries], the row of `scale` at each position; None: row p at position p.
-      dtype: of the result; None: that of `data`.
+      dtype: the dtype of the result; None: that of `data`.
       schedule: tile sizes; None: the heuristic's.
       interpret: run the kernels interpreted; by default where there is no GPU.
 

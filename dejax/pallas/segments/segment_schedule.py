@@ -10,7 +10,7 @@ from dejax.pallas._shapes import cdiv, next_power_of_two, previous_power_of_two
 
 @dataclass(frozen=True, slots=True)
 class SegmentSchedule:
-    """How a segment reduction is cut.
+    """Tile sizes and warps of a segment reduction kernel.
 
     Attributes:
       rows: segments that a program reduces at once; a power of two.

@@ -88,7 +88,7 @@ def update(
     Args:
       reductions: what is accumulated.
       accs: float32[rows, entries, *padded shape] each.
-      values: of the same shapes; sums take them as `Factored`, too.
+      values: values with the same shapes; sums take them as `Factored`, too.
       mask: bool[rows, entries], which slots hold an entry.
     """
     new = list(accs)

@@ -38,7 +38,7 @@ def check_operands(
     num_entries: int,
     num_rows: int | None,
 ) -> tuple[list[Any], tuple[tuple[int, ...], ...]]:
-    """Arrays with a leading axis of at least 1, and the feature shape of each: as stored for `RowScaled`."""
+    """Checks arrays; returns them with a leading axis of at least 1, and the feature shape in which each is stored."""
     if len(arrays) != len(operands):
         raise ValueError(f"operands must have one entry for each array: {len(arrays)} arrays, {len(operands)} operands")
     ready: list[Any] = []

@@ -146,7 +146,7 @@ def add(total: jax.Array, value: Any, inside: jax.Array, weight: jax.Array | Non
       total: float32[rows, entries, *padded features].
       value: a tile of that shape or a `Factored`.
       inside: bool, of the same rank, which slots hold an entry.
-      weight: of the same rank.
+      weight: a tile with as many axes.
     """
     if isinstance(value, Factored) and value.zeros:
         factor = value.factor if weight is None else weight if value.factor is None else value.factor * weight

@@ -53,10 +53,11 @@ class Refs:
     """A kernel's references by what they are and their numbers.
 
     Attributes:
-      arrays: of each operand. Arrays have a leading axis here, of size 1 where they are shared.
-      exponents: of the operands that come as `RowScaled`.
+      arrays: the array of each operand. Arrays have a leading axis here, of size 1 where they are shared.
+      exponents: the exponents of the operands that come as `RowScaled`.
       tables: the index tables.
-      offsets, order, row_order: of the segments, as number 0; without the last two where there are none.
+      offsets, order, row_order: the offsets, order and row order of the segments, as number 0; without the last two
+          where there are none.
       chunks: the arrays of a `LongSegmentTable`, where there is a chunk.
       zeros: the same memory as some outputs.
       entries: the entry outputs.

@@ -57,11 +57,12 @@ def traverse(
     `tests/pallas/test_contract.py::test_traverse`.
 
     Args:
-      body: from tiles, in the order of `operands`, to (a value for each reduction, a value for each entry output). A
-        tuple of tiles of one shape in place of an entry output is stored side by side along the first feature axis.
-      epilogue: from (results of the reductions as a tuple of [rows, *features], tiles of the operands in `BY_ROW` as
-        [rows or 1, *features]) to the row outputs; None: the row outputs are the reductions. A tuple of tiles of one
-        shape in place of an output is stored side by side along the first feature axis.
+      body: a function from tiles, in the order of `operands`, to (a value for each reduction, a value for each entry
+        output). A tuple of tiles of one shape in place of an entry output is stored side by side along the first
+        feature axis.
+      epilogue: a function from (results of the reductions as a tuple of [rows, *features], tiles of the operands in
+        `BY_ROW` as [rows or 1, *features]) to the row outputs; None: the row outputs are the reductions. A tuple of
+        tiles of one shape in place of an output is stored side by side along the first feature axis.
       arrays: [length, *features] with at most two feature axes, or such `RowScaled`; [*features] for `shared`; [length,
         columns] for operands that name `columns`.
       operands: how each array is read.
@@ -217,8 +218,8 @@ def map_entries(
     """Computes on the tiles of each entry, without rows.
 
     Args:
-      body: from tiles [1, entries, *features] (`entry`, `indexed`) and [1, 1, *features] (`shared`), padded and float32
-        as in `traverse`, to a value for each output.
+      body: a function from tiles [1, entries, *features] (`entry`, `indexed`) and [1, 1, *features] (`shared`), padded
+        and float32 as in `traverse`, to a value for each output.
       arrays: [length, *features] with at most two feature axes; [*features] for `shared`; [length, columns] for
         operands that name `columns`.
       operands: how each array is read; `row` has no meaning here.

@@ -133,7 +133,7 @@ def _narrow_schedule(width: int, mean_degree: float, num_rows: float) -> Travers
 
 
 def _slots_of_16_bits(width: int, mean_degree: float, reads: _Reads, slots: int, few: bool) -> tuple[int, int]:
-    """Slots, and the most entries of a row among them, where an entry has one wide row, in 16 bits.
+    """The number of slots, and the most slots of one row, for traversals that read one wide row, in 16 bits, per entry.
 
     `few`: there are few entries, and rows of more than 16.
     """

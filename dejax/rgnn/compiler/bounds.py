@@ -37,12 +37,12 @@ class KernelBound:
     """One kernel: the bytes that it moves, those of them that the function needs, and its predicted time.
 
     Attributes:
-      number: of the kernel, as `explain` and profiles number them.
+      number: the number of the kernel, as `explain` and profiles number them.
       template: grouped GEMM, weight gradient, row products, traversal or xla.
-      bytes: from and to memory.
+      bytes: bytes moved from and to memory.
       needed: the part of the least bytes that this kernel moves.
       seconds: predicted for an NVIDIA H200.
-      lines: of the user's program that it computes, first the ones whose results it writes.
+      lines: the lines of the user's program that it computes, first the ones whose results it writes.
     """
 
     number: int
@@ -71,8 +71,8 @@ class PartBound:
 
     Attributes:
       title: which part.
-      kernels: in the order in which they run.
-      bytes: that all of them move.
+      kernels: the kernels, in the order in which they run.
+      bytes: the bytes that all kernels move.
       least: the least bytes that the function needs.
       seconds: predicted for an NVIDIA H200.
       least_seconds: the time to move the least bytes at the bandwidth of a copy.
@@ -105,7 +105,7 @@ class Bounds:
     """The parts of a plan beside their bounds; printing it shows a table and what costs most.
 
     Attributes:
-      name: of the program.
+      name: the name of the program.
       parts: forward without gradients, then, where there are gradients, forward with them and backward.
       causes: what takes more bytes than the function needs, the most first.
     """

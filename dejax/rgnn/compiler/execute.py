@@ -171,7 +171,7 @@ def run_kernels(
     Args:
       task: the program.
       graph: the graph.
-      inputs: by position.
+      inputs: the inputs, by position.
       row_scaled: by position, an input as row-scaled float16, where it is available.
 
     Returns:

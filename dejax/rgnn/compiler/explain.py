@@ -103,7 +103,7 @@ class Explanation:
     """What `Program.explain` returns: the kernels of a program on a graph, with their cost models.
 
     Attributes:
-      name: of the program.
+      name: the name of the program.
       models: the title of each part, its cost model and the number of its results: forward, and with gradients forward
         and backward.
     """

@@ -20,8 +20,8 @@ def cost_model(
 
     Args:
       kernels: the program.
-      counts: of the graph.
-      precision: of products.
+      counts: numbers of nodes, edges and types of the graph.
+      precision: the precision of products.
       row_scaled_inputs: inputs that come as row-scaled float16.
       shared: inputs that this program puts in row-scaled float16 because another reads them so, too.
     """

@@ -20,9 +20,9 @@ class TracedKernel:
 
     Attributes:
         kernels: the level-2 program.
-        number: of the instance.
-        counts: of the graph.
-        options: of the compiler.
+        number: the number of the instance.
+        counts: numbers of nodes, edges and types of the graph.
+        options: the options of the compiler.
         row_scaled: inputs that came as row-scaled float16.
     """
 

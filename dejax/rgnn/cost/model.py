@@ -32,8 +32,8 @@ class CostModel:
 
     Args:
       kernels: the program.
-      counts: of the graph.
-      precision: of products.
+      counts: numbers of nodes, edges and types of the graph.
+      precision: the precision of products.
       row_scaled_inputs: inputs that come as row-scaled float16.
       encoded: values in float32 that this program puts in row-scaled float16 before it reads them.
       constants: the ceilings of the device.

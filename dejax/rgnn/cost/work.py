@@ -45,24 +45,24 @@ class CostConstants:
     predict times, and are an H200's whatever the device.
 
     Attributes:
-      bytes_per_second: of a copy, bytes read plus written.
-      cache_bytes_per_second: of rows that are found in the L2 cache.
+      bytes_per_second: the rate of a copy, bytes read plus written.
+      cache_bytes_per_second: the rate of reading rows that are in the L2 cache.
       weight_gradient_cache_bytes_per_second: the same for weight gradients, which load rows ahead.
       traversal_cache_bytes_per_second: the same for traversals, most of whose rows are row-scaled float16.
       kept_bytes: how much of a gathered table the cache holds.
       skew: if the cache holds a share s of a table, s ** skew of the reads find their row in it.
       near_bytes: a narrow value gathered from a larger table than this moves a burst instead of a sector.
       sector_bytes, burst_bytes: what a read of a few bytes moves, from the cache and from memory.
-      flops: of products, by precision; in `f32`, a third of the rate of float16 products.
+      flops: rate of products by precision; in `f32`, a third of the rate of float16 products.
       scalar_flops: without tensor cores.
-      launch_seconds: of a kernel without work.
+      launch_seconds: the time of a kernel without work.
       encoding_seconds: constant time of putting rows in row-scaled float16.
       gemm, weight_gradient, row_products, traversal, map: the share of the copy bandwidth that each template reaches.
       by_index: the rate of rows that edges read by an index of their own, compared with that of rows of edges.
       gemm_seconds, weight_gradient_seconds, traversal_seconds: constant time of each template.
       long_segments_seconds: constant time of a traversal that splits long segments.
       position_seconds: time of a weight gradient for each of the first 256 positions of a split.
-      elements_per_second: of tiles in a traversal's body, by one operator.
+      elements_per_second: the elements of tiles that one operator of a traversal's body computes in a second.
       entry_elements, segment_elements: the fixed work for one entry, and for one segment, in elements.
       map_elements_per_second: elements that the operators of a map compute, exponentials among them.
     """
@@ -109,7 +109,7 @@ class Work:
     Attributes:
       memory: bytes from and to device memory.
       cache: bytes that the L2 cache has.
-      flops: of products by tensor cores.
+      flops: the floating-point operations of products by tensor cores.
       rates: the ceilings of the device.
     """
 
@@ -146,10 +146,10 @@ class Work:
         """The time of what takes longest.
 
         Args:
-          share: of the copy bandwidth, that the kernel reaches.
+          share: the share of the copy bandwidth that the kernel reaches.
           arithmetic: seconds of arithmetic besides the products.
           cache_rate: bytes per second of rows in the cache; by default those of products.
-          precision: of products.
+          precision: the precision of products.
         """
         m = self.rates
         memory = self.memory / (m.bytes_per_second * share)

@@ -21,7 +21,7 @@ class RowSum:
 
     Attributes:
       left, right, out: the letters of both sides and of the result.
-      sizes: of each letter.
+      sizes: the size of each letter.
     """
 
     left: str

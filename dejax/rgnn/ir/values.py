@@ -84,12 +84,12 @@ class Op:
     """One operator and the type of the value that it defines.
 
     Attributes:
-      name: of the operator, a key of `OPERATORS`.
+      name: the name of the operator, a key of `OPERATORS`.
       args: numbers of the values that it reads.
       attrs: its attributes, pairs of a name and a value sorted by name.
       space: what the rows of its value stand for.
       shape: the feature shape of one row.
-      dtype: of the elements.
+      dtype: the dtype of the elements.
     """
 
     name: str
@@ -134,7 +134,7 @@ class OpProgram:
     """A program of level 1: operators in order, where operator `i` defines value `i`, and the returned values.
 
     Attributes:
-      name: of the program, for messages and profiles.
+      name: the name of the program, for messages and profiles.
       ops: the operators.
       outputs: numbers of the values that the program returns.
       lines: for each operator the user's source line, or None where it is not known.

@@ -38,7 +38,7 @@ def spread(owner: str, graph: RelGraph, x: Any, widths: tuple[int, int]) -> tupl
       owner: who asks, for the error.
       graph: the graph.
       x: a pair (sources, destinations): one row for each node of a side of a bipartite graph, or both [num_nodes, k].
-      widths: of the two.
+      widths: the widths of sources and destinations.
 
     Raises:
       ValueError: other shapes.

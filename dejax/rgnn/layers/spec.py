@@ -52,7 +52,7 @@ class LayerSpec:
     its field `in_features` has a tuple.
 
     Attributes:
-      name: of the module.
+      name: the name of the module.
       program: the layer as a function of graph, features and parameters.
       passed: the fields that are keywords of the program.
       edge_argument: the program's keyword for values of edges; None: it has none.

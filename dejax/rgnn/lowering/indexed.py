@@ -39,7 +39,7 @@ def place(op: Op, graph: RelGraph, space: Space, x: jax.Array, index: jax.Array)
     Args:
       op: the operator.
       graph: the graph.
-      space: of the rows.
+      space: the space of the rows.
       x: [rows, *shape of an index, ...].
       index: integer[rows, *shape of an index].
     """

@@ -45,7 +45,7 @@ class Running:
     Args:
         kernels: the program.
         graph: the graph.
-        options: of the compiler.
+        options: the options of the compiler.
         encoded: by value, inputs that are there in 16 bits, too.
         env: the inputs by value.
         rows: the inputs of which kernels may read fewer rows.
@@ -120,7 +120,7 @@ class Running:
         Padding nodes may be in a grouping by node type, over which kernels sum. Padding edges and pairs are in none.
 
         Args:
-            space: that of the rows.
+            space: the space of the rows.
             many: the arrays.
             values: for each array the values that it has.
         """

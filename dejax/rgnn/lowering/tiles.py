@@ -23,10 +23,11 @@ class TileProgram:
     Rows in 16 bits come without the powers of two of their columns. Those are tiles by themselves, after the operands.
 
     Attributes:
-      columns: of entries' operands that come so the number of the powers' tile; of operands by row, by name or (name,
-        name of the operand whose powers it has, too), the number of the tile that has been multiplied by them.
+      columns: for an operand of entries without its powers, the number of the tile that has the powers. For an operand
+        by row, under its name or (its name, name of the operand whose powers it has, too), the number of the tile that
+        has been multiplied by the powers.
       without: values that are computed without those powers, and the sums that are multiplied by them.
-      stored: values that are stored so -> the number of the tile.
+      stored: for each value that is stored without its powers, the number of the tile that has them.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class Evaluator:
     """Evaluates level-1 operators on arrays.
 
     Attributes:
-      precision: of matrix products: "f32", "tf32", "bf16" or None for JAX's default.
+      precision: the precision of matrix products: "f32", "tf32", "bf16" or None for JAX's default.
       sum_types: sums weights of edge types by a grouping of those; `segment_sum` by default.
     """
 

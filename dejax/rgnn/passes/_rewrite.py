@@ -15,7 +15,7 @@ Visit = Callable[[Builder, Op, tuple[int, ...], int], int | None]
 
 
 def rebuild(program: OpProgram, visit: Visit, new: dict[int, int] | None = None) -> OpProgram:
-    """A new program, each operator replaced by the result of `visit`.
+    """Makes a new program in which each operator is replaced by the result of `visit`.
 
     Args:
       program: the old one.

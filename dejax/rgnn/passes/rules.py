@@ -113,7 +113,7 @@ class Values:
 
 
 class Match:
-    """What a pattern has bound. Conditions ask for operators, replacements for values of the new program.
+    """The names that a pattern has bound. Conditions ask it for operators, replacements for values of the new program.
 
     Attributes:
       values: the program that is being rewritten.
@@ -158,7 +158,7 @@ class Rule:
 
 
 def rules(*table: Rule) -> Callable[[OpProgram, Counts], OpProgram]:
-    """The pass that applies rules until none matches: of those that match an operator, the first in the table."""
+    """Makes a pass that applies rules until none matches; of rules that match an operator, the first in the table."""
     of_root: dict[str, list[Rule]] = {}
     for rule in table:
         for name in rule.pattern.operators:

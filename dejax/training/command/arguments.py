@@ -315,7 +315,7 @@ def settings_of(
     """The settings that the arguments name; those of a configuration where they say nothing.
 
     Args:
-        args: of `parser`.
+        args: the arguments that `parser` has parsed.
         configured: fields of `Settings`, "dataset" among them.
         examples: as `resolve`.
 

@@ -39,7 +39,7 @@ class TablesConfig:
     """A configuration as it was read, or a folder of `HeteroDataset.save` in its place.
 
     Attributes:
-        path: of its file, or of the folder.
+        path: the path of the configuration file, or of the folder.
         database: the arguments of `dejax.datasets.from_tables`, and its "path".
         tasks: by name, the arguments of their makers.
         settings: fields of `Settings`.

@@ -32,11 +32,11 @@ def write_page(
     """Writes the report.
 
     Args:
-        path: of the HTML file; `curves.png` lies beside it.
-        results: of `dejax.training.command.report.summarise`.
+        path: the path of the HTML file; `curves.png` lies beside it.
+        results: the results of `dejax.training.command.report.summarise`.
         task: the examples.
         predicted: the first seed's predictions by split, as `TableTask.predict` gives them.
-        importance: of `dejax.training.tables.importance.importance`; None: not computed.
+        importance: the result of `dejax.training.tables.importance.importance`; None: not computed.
     """
     parts = [
         f"<h1>{escape(task.name)} of {escape(task.entity)}</h1>",

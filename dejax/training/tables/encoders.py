@@ -156,8 +156,8 @@ class TablesEncoder(nnx.Module):
     """A `TableEncoder` for each table, called as the input projection of a model on blocks.
 
     Args:
-        plans: by table.
-        hidden, numbers, day, rngs: of `TableEncoder`.
+        plans: the plan of each table.
+        hidden, numbers, day, rngs: as of `TableEncoder`.
     """
 
     def __init__(

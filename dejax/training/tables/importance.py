@@ -28,11 +28,11 @@ def importance(
     """By how much the first measure of a split becomes worse without each column and each relation.
 
     Args:
-        trainer: of a `TableTask`.
+        trainer: a trainer of a `TableTask`.
         state: its parameters.
         split: which examples.
         examples: at most so many of them.
-        seed: of their choice and of the permutations.
+        seed: random seed of the choice of examples and of the permutations.
 
     Returns:
         "columns": by "table.column", and "relations": by "source, name, destination"; the largest first. A measure of

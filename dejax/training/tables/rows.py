@@ -29,13 +29,13 @@ class ColumnPlace:
     """Where a column stands in the rows of its table, and what its encoder was fitted to.
 
     Attributes:
-        name: of the column.
+        name: the name of the column.
         kind: as `Column.kind`; text is "vector" here.
         first: the first of its numbers in a row.
         width: how many there are.
         known: which of the row's times its value is known from (`TablePlan.known`); None: known as its row.
         codes: number of categories that rows before `until` have; others are unknown.
-        mean, deviation: of numbers and vectors.
+        mean, deviation: the mean and deviation of numbers and vectors.
         edges: quantiles of standardised numbers, ascending, each once as float32.
         seasons: whether rows before `until` span more than a year, so that the day of the year means something.
         apart: whether its values are not packed but a table of their own, in the precision in which they were given:
@@ -95,13 +95,14 @@ def pack(
     """The rows of a table as float32[rows, width], and where its columns stand in them.
 
     Args:
-        columns: by name; all of one length.
+        columns: the columns, by name; all of one length.
         known_from: int64[rows], from when on rows are known; None: always.
         until: means, deviations, quantiles and categories are those of values that are known before this time; None:
             of all.
         hidden: columns that are left out.
         bins: quantiles of a number.
-        text_width: of text: the signed hashes of its words fall into so many sums, with norm 1 (arXiv 0902.2206).
+        text_width: width of a text's vector: signed hashes of its words fall into this many sums, with norm 1 (arXiv
+            0902.2206).
         most_of_a_list: values of a row of several categories; further ones are left out and counted.
         day: the day since 1970 from which days are counted (`Clock.day`).
 

@@ -303,7 +303,7 @@ class TableTask(TrainingTask):
         """Predictions of examples: probabilities of class 1, of each class [rows, classes], amounts, or ranked rows.
 
         Args:
-            trainer: of the task.
+            trainer: the trainer of the task.
             state: its parameters.
             places: int[n], which examples; None: all.
             examples: rows and cutoffs instead of the task's own, of the same entity table.

@@ -117,8 +117,8 @@ class TreeTransformer(nnx.Module):
 
     Args:
         hidden: width of rows.
-        heads: of the attention; must divide `hidden`.
-        hops: of the samples.
+        heads: the number of heads of the attention; must divide `hidden`.
+        hops: the number of hops of the samples.
         tables: their number.
         edge_types: number of relations.
         out_features: width of the result; None for `hidden`, without a last linear map.
@@ -158,7 +158,7 @@ class TreeTransformer(nnx.Module):
         """The outputs of the seeds by table, [seeds, outputs].
 
         Args:
-            blocks: of a sample in which each seed has a tree of its own.
+            blocks: the blocks of a sample in which each seed has a tree of its own.
             x: float[rows, hidden] by table.
             trees: int32[rows] by table, the seed of each row; -1 for padding.
             days: float32[rows] by table, of `days_between`.

@@ -37,7 +37,7 @@ def relational_layer(
 
     Args:
         s: model, heads, bases, dropout.
-        width: of the input; None for no input (rgcn alone).
+        width: the width of the input; None for no input (rgcn alone).
         out: width of the result, all heads together.
         counts: node types and edge types.
         options: options of the compiler.

@@ -81,7 +81,7 @@ class TrainingTask:
         options: options of the compiler.
         world: what steps read.
         embedded: the number of nodes of each type that has trainable embeddings, of width `settings.hidden`.
-        sample_options: of its samples.
+        sample_options: options of its samples.
         capacities: sizes of the arrays of a sample; None where nothing is sampled.
         sampled: whether a step samples; otherwise it sees the whole graph.
         steps_per_epoch: steps of a pass over the training data.
@@ -145,12 +145,12 @@ class TrainingTask:
         """The mean loss of a step's seeds, their number, and counts to add up over an epoch.
 
         Args:
-            model: of `model`, with the parameters of the step.
-            view: of `view`.
+            model: the result of `model`, with the parameters of the step.
+            view: the result of `view`.
             x: float32[nodes, width] by node type, the rows of `view.ids`.
-            seeds: of the step.
+            seeds: the seeds of the step.
             data: `world.data`.
-            key: of dropout.
+            key: the random key for dropout.
         """
         raise NotImplementedError
 

@@ -34,12 +34,12 @@ _sites = itertools.count(1)
 
 
 def staging_bytes(sizes: Sequence[int], ahead: int, count: int) -> int:
-    """Size of the device's memory for arrays on their way: so many calls' pieces, each way, as are on it at one time.
+    """Size of the device's staging memory: the pieces of all calls that are under way at one time, in each direction.
 
     Args:
         sizes: bytes of the pieces of one call.
         ahead: number of calls whose pieces are on their way to the device. One more has arrived.
-        count: of the calls.
+        count: the number of calls.
     """
     return 2 * min(ahead + 1, count) * sum(-(-size // _STAGED) * _STAGED for size in sizes)
 
@@ -68,7 +68,7 @@ class ArrayPiece:
     Attributes:
         array: number of the array in its stream.
         offset: in bytes, where it begins.
-        shape, dtype: of the part.
+        shape, dtype: the shape and dtype of the part.
         stride: in a loop: bytes from one iteration's part to the next one's.
     """
 
@@ -88,12 +88,12 @@ class Stream:
 
     Args:
         use: what they are made for.
-        arrays: in host memory or on disk.
-        shardings: of each, on one mesh; on one device anything that names no several devices.
+        arrays: the arrays, in host memory or on disk.
+        shardings: the sharding of each array, on one mesh; on one device anything that names no several devices.
         staging_bytes: cap of staging memory on each device.
 
     Attributes:
-        mesh: of the devices; None: one device.
+        mesh: the mesh of the devices; None: one device.
         shards: one device's shard of each array, without values where a mesh divides them.
     """
 
@@ -113,7 +113,7 @@ class Stream:
         self._calls = 0
 
     def begin(self, *, changes: bool = True) -> Array:
-        """Makes the arrays the program's own if it changes them; returns the ticket that the next call takes.
+        """Begins a program: makes the arrays that it changes its own; returns the ticket that the next call takes.
 
         Args:
             changes: whether the program changes arrays.
@@ -166,10 +166,10 @@ class Stream:
         values: Sequence[Array] = (),
         after: Sequence[Array] = (),
     ) -> tuple[Array, list[Array]]:
-        """In `run`: a call between the first and the last one, which may be in the body of a loop.
+        """Makes a call between the first and the last one, in `run`; it may be in the body of a loop.
 
         Args:
-            ticket: of the call before.
+            ticket: the ticket of the previous call.
             take: pieces that it returns, which an earlier call has begun to copy.
             pull: pieces that it begins to copy to the device.
             pull_iterations: it does so in the first iterations alone.
@@ -193,7 +193,7 @@ class Stream:
         """Waits for all copies; returns the arrays, in the memory that they came in.
 
         Args:
-            ticket: of the last call.
+            ticket: the ticket of the last call.
             after: values that are computed before the last call.
             given: how they are divided.
         """
@@ -245,11 +245,11 @@ class Stream:
         """Makes calls on every device, `calls(ticket, *shards of values)`; returns the ticket and the results.
 
         Args:
-            calls: to a ticket and a list of arrays.
-            ticket: of all devices.
+            calls: a function that returns a ticket and a list of arrays.
+            ticket: the tickets of all devices.
             values: divided as `given` says.
-            given: of the values.
-            results: of the results.
+            given: shardings of the values.
+            results: shardings of the results.
         """
         if self.mesh is None:
             ticket, made = calls(ticket, *values)
@@ -292,13 +292,13 @@ class Stream:
         results: Sequence[Any] = (),
         attributes: dict[str, Any] | None = None,
     ) -> list[Array]:
-        """A call of one device.
+        """Makes a native call on one device.
 
         Args:
             mode: see native/state/pieces.h.
-            operands: of the call.
-            numbers: of the arrays that it names.
-            through: so many first operands are results, too, in their memory.
+            operands: the operands of the call.
+            numbers: the numbers of the arrays that it names.
+            through: this number of first operands are results, too, in the same memory.
             fixed: positions of operands that no barrier may stand before.
             results: shapes and dtypes of the further ones.
             attributes: in place of those that say nothing.
@@ -341,12 +341,12 @@ def shapes_of_shards(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[An
 
 
 def why_no_shards(caller: str, arrays: Sequence[Any], shardings: Sequence[Any]) -> str | None:
-    """What keeps the devices of a mesh from copying their shards, and the remedy; None where nothing does.
+    """The reason why the devices of a mesh cannot copy their shards, and the remedy; None if they can.
 
     Args:
         caller: in the message, as "`update`".
-        arrays: of which some lie on several devices.
-        shardings: of each.
+        arrays: the arrays, some of which lie on several devices.
+        shardings: the sharding of each array.
     """
     if _compat.on_several_devices():
         return (

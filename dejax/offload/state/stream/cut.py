@@ -65,7 +65,7 @@ class StateGroup:
         roots: for each output of the update that depends on them: the variable that is evaluated in pieces.
         tails: for each of these outputs: the equations after its root, evaluated for all pieces at once.
         equations: the elementwise equations that compute the roots; unused where the group is one piece.
-        shape: of its arrays as they are cut, along the first axis.
+        shape: the shape in which its arrays are cut, along the first axis.
     """
 
     state: list[int]
@@ -129,7 +129,7 @@ def pieces_of(
     """Pieces of a group's arrays on each device, or one that is whole where the update is not elementwise.
 
     Args:
-        update: of the whole state.
+        update: the update of the whole state.
         group: its equations are filled in here.
         shards: its arrays, as one device has them.
         alike: a mesh divides all of them alike.

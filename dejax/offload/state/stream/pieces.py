@@ -44,7 +44,7 @@ def stream_state(
 
     Args:
         update: with every input but the streamed ones.
-        shardings: of the state's arrays; None, or of one device, where they are on one device.
+        shardings: the shardings of the state's arrays; None, or of one device, where they are on one device.
         streamed: which of them travel.
         piece_bytes: see `optimizer`.
         ahead: see `optimizer`.
@@ -79,9 +79,9 @@ class StatePieces(Stream):
     """The calls of one update, in the order in which they are made.
 
     Args:
-        arrays: by their numbers in the state.
-        shardings: of each.
-        pieces: that travel, in the order in which they are taken.
+        arrays: the arrays, by their numbers in the state.
+        shardings: the sharding of each array.
+        pieces: the pieces that travel, in the order in which they are taken.
         ahead: number of pieces that are copied to the device before they are needed.
     """
 
@@ -118,10 +118,10 @@ class StatePieces(Stream):
         """Evaluates `fn(*shards of values)` on every device, which may take, push and wait; returns its results.
 
         Args:
-            fn: to a list of arrays.
+            fn: a function that returns a list of arrays.
             values: divided as `given` says.
-            given: of the values.
-            results: of the results.
+            given: shardings of the values.
+            results: shardings of the results.
         """
 
         def calls(ticket: Array, *shards: Any) -> tuple[Array, list[Any]]:
@@ -185,12 +185,12 @@ class StatePieces(Stream):
 
 
 def _update_in_pieces(update: StateUpdate, pieces: Sequence[StatePiece], stream: StatePieces, alone: bool) -> None:
-    """Of elementwise groups: on each device alone.
+    """Updates the elementwise groups piece by piece, each device its own part.
 
     Args:
-        update: of the state.
+        update: the update of the state.
         pieces: the next ones of the stream.
-        stream: of the state.
+        stream: the stream of the state.
         alone: there is no other group.
     """
     groups = list(dict.fromkeys(piece.group for piece in pieces))
@@ -222,11 +222,11 @@ def _update_in_pieces(update: StateUpdate, pieces: Sequence[StatePiece], stream:
 def _evaluated(
     jaxpr: core.Jaxpr, piece: StatePiece, taken: dict[int, Any], given: dict[Any, Any], alone: bool
 ) -> list[Any]:
-    """A piece of each of the group's outputs, updates without their tails.
+    """Computes a piece of each output of the group; updates are without their tails.
 
     Args:
-        jaxpr: of the update.
-        piece: of an elementwise group.
+        jaxpr: the jaxpr of the update.
+        piece: a piece of an elementwise group.
         taken: its arrays of state.
         given: what else the group's equations read: scalars and whole arrays.
         alone: there is no other group. A scalar is then copied for each piece: XLA replaces a division by a scalar with
@@ -253,7 +253,7 @@ def _evaluated(
 
 
 def _update_whole(update: StateUpdate, piece: StatePiece, stream: StatePieces) -> None:
-    """Of the next piece of the stream, which is whole: XLA divides the computation."""
+    """Updates from the next piece of the stream, which has whole arrays; XLA divides the computation."""
     group = piece.group
 
     def read() -> list[Any]:
@@ -278,12 +278,12 @@ def _update_whole(update: StateUpdate, piece: StatePiece, stream: StatePieces) -
 
 
 def _joined(parts: list[Any], shape: tuple[int, ...]) -> Any:
-    """The array of an output's pieces."""
+    """Joins the pieces of an output to one array."""
     return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)).reshape(shape)
 
 
 def _with_tail(update: StateUpdate, value: Any, tail: Sequence[Any]) -> Any:
-    """An update after its last equations."""
+    """Applies the last equations of an update, its tail."""
     for eqn in tail:
         wide = wide_of(eqn)
         value = eqn.primitive.bind(*(value if v is wide else update.value(v) for v in eqn.invars), **eqn.params)

@@ -49,8 +49,8 @@ class HostRows(Stream):
     """The calls of one step, in the order in which they are made.
 
     Args:
-        arrays: in host memory or on disk, [rows, ...], all with as many rows.
-        shardings: of each; what is no `NamedSharding` on several devices is on one device.
+        arrays: the arrays, in host memory or on disk, [rows, ...], all with as many rows.
+        shardings: the sharding of each array; what is no `NamedSharding` on several devices is on one device.
         ahead: number of rows that are on their way to the device. Staging memory holds as many, and one more, each way.
 
     Raises:
@@ -99,8 +99,8 @@ class HostRows(Stream):
         """Ends a step; returns the arrays, in the memory that they came in.
 
         Args:
-            ticket: of the last call.
-            results: of the step, each with its sharding.
+            ticket: the ticket of the last call.
+            results: the results of the step, each with its sharding.
         """
         return self.finish(ticket, *self._waited(results))
 

@@ -36,6 +36,7 @@ class Argument:
         return f"<argument {self.name}: {self.dtype}{list(self.shape)}>"
 
     def _untyped(self, *_: Any, **__: Any) -> Any:
+        """Raises an error that names the methods of the graph by which an argument gets a space."""
         if self.shape == ():
             raise fail(
                 f"argument {self.name!r} is a scalar array (traced, or made by jax or numpy); write g.shared(x) to "
@@ -255,6 +256,7 @@ class Symbol:
         return features.logsumexp(self, axis, keepdims)
 
     def astype(self, dtype: Any) -> Symbol:
+        """The value converted to another dtype."""
         name = np.dtype(dtype).name
         x = self.trace.in_dtype(self, name) if name in ("float32", "float64") else self
         return self.trace.emit("cast", x, dtype=name)

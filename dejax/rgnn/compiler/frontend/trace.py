@@ -293,6 +293,7 @@ class Trace:
         return made
 
     def binary(self, name: str, a: Any, b: Any) -> Symbol:
+        """Appends the operator `name` on two operands, which are brought to one space and dtype first."""
         like = a if isinstance(a, Symbol) else b
         x, y = self.align(self.value(a, like), self.value(b, like))
         if name in ("div", "power", "atan2"):

@@ -27,7 +27,7 @@ def trace_program(
     """Runs `function` on symbols.
 
     Args:
-      name: of the program.
+      name: the name of the program.
       function: takes a `GraphSymbol` and the arguments.
       rows: how many rows each space has.
       arguments: name, shape and dtype of each array argument.

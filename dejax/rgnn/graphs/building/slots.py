@@ -41,8 +41,8 @@ class SlotSpec:
     """The static part of a graph of slots.
 
     Attributes:
-        slots: in the order of the user's edges: by type, then by receiver. Two of them have the same receivers or none
-            in common.
+        slots: the slots, in the order of the user's edges: by type, then by receiver. Two of them have the same
+            receivers or none in common.
         node_runs: type and number of nodes with consecutive numbers, from node 0 on.
         source_types: for each edge type the node type of its senders.
         edge_type_names: a name for each edge type.

@@ -70,7 +70,7 @@ def _sums(program: OpProgram) -> dict[tuple, int]:
 
 
 def _placed(program: OpProgram, factor: Factor, over: int = 0) -> tuple[int, int, tuple[int, ...]]:
-    """A factor, and its axes in the product: a scalar for each head is not a scalar for each feature.
+    """A factor and its axes in the product, which tell a scalar for each head from a scalar for each feature.
 
     Args:
       over: axes of size 1 to add at the end, for a factor of an inner product, whose last axis is gone.

@@ -24,7 +24,7 @@ class TraversalPlan:
 
     Attributes:
       via: the map whose coarse rows are the segments; None for a traversal without segments.
-      space: of the entries.
+      space: the space of the entries.
       accumulators: the reductions.
       epilogue: operators on the reduced rows.
       stored: values of entries that the traversal writes.

@@ -30,7 +30,7 @@ def fuse_traversal(kernels: Kernels, counts: Counts, *, sharing: bool = True, ro
 
     Args:
       kernels: a level-2 program.
-      counts: of the graph.
+      counts: numbers of nodes, edges and types of the graph.
       sharing: one traversal may store per-edge scalars for others (`_share_scalars.py`).
       row_scaled: rows that a traversal writes may be stored as row-scaled float16, so that a copy may pay.
     """

@@ -233,7 +233,8 @@ def storage(
       row_scaled_outputs: positions of the program's outputs that may be stored so too; others may not.
       inference: whether no gradients are made of the program. Its inner products are then compared with none of those
         that a gradient would compute, so they may be of rounded rows, as products of matrices are.
-      counts: of the graph. Where it has many pairs, sums of vectors of types are sums of rounded vectors.
+      counts: numbers of nodes, edges and types of the graph. Where it has many pairs, sums of vectors of types are sums
+          of rounded vectors.
     """
     outputs = {v for i, v in enumerate(kernels.program.outputs) if i not in row_scaled_outputs}
     found: set[int] = set()
