@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-import jax.numpy as jnp
 from jax import Array
 
 from dejax._pytrees import pytree
 from dejax.minibatch.sampling._layout import SampleLayout
+from dejax.minibatch.sampling.sample import rows_of_type
 
 
 @pytree
@@ -43,14 +43,9 @@ class JoinedFeatures(Mapping[str, Array]):
         if name not in self.layout.node_types:
             raise KeyError(name)
         number = self.layout.node_types.index(name)
-        parts = []
-        for hop, sizes in enumerate(self.layout.sizes):
-            if sizes[number]:
-                first = self.layout.first_of_all(hop, number)
-                parts.append(self.rows[first : first + sizes[number]])
-        if not parts:
+        if not any(sizes[number] for sizes in self.layout.sizes):
             raise KeyError(name)
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        return rows_of_type(self.layout, self.rows, self.layout.num_hops, number)
 
     def __iter__(self) -> Iterator[str]:
         return (name for name, count in self.layout.counts(self.layout.num_hops).items() if count)

@@ -21,6 +21,7 @@ from dejax.host_gather.tables.table import LocalTable
 from dejax.minibatch.sampling._draws import below, below_by_bits, draw_weighted, draw_weighted_subset, subset_of
 from dejax.minibatch.sampling._layout import Piece, SampleLayout
 from dejax.minibatch.topology.hetero_topology import EdgeLists, HeteroTopology, Rows
+from dejax.rgnn.graphs.building.sorting_traced import joined
 from dejax.rgnn.graphs.building.sorting_traced import take as read
 from dejax.rgnn.graphs.building.static_tables import on_device
 
@@ -143,7 +144,7 @@ class Hop:
             jnp.broadcast_to(rows[draw.first : draw.last, None], (draw.last - draw.first, draw.fan_out)).reshape(-1)
             for draw in self.draws
         ]
-        return _joined(parts)
+        return joined(parts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -235,17 +236,11 @@ def draw_hop(
                 lost = lost + jnp.sum(jnp.maximum(degree[some] - draw.bound, 0), dtype=jnp.int32)
         first_edge = hop.rows([relation.first_edge for relation in relations], start.dtype)
         shifts = [first_edge[draw.first : draw.last, None] for draw in draws]
-        flat = _joined([position.reshape(-1) for position in positions])
+        flat = joined([position.reshape(-1) for position in positions])
         senders.append(jnp.where(flat >= 0, take(lists.senders, flat).astype(jnp.int32), -1))
         within = [jnp.where(p >= 0, p - shift, -1).reshape(-1) for p, shift in zip(positions, shifts, strict=True)]
-        edges.append(_joined(within))
-    return Drawn(_joined(senders), _joined(edges), lost), random
-
-
-def _joined(parts: Sequence[Array]) -> Array:
-    if not parts:
-        return jnp.zeros(0, jnp.int32)
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        edges.append(joined(within))
+    return Drawn(joined(senders), joined(edges), lost), random
 
 
 def take(values: Rows, ids: Array) -> Array:

@@ -22,6 +22,7 @@ from dejax.minibatch.sampling._drawing import Drawn, Hop, Randomness, SampleOpti
 from dejax.minibatch.sampling._layout import FanOuts, SampleLayout, make_layout
 from dejax.minibatch.sampling._numbering import Nodes, NumberRanges, number_found, number_seeds
 from dejax.minibatch.topology.hetero_topology import HeteroTopology
+from dejax.rgnn.graphs.building.sorting_traced import joined
 
 __all__ = ["SampleOptions", "SampledBlocks", "edge_ids", "sample_blocks"]
 
@@ -269,15 +270,16 @@ def ids_of_edges(topology: HeteroTopology, number: int, positions: Array) -> Arr
 
 def split_nodes(layout: SampleLayout, x: Array, hops: int) -> dict[str, Array]:
     """Values of all nodes up to a hop, by node type; further rows are left out."""
-    found = {}
-    for number, name in enumerate(layout.node_types):
-        parts = []
-        for hop in range(hops + 1):
-            first = layout.first_of_all(hop, number)
-            parts.append(x[first : first + layout.sizes[hop][number]])
-        parts = [part for part in parts if part.shape[0]] or parts[:1]
-        found[name] = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-    return found
+    return {name: rows_of_type(layout, x, hops, number) for number, name in enumerate(layout.node_types)}
+
+
+def rows_of_type(layout: SampleLayout, x: Array, hops: int, number: int) -> Array:
+    """Values of the nodes of one type up to a hop, out of those of all nodes."""
+    parts = []
+    for hop in range(hops + 1):
+        first = layout.first_of_all(hop, number)
+        parts.append(x[first : first + layout.sizes[hop][number]])
+    return joined([part for part in parts if part.shape[0]] or parts[:1])
 
 
 class _GrowingNodes:

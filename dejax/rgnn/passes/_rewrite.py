@@ -154,6 +154,16 @@ def insert_axes(builder: Builder, x: int, inserts: tuple[tuple[int, ...], ...]) 
     return x
 
 
+def sliced(builder: Builder, x: int, axis: int, start: int, stop: int) -> int:
+    """The slice of a value, taken before its rows are read; the value itself where that is all of the axis."""
+    op = builder.ops[x]
+    if (start, stop) == (0, op.shape[axis]):
+        return x
+    if op.name == "gather":
+        return builder.op("gather", sliced(builder, op.args[0], axis, start, stop), **dict(op.attrs))
+    return builder.op("slice", x, axis=axis, start=start, stop=stop)
+
+
 def aligned(builder: Builder, new: dict[int, int], parts: Iterable[Factor]) -> list[tuple[int, int]]:
     """Factors as new values with their axes inserted, and powers: the argument of `multiply`."""
     return [(insert_axes(builder, new[f.value], f.inserts), f.power) for f in parts]

@@ -77,13 +77,6 @@ class TableLinkTask(TableTask):
         assert self.examples.target is not None
         return self.examples.target
 
-    def _check_labels(self) -> None:
-        train = self.splits.get("train", np.zeros(0, np.int64))
-        if not len(train):
-            raise ValueError(
-                f"task {self.examples.name!r} must have training examples, got none; move `valid_from` and `test_from`"
-            )
-
     def _labels(self) -> dict[str, Array]:
         examples = self.examples
         assert examples.offsets is not None
@@ -222,10 +215,8 @@ class TableLinkTask(TableTask):
     def _vectors_of(
         self, trainer: Runner, key: Array, params: Any, embeddings: FeatureStore, world: World, seeds: Any
     ) -> tuple[Array, Array]:
-        sample, x, _ = trainer.drawn(world, seeds, key)
-        view = self.view(world.topology, world.data, seeds, sample)
-        own = embeddings.gather({kind: view.ids[kind] for kind in embeddings.types}, dtype=jnp.float32)
-        return self._vectors(trainer.merged(params), view, {**x, **own}, seeds, None)
+        view, x = self.seen(trainer, key, embeddings, world, seeds)
+        return self._vectors(trainer.merged(params), view, x, seeds, None)
 
     def _predictions(
         self, trainer: Runner, state: TrainState, places: np.ndarray, examples: Task, world: World

@@ -161,6 +161,8 @@ class TableTask(TrainingTask):
             raise ValueError(
                 f"task {self.examples.name!r} must have training examples, got none; move `valid_from` and `test_from`"
             )
+        if self.examples.kind == "link":  # a label is a row
+            return
         labels, valid = self.examples.labels[train], self.splits.get("valid", np.zeros(0, np.int64))
         if self.examples.kind == "binary" and len(valid) and np.ptp(self.examples.labels[valid]) == 0:
             warnings.warn(
@@ -287,8 +289,7 @@ class TableTask(TrainingTask):
     # -------------------------------------------------------------------------------------------- predictions
 
     def _outputs_of(self, trainer: Runner, key: Array, params: Any, world: World, seeds: Any) -> Array:
-        sample, x, _ = trainer.drawn(world, seeds, key)
-        view = self.view(world.topology, world.data, seeds, sample)
+        view, x = self.seen(trainer, key, FeatureStore(), world, seeds)
         return self._raw(trainer.merged(params), view, x, seeds, None)
 
     def predict(

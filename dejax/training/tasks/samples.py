@@ -198,10 +198,8 @@ class SampledTask(TrainingTask):
     def _correct_of(
         self, trainer: Runner, key: Array, params: Any, embeddings: FeatureStore, world: World, seeds: Any
     ) -> Array:
-        sample, x, _ = trainer.drawn(world, seeds, key)
-        view = self.view(world.topology, world.data, seeds, sample)
-        own = embeddings.gather({kind: view.ids[kind] for kind in embeddings.types}, dtype=jnp.float32)
-        outputs = trainer.merged(params)(view.graphs, {**x, **own})
+        view, x = self.seen(trainer, key, embeddings, world, seeds)
+        outputs = trainer.merged(params)(view.graphs, x)
         return self._cross_entropy(outputs, view, seeds, world.data)[1][1]["correct"]
 
     def sampled_accuracy(

@@ -139,6 +139,15 @@ class TrainingTask:
         """What the model runs on; without a sample, the whole graph."""
         raise NotImplementedError
 
+    def seen(
+        self, trainer: Runner, key: Array, embeddings: FeatureStore, world: World, seeds: Any
+    ) -> tuple[StepView, dict[str, Array]]:
+        """What a model that is measured runs on: the view of a sample of seeds, and the rows of its nodes."""
+        sample, x, _ = trainer.drawn(world, seeds, key)
+        view = self.view(world.topology, world.data, seeds, sample)
+        own = embeddings.gather({kind: view.ids[kind] for kind in embeddings.types}, dtype=jnp.float32)
+        return view, {**x, **own}
+
     def loss(
         self, model: Any, view: StepView, x: dict[str, Array], seeds: Any, data: Any, key: Array
     ) -> tuple[Array, tuple[Array, dict[str, Array]]]:

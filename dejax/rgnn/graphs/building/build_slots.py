@@ -21,6 +21,7 @@ from dejax.rgnn.graphs.building.sorting_traced import (
     begins_run,
     cumulative_sum,
     inverse,
+    joined,
     put,
     put_where,
     sort_pairs,
@@ -178,10 +179,10 @@ def _groups(
     for own, spec in zip(senders, specs, strict=True):
         for some in own:
             stored[some.shape[1]].append(jnp.where(some < spec.num_nodes, some, -1))
-    joined = [_joined(some) for some in stored.values()]
-    masks = [some >= 0 for some in joined]
+    tables = [joined(some) for some in stored.values()]
+    masks = [some >= 0 for some in tables]
     within = [cumulative_sum(mask) for mask in masks]  # the valid slots of a group up to each one
-    counts = _joined([some[:, -1] for some in within])
+    counts = joined([some[:, -1] for some in within])
     bounded = any(spec.is_bounded for spec in specs)
     if bounded:
         counts, masks, within = _bounded(counts, masks, within, specs, places)
@@ -193,7 +194,7 @@ def _groups(
     empties = take(start, places.end) - starts
     columns: list[tuple[Array, ...]] = []
     at = 0
-    for some, mask, up_to in zip(joined, masks, within, strict=True):
+    for some, mask, up_to in zip(tables, masks, within, strict=True):
         rows = (slice(at, at + mask.shape[0]), None)
         at += mask.shape[0]
         slot = jnp.asarray(places.first_slot[rows]) + jnp.arange(mask.shape[1], dtype=jnp.int32)
@@ -207,7 +208,7 @@ def _groups(
         group = jnp.broadcast_to(places.canonical[rows], mask.shape)
         columns.append(tuple(part.reshape(-1) for part in (*placed, position, slot, group, some)))
     first, second, *flat = zip(*columns, strict=True)
-    return _Groups(start, start_by_receiver, pair, pair_by_receiver, used, _joined(first + second), *map(_joined, flat))
+    return _Groups(start, start_by_receiver, pair, pair_by_receiver, used, joined(first + second), *map(joined, flat))
 
 
 def _bounded(
@@ -391,9 +392,3 @@ def _segments(index: Array, order: Array | None, offsets: Array, longest: int, s
 def _stacked(*arrays: Any) -> Any:
     """Places of equal length as one array, static if they are."""
     return np.stack(arrays) if all(isinstance(array, np.ndarray) for array in arrays) else jnp.stack(arrays)
-
-
-def _joined(parts: Sequence[Array]) -> Array:
-    if not parts:
-        return jnp.zeros(0, jnp.int32)
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

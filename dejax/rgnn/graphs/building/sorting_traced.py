@@ -55,6 +55,13 @@ def take(values: Any, index: Any) -> Array:
     return jax.lax.gather(values, index, numbers, slice_sizes=(1, *row), mode=mode)
 
 
+def joined(parts: Sequence[Array]) -> Array:
+    """Arrays one after the other: one alone without a copy, and int32[0] of none."""
+    if not parts:
+        return jnp.zeros(0, jnp.int32)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
 def take_or(values: Array, index: Array, fill: float) -> Array:
     """`values[index]`, and `fill` for an index past the end; no index is negative."""
     count, row = values.shape[0], values.shape[1:]

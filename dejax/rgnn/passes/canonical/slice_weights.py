@@ -12,7 +12,7 @@ from __future__ import annotations
 from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import ELEMENTWISE, Builder, Op, OpProgram, Space
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import Rewrite
+from dejax.rgnn.passes._rewrite import Rewrite, sliced
 
 _TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 
@@ -75,13 +75,13 @@ class _Slices(Rewrite):
         if len(op.shape) <= axis or op.shape[axis] != size:
             return self.new[value]
         if value not in self.made:
-            return _cut(builder, self.new[value], axis, start, stop)
+            return sliced(builder, self.new[value], axis, start, stop)
         if op.name == "linear":
             at = _weight_axis(op, axis)
             assert at is not None
-            x, w = self.new[op.args[0]], _cut(builder, self.new[op.args[1]], at, start, stop)
+            x, w = self.new[op.args[0]], sliced(builder, self.new[op.args[1]], at, start, stop)
             if "h" in Product.parse(op.attr("spec")).left and axis == 0:
-                x = _cut(builder, x, 0, start, stop)
+                x = sliced(builder, x, 0, start, stop)
             return builder.op("linear", x, w, **dict(op.attrs))
         parts = (self.part(builder, a, start, stop, axis, size) for a in op.args)
         return builder.op(op.name, *parts, **dict(op.attrs))
@@ -92,13 +92,3 @@ def _weight_axis(op: Op, axis: int) -> int | None:
     product = Product.parse(op.attr("spec"))
     letter = product.out[axis] if product.is_forward and op.attr("via") != "self" else ""
     return product.right.index(letter) if letter and letter in product.right else None
-
-
-def _cut(builder: Builder, value: int, axis: int, start: int, stop: int) -> int:
-    """A slice, taken before edges read the rows."""
-    op = builder.ops[value]
-    if (start, stop) == (0, op.shape[axis]):
-        return value
-    if op.name == "gather":
-        return builder.op("gather", _cut(builder, op.args[0], axis, start, stop), **dict(op.attrs))
-    return builder.op("slice", value, axis=axis, start=start, stop=stop)

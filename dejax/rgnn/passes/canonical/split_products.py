@@ -14,7 +14,7 @@ from __future__ import annotations
 from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import Builder, Op, OpProgram, Space
 from dejax.rgnn.ir.products import Product
-from dejax.rgnn.passes._rewrite import as_dtype, in_range, live, origins, rebuild
+from dejax.rgnn.passes._rewrite import as_dtype, in_range, live, origins, rebuild, sliced
 
 # The most parts into which a product is split: each part becomes one product.
 _MOST_PARTS = 4
@@ -42,7 +42,7 @@ def split_products(program: OpProgram, counts: Counts) -> OpProgram:
         dtype = program.ops[op.args[at]].dtype
         for part in program.ops[op.args[at]].args:
             stop = start + program.ops[part].shape[-1]
-            other = _sliced(builder, args[1 - at], axis, start, stop)
+            other = sliced(builder, args[1 - at], axis, start, stop)
             row = as_dtype(builder, new[part], dtype)
             if in_range(op.dtype) != op.dtype:
                 other = _converted(builder, other, in_range(op.dtype))
@@ -84,11 +84,3 @@ def _converted(builder: Builder, value: int, dtype: str) -> int:
     if op.name == "gather":
         return builder.op("gather", _converted(builder, op.args[0], dtype), **dict(op.attrs))
     return as_dtype(builder, value, dtype)
-
-
-def _sliced(builder: Builder, value: int, axis: int, start: int, stop: int) -> int:
-    """The slice, taken of weights before they are read on the edges."""
-    op = builder.ops[value]
-    if op.name == "gather":
-        return builder.op("gather", _sliced(builder, op.args[0], axis, start, stop), **dict(op.attrs))
-    return builder.op("slice", value, axis=axis, start=start, stop=stop)
