@@ -103,7 +103,7 @@ def without_consts(closed: Any) -> Any:
 
 
 def effects_refused_under_derivatives(effects: Any) -> list[Any]:
-    """Those that `custom_vjp` does not take."""
+    """The arguments that `custom_vjp` does not take."""
     allowed = getattr(jax_effects, "custom_derivatives_allowed_effects", None)
     return [] if allowed is None else list(allowed.filter_not_in(effects))
 
@@ -272,7 +272,7 @@ jax.interpreters.batching.primitive_batchers[unchecked_p] = _batch_unchecked
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """Of a `scan` equation: the number of its constants, and of its carried arrays."""
+    """The numbers of constants and of carried arrays of a `scan` equation."""
     if "ft_in" in eqn.params:  # jax 0.12
         consts, carry, _ = (list(part) for part in eqn.params["ft_in"].update(eqn.invars).unpack())
         return len(consts), len(carry)

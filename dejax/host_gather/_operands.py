@@ -73,7 +73,7 @@ class Table(abc.ABC):
 
     @property
     def nbytes(self) -> int:
-        """Of the rows, without copies."""
+        """Bytes of all rows; copies of rows do not count."""
         return self.size * self.dtype.itemsize
 
     def __len__(self) -> int:

@@ -36,8 +36,8 @@ WIDENING_SMS = 16
 DEVICE_SMS = 132
 # Multiprocessors that an overlapped gather takes from compute: the fewest that saturate the bus.
 OVERLAP_SMS = 4
-# Where some rows lie on the device, so many times as many. One multiprocessor copies 13 GB/s of these rows: four would
-# take longer for them than the bus takes for the others.
+# Factor of the number of multiprocessors if some rows lie on the device. One multiprocessor copies 13 GB/s of these
+# rows: four would take longer for them than the bus takes for the others.
 MIXED = 4
 
 

@@ -345,7 +345,7 @@ def start_alone(source: GatherSource, ids: Array, before: Any) -> tuple[PendingR
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class GatherSource:
-    """What an overlapped gather reads, except its ids."""
+    """The operands of an overlapped gather, except its ids."""
 
     call: GatherCall
     leaf: Array

@@ -19,7 +19,7 @@ class Record:
     start_ns: float
     duration_ns: float
     details: str = ""
-    """Of a kernel: its registers, shared memory, grid and block, as the profiler writes them."""
+    """The registers, shared memory, grid and block of a kernel, as the profiler writes them."""
     device: str = ""
     """The name of the device, as the profiler writes it."""
 

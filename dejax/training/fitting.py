@@ -100,7 +100,7 @@ def best_report(history: History, lower: bool) -> int | None:
 
 
 def stops(history: History, patience: int, lower: bool) -> bool:
-    """Whether so many reports with a validation measure have followed the best one."""
+    """Whether `patience` reports with a validation measure have followed the best one."""
     best = best_report(history, lower) if patience else None
     if best is None:
         return False

@@ -276,7 +276,7 @@ class Trainer:
     # -------------------------------------------------------------------------------------------- programs
 
     def _steps(self, state: TrainState, keys: Array, seeds: Any) -> tuple[TrainState, Array]:
-        """As many steps as there are keys: the state, and the loss of each."""
+        """Runs one step for each key; returns the state, and the loss of each step."""
         count, world = keys.shape[0], self.world
         if self.mesh is not None:
             return self._on_mesh(state, keys, seeds)
@@ -402,7 +402,7 @@ class Trainer:
 
 
 def _optimizer(settings: Settings, steps: int) -> Any:
-    """Adam with decoupled weight decay, its rate by the settings' schedule over so many steps, after clipping."""
+    """Adam with decoupled weight decay after clipping; the settings' schedule gives its rate over `steps` steps."""
     rate: Any = settings.lr
     warmup = settings.warmup
     if settings.schedule != "constant":  # which does not depend on the number of steps, so that a run can be lengthened

@@ -95,7 +95,7 @@ def from_dgl(
 
 
 def _attributes(store: Any) -> dict[str, Any]:
-    """What is stored for a type."""
+    """The attributes that are stored for a node or edge type."""
     return {key: store[key] for key in (store.keys() if callable(store.keys) else store.keys)}
 
 

@@ -320,7 +320,7 @@ class LocalTable(Table):
         return self._of(leaf, spec, *(None if x is None else put(x) for x in (self._hot, self._slots)))
 
     def _of_first_device(self) -> Self:
-        """What this process's first device has of a shared table, for reading."""
+        """The part of a shared table that this process's first device reads."""
         spec = dataclasses.replace(self._spec, shared=False, sharers=1, read_only=True)
         first = [None if x is None else x.addressable_shards[0].data for x in (self._leaf, self._hot, self._slots)]
         return self._of(first[0], spec, *first[1:])

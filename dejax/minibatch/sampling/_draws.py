@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-_IN_TURN = 8  # up to so many draws are looked at one after the other, which XLA does in one kernel
-_PAIRWISE = 64  # up to so many draws all pairs are compared; sorting more of them is less work
+_IN_TURN = 8  # up to this number of draws, they are compared one after the other, which XLA does in one kernel
+_PAIRWISE = 64  # up to this number of draws, all pairs are compared; sorting more of them is less work
 _FINE = 1 << 16  # with more edges, keys need more than 32 random bits
 
 

@@ -16,7 +16,7 @@ from dejax.rgnn.graphs.building.sorting_traced import begins_run, cumulative_sum
 from dejax.rgnn.graphs.building.static_tables import on_device
 
 _PAIRWISE = 1 << 12
-"""Up to so many seeds, all are compared with all, by one kernel; sorting them takes about fifteen."""
+"""Up to this number of seeds, one kernel compares all of them with all; sorting them takes about fifteen kernels."""
 
 
 def number_seeds(seeds: Array, num_nodes: int) -> tuple[Array, Array]:

@@ -233,7 +233,7 @@ def _slot_spec(layout: SampleLayout, hops: int) -> tuple[SlotSpec, _Runs]:
 
 
 _CONCATENATED = 1 << 24
-"""Up to so many bytes are joined by one operation, forward and backward, instead of one for each type and hop."""
+"""Up to this number of bytes, one operation joins the rows, forward and backward, instead of one per type and hop."""
 
 
 def join_nodes(layout: SampleLayout, x: Mapping[str, Array], hops: int) -> Array:

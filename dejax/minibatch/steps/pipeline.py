@@ -34,7 +34,7 @@ __all__ = ["MiniBatch", "TrainingSteps", "pipelined_steps", "sampled_step", "see
 
 Sample = Callable[[Array, HeteroTopology, Any], Any]
 """(key, topology, seeds) -> SampledBlocks, or a pair of it and a pytree of arrays."""
-_STEPS_A_STAGE = 8  # at least so many steps for each further stage, as a call begins and ends with an empty pipeline
+_STEPS_A_STAGE = 8  # the fewest steps for each further stage, because a call begins and ends with an empty pipeline
 Update = Callable[..., tuple[Any, Any]]
 """(state, batch, *rest) -> (state, out)."""
 

@@ -193,7 +193,7 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
 
 
 def ring_bytes(sizes: Sequence[int], flops: float) -> int:
-    """Size of the device's ring for a function that stores tensors of these sizes and computes so many FLOP.
+    """Size of the device's ring for a function that stores tensors of these sizes and computes `flops` operations.
 
     A tensor leaves XLA's memory through the ring, so the ring holds one at least. Where the bus is as fast as the
     arithmetic, one call's tensors are enough. Where it is slower, forward waits as soon as the ring is full: the ring

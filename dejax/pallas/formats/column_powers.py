@@ -238,7 +238,7 @@ class _Job:
 
 
 def _jobs(source: Source, result: int) -> list[_Job]:
-    """Parts that lie side by side are estimated by a program each, at the same time."""
+    """The jobs of a result: one program for each of the parts that lie side by side, which run at the same time."""
     if isinstance(source, Placed):
         ends = [(start, start + source.length(part)) for part, start in source.parts]
         clipped = sorted((max(a, 0), min(b, source.shape[source.axis])) for a, b in ends)

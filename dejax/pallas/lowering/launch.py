@@ -42,7 +42,7 @@ def compiling_ahead(call: Callable[..., Any], *operands: Any) -> Any:
 
 
 def _source(params: Any, capability: int) -> KernelSource:
-    """What the kernel of a `pallas_call` equation with these parameters is compiled from."""
+    """The source from which the kernel of a `pallas_call` equation with these parameters is compiled."""
     mapping, schedule = params["grid_mapping"], params["compiler_params"]
     if mapping.num_dynamic_grid_bounds or mapping.num_index_operands:
         raise NotImplementedError("a kernel whose grid is computed by the program")

@@ -68,7 +68,7 @@ class _ReducePlan:
 
     def nothing(self, shape: tuple[int, ...]) -> jax.Array:
         """A tile of neutral elements: combining it with another tile changes nothing."""
-        # Of the result's dtype: a greater range has none of its numbers at its ends.
+        # The bounds are those of the result's dtype, since the ends of a wider dtype are no numbers of it.
         value = np.asarray(identity(self.kind, self.dtype)).astype(self.accumulator)
         return lax.full(shape, value, self.accumulator)
 

@@ -93,7 +93,7 @@ def _store_partials(plan: LoopPlan, r: Refs, program: jax.Array, accs: tuple[jax
 
 def _merge_chunks(plan: LoopPlan, r: Refs, row: jax.Array, start: jax.Array, end: jax.Array) -> None:
     """Merges the chunks from `start` to `end` of one long segment in their order, and writes the row."""
-    # What the epilogue reads comes while chunks are merged.
+    # The operands of the epilogue are loaded while chunks are merged.
     mask = row < r.num_rows
     tiles = tiles_of_rows(plan, r, row, mask)
 

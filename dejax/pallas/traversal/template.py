@@ -176,7 +176,7 @@ def _run(
     if segments.row_order is not None:
         given["row_order", 0] = as_index(segments.row_order, "row_order", segments.num_rows)
     made = written("entries", outputs.entries, segments.num_entries)
-    # What is not written as a whole, and what is counted up, is zero beforehand.
+    # Outputs that are not written as a whole, and counters, are set to zero beforehand.
     zeroed = [] if outputs.covers_all_entries else [*made]
     made |= written("rows", outputs.rows, segments.num_rows, outputs.row_scaled)
     num_chunks = 0

@@ -254,5 +254,5 @@ def _in_order(t: Traversal) -> bool:
 _NEAR = ("source_pair.node", "destination_pair.node")
 # The share of nodes that a map reaches.
 _REACHED = 0.7
-# With so many pairs of a node on average, some nodes have long segments of pairs.
+# With this many pairs of a node on average, some nodes have long segments of pairs.
 _PAIRS_OF_LONG_SEGMENTS = 16

@@ -33,7 +33,7 @@ class Counts:
         return 1 if space == Space.GRAPH else int(getattr(self, f"{space}s"))
 
     def from_memory(self, op: Op, arrays: float = 1.0) -> bool:
-        """Whether the L2 cache is too small for the rows of a value, or for so many such arrays."""
+        """Whether the L2 cache is too small for the rows of a value, or for `arrays` such arrays."""
         return arrays * self.rows(op.space) * op.row_bytes > H200.cache_bytes
 
 
@@ -136,7 +136,7 @@ class Work:
         return self
 
     def multiply(self, rows: float, multiplications: float) -> Work:
-        """Adds products of so many multiplications for each row."""
+        """Adds products with `multiplications` multiplications for each row."""
         self.flops += 2 * rows * multiplications
         return self
 

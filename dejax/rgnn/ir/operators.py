@@ -195,7 +195,7 @@ OPERATORS: dict[str, Operator] = {
         typing=types.with_slope,
         linear=Linear.CONSTANT,
     ),
-    # Of the features of each row.
+    # Operators on the features of each row.
     "dot": _features("dot", **_SUMS, commutes=True),
     "sum_features": _features("sum_features", **_SUMS),
     "extremum_features": _features("extremum_features"),

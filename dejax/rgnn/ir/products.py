@@ -62,12 +62,12 @@ class Product:
 
     @property
     def left_gradient(self) -> Product:
-        """Of (gradient of the result, right side)."""
+        """The product of (gradient of the result, right side) that gives the gradient of the left side."""
         return Product(self.out, self.right, self.left)
 
     @property
     def right_gradient(self) -> Product:
-        """Of (left side, gradient of the result)."""
+        """The product of (left side, gradient of the result) that gives the gradient of the right side."""
         return Product(self.left, self.out, self.right)
 
     @property

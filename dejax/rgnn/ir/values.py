@@ -72,7 +72,7 @@ class IRError(ValueError):
 
 
 class Type(NamedTuple):
-    """What is known of a value: its space, and the shape and dtype of a row."""
+    """The type of a value: its space, and the shape and dtype of a row."""
 
     space: Space
     shape: tuple[int, ...]

@@ -100,7 +100,7 @@ _SIZES = {
     "edge_features": 3,
     "mean_log_degree": 1.0,
 }
-"""Of the layers in examples, whose graph has three nodes and two edges."""
+"""Arguments of the layers in the docstrings' examples, whose graph has three nodes and two edges."""
 
 
 def example(spec: type[LayerSpec], flax: str) -> str:

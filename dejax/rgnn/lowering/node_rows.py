@@ -88,7 +88,7 @@ class NodeRows:
 
 
 ALL_ROWS = NodeRows()
-"""Of a program that may rely on nothing: every row of its inputs counts, and every row of its outputs is read."""
+"""The rows of a program without promises: every row of its inputs counts, and every row of its outputs is read."""
 
 
 @lru_cache(maxsize=1024)
@@ -153,7 +153,7 @@ class RowArrays:
         return self.of_destinations.get(value, self.any_row(value, env))
 
     def first(self, count: int, value: int, env: dict[int, Any]) -> Any:
-        """The array that a traversal of the first so many rows reads by row."""
+        """The array that a traversal of the first `count` rows reads by row."""
         array = env[value]
         return array if count == array.shape[0] else self.of_destinations.get(value, array)
 

@@ -18,7 +18,7 @@ from dejax.rgnn.lowering.segments import segment_sum
 from dejax.rgnn.lowering.traversal_calls import Traversals
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# A kernel sums matrices by type where there are at least so many types, of at most so many matrices each on average.
+# A kernel sums matrices by type for at least this many types, with at most this many matrices of a type on average.
 _SUMS_AT_ONCE, _SUMMED_MATRICES = 4, 64
 
 

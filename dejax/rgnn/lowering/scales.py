@@ -19,7 +19,7 @@ from dejax.pallas.formats.column_powers import ROWS, Columns, Placed, Source, co
 from dejax.pallas.formats.row_scaled import RowScaled
 from dejax.rgnn.ir.inter import OPERATORS, Op, OpProgram, parse_spec
 
-# An estimate takes so many steps at most. Layers with a residual, `h + f(h)`, in one program double them each time.
+# The most steps of an estimate. Layers with a residual, `h + f(h)`, in one program double them each time.
 _MOST_STEPS = 32
 # For the axes of features where no product names them.
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -68,7 +68,7 @@ class ColumnScales:
         return rows.columns if isinstance(rows, RowScaled) else None
 
     def source(self, value: int) -> Source | None:
-        """What a value's columns are estimated from, one for each of its features; None where that is not known."""
+        """The source from which a value's columns are estimated, one for each feature; None if it is not known."""
         if value not in self._sources:
             op = self.program.ops[value]
             source = None if op.width <= 1 else self._input(value, op) if op.name == "input" else self._computed(op)
@@ -144,7 +144,7 @@ class ColumnScales:
         return Columns(((source, letters),), "".join(letters[a] for a in op.attr("perm")), sizes)
 
     def _elementwise(self, args: tuple[int, ...], op: Op) -> Source | None:
-        """Of a product of values that are broadcast to each other; a factor that has few columns need not be known."""
+        """The source of a product of values that are broadcast; a factor with few columns need not be known."""
         letters, ops = _LETTERS[: len(op.shape)], self.program.ops
         factors = []
         for a in args:

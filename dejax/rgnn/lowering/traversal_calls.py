@@ -150,7 +150,7 @@ class Traversals(Running):
                 env[v] = SharedColumns(array, i * op.width, op.shape, op.dtype) if len(values) > 1 else array
 
     def _segments(self, t: Traversal, rows: int) -> kernels.RowSegments:
-        """The segments of the first so many rows, which are the first ones in `loop`, too."""
+        """The segments of the first `rows` rows, which are the first ones in `loop`, too."""
         assert t.via is not None
         own = self.graph.destinations_by_type if self.rows.sums_destinations(t) else None
         group = segments(self.graph, t.via) if own is None else own

@@ -141,7 +141,7 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _layout(trainer: Any) -> dict[str, str]:
-    """What the folder of a run says of its data."""
+    """The description of the data in the folder of a run."""
     found = trainer.task.layout_of_data
     return {} if found is None else {_LAYOUT: found}
 

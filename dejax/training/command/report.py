@@ -165,7 +165,7 @@ def table(results: dict[str, Any], artifacts: dict[str, str]) -> str:
 
 
 def _seen(settings: dict[str, Any]) -> str:
-    """What a step sees."""
+    """Text for the report: the part of the graph that a step sees."""
     if settings["task"] == "nodes" or settings["full_batch"]:
         return "a step sees the whole graph"
     if not settings["fan_outs"]:

@@ -131,11 +131,11 @@ class TableTask(TrainingTask):
         self._outputs = jax.jit(self._outputs_of, static_argnums=0)
 
     def _trained_on(self, show: Callable[[str], None] | None) -> np.ndarray:
-        """What an epoch goes through: the places of training examples."""
+        """The numbers of the training examples, all of which an epoch visits."""
         return self.splits["train"]
 
     def _known_from(self) -> dict[str, Array]:
-        """From when on rows are known, where the model reads it."""
+        """The times from which on rows are known, if the model reads them."""
         if self.settings.model != "relgt":
             return {}
         return {table: jnp.asarray(self.clock.relative(times)) for table, times in self.data.known_from.items()}

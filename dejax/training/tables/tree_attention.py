@@ -66,7 +66,7 @@ def days_between(known: Array, cutoffs: Array) -> Array:
     Args:
         known, cutoffs: int32[rows], seconds; rows that were always known have the least int32.
     """
-    # Of minutes the difference fits in int32.
+    # A difference in minutes fits in int32.
     days = (cutoffs // 64 - known // 64).astype(jnp.float32) * (64 / 86_400)
     return jnp.where(known > jnp.iinfo(known.dtype).min, jnp.maximum(days, 0.0), -1.0)
 

@@ -342,7 +342,7 @@ class SampledClassifier(nnx.Module):
         return h if self.head is None else self.head(self._activated(self.num_layers - 1, h))
 
     def _activated(self, number: int, h: Array) -> Array:
-        """What reads the result of a layer."""
+        """The result of layer `number`, normalised if the model does so, after ReLU."""
         return nnx.relu(self.norms[number](h) if self.norms else h)
 
 

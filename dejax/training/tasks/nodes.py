@@ -97,7 +97,7 @@ class WholeGraphTask(TrainingTask):
         return {name: int(correct[name]) / len(nodes) for name, nodes in self.splits.items() if len(nodes)}
 
     def final(self, trainer: Runner, state: TrainState, *, inference: str | None = None) -> dict[str, float]:
-        """As `measures`."""
+        """The same measures, with the arguments of `measures`."""
         return self.measures(trainer, state, last=True)
 
     def counts(self) -> dict[str, Any]:

@@ -371,7 +371,7 @@ def _ranks_by_node(
 
 
 def _by_node_type(spec: SlotSpec, num_nodes: int) -> tuple[Any, Segments]:
-    """The types of the first so many nodes, and these nodes grouped by type. They follow from the sizes alone."""
+    """The types of the first `num_nodes` nodes, and these nodes grouped by type. They follow from the sizes alone."""
     num_types = len(spec.node_type_names)
     index = np.repeat(*(np.array(some, np.int32) for some in zip(*spec.node_runs, strict=True)))[:num_nodes]
     offsets: Any = np.concatenate([[0], np.cumsum(np.bincount(index, minlength=num_types))]).astype(np.int32)

@@ -157,7 +157,7 @@ def count_before(counts: Array) -> Array:
     return cumulative_sum(jax.lax.pad(counts.astype(jnp.int32), np.int32(0), front))
 
 
-# Up to so many entries are summed by additions in one kernel.
+# Up to this number of entries, one kernel sums them by additions.
 _SHORT = 32
 # Entries that one kernel of a CPU sums. XLA's own cumulative sum of 4,380 entries is nine kernels, this one four: they
 # compile in 70 % of the time, and run as fast or faster up to a million entries.

@@ -20,7 +20,7 @@ from dejax.rgnn.ir.inter import Builder, Op, OpProgram, Space, is_float
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import Rewrite, as_dtype, origins, scale_of_weight, widened
 
-# From so many shared weights on, one weight for each type is less work: edges read one row, not one for each weight.
+# From this number of shared weights on, one weight for each type is less work: edges then read a single row.
 _MANY = 3
 
 

@@ -162,7 +162,7 @@ def _total(builder: Builder, program: OpProgram, new: dict[int, int], op: Op, te
             staying = add(staying, whole(multiply(builder, aligned(builder, new, t.factors), op.dtype)), t.negative)
     if staying is not None:
         total = add(total, builder.op("reduce", staying, via=via, op="sum"), negative=False)
-    for value, negative in shared:  # as often as there are edges
+    for value, negative in shared:  # a shared value is added once for each edge
         degree = builder.op("count", via=via, dtype=wide)
         at_node = builder.op("gather", value, via="all", space=str(Space.NODE))
         if op.shape:

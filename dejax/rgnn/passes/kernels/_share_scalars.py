@@ -12,7 +12,7 @@ from dejax.rgnn.ir.intra import access_operand, as_part
 from dejax.rgnn.ir.templates import ONCE_A_SEGMENT
 from dejax.rgnn.passes.kernels._traversal_plans import NARROWER, Fusion, TraversalPlan
 
-# A traversal over destinations is the writer even if it holds up to so many times as many elements.
+# A traversal over destinations is the writer even if it holds up to this many times as many elements.
 _DESTINATION = 1.5
 
 
