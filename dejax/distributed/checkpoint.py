@@ -101,7 +101,10 @@ def _named(state: Any) -> dict[str, Any]:
             leaf = jnp.asarray(leaf)
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        named[jax.tree_util.keystr(path, simple=True, separator=".").replace("/", "_") or "state"] = leaf
+        name = jax.tree_util.keystr(path, simple=True, separator=".").replace("/", "_") or "state"
+        if name in named:
+            raise ValueError(f"the leaves of a state must have different paths, got {name!r} twice; rename a key")
+        named[name] = leaf
     return named
 
 

@@ -164,7 +164,14 @@ def _name(path: Any) -> str:
 
 def _by_path(state: Any) -> dict[str, Any]:
     """The leaves of a state, each under its path, without empty ones, which Orbax refuses."""
-    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state) if leaf.size}
+    leaves = [(_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state) if leaf.size]
+    found = dict(leaves)
+    if len(found) < len(leaves):
+        twice = next(name for name, _ in leaves if sum(name == other for other, _ in leaves) > 1)
+        raise ValueError(
+            f"the leaves of a state must have different paths, got {twice!r} twice; leave dots out of keys"
+        )
+    return found
 
 
 def _abstract(leaf: Any) -> Any:

@@ -153,14 +153,18 @@ class Trainer:
         return {**plain, "tables": tables, "moments": moments}
 
     def imported(self, plain: dict[str, Any]) -> TrainState:
-        """Converts the plain arrays of `exported` back to a state."""
+        """Converts the plain arrays of `exported` back to a state.
+
+        Raises:
+            ValueError: the arrays are of another number of nodes. Tables may have grown at their ends.
+        """
         state = self._begin(int(plain["seed"]))
         moments = {}
         for kind, of_type in state.moments.items():
-            own = plain["moments"][kind]
-            _overwrite(state.embeddings[kind].table, plain["tables"][kind])
-            _overwrite(of_type.first, own["first"])
-            _overwrite(of_type.second, own["second"])
+            own, may_grow = plain["moments"][kind], self.task.layout_of_data is not None
+            parts = (state.embeddings[kind].table, plain["tables"][kind]), (of_type.first, own["first"])
+            for table, rows in (*parts, (of_type.second, own["second"])):
+                _overwrite(kind, table, np.asarray(rows), may_grow)
             moments[kind] = of_type._replace(step=jnp.asarray(own["step"]))
         arrays = {name: jax.tree.map(jnp.asarray, plain[name]) for name in _PLAIN}
         return self._placed(TrainState(**arrays, embeddings=state.embeddings, moments=moments))
@@ -428,6 +432,12 @@ def _of_one(keys: Array, seeds: Any) -> tuple[Array, Any]:
     return keys[0], jax.tree.map(lambda x: x[0], seeds)
 
 
-def _overwrite(table: Any, rows: Any) -> None:
+def _overwrite(kind: str, table: Any, rows: np.ndarray, may_grow: bool) -> None:
+    # Orbax compares no shapes of numpy arrays.
+    if len(table) and rows.shape != table.shape and not (may_grow and rows.shape[0] < len(table)):
+        raise ValueError(
+            f"the state must be of the data of this trainer, got {rows.shape[0]:,} rows of {kind!r}, and the data have "
+            f"{len(table):,}; train again, or give the data of then"
+        )
     if len(table):
-        table.write(0, np.asarray(rows))
+        table.write(0, rows)

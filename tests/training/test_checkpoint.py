@@ -69,3 +69,8 @@ def test_a_state_is_written_again_after_a_run_that_ended_in_between(tmp_path):
             run.save(0, 20, {"w": jnp.full(2, value)}, [value], best=best)
         state, history = run.restore(0, {"w": jnp.zeros(2)}, best=best)
         assert history == [2.0] and float(state["w"][0]) == 2.0
+
+
+def test_leaves_of_one_path_are_an_error(run):
+    with pytest.raises(ValueError, match="leaves of a state must have different paths, got 'a.b' twice"):
+        run.save(0, 1, {"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(2)}, [])

@@ -173,6 +173,27 @@ def test_predictions_report_and_new_cutoffs(trained, tmp_path):
     assert f"{final['map@5']:.4f}" in page and "Recall and ranks" in page and "recall@5, test" in page
 
 
+def test_learned_vectors_stay_with_their_rows(trained):
+    """Rows may come at the end of a table; others have the vectors of other rows, which a digest tells."""
+    data, trainer, fitted, _ = trained
+    plain = trainer.exported(fitted.state)
+    (kind,) = plain["tables"]
+
+    def with_rows(rows):
+        moments = {kind: {name: x[:rows] if name != "step" else x for name, x in plain["moments"][kind].items()}}
+        return {**plain, "tables": {kind: plain["tables"][kind][:rows]}, "moments": moments}
+
+    found = trainer.imported(with_rows(20)).embeddings[kind].table.numpy()
+    np.testing.assert_array_equal(found[:20], plain["tables"][kind][:20])
+    longer = {**plain, "tables": {kind: np.concatenate([plain["tables"][kind]] * 2)}}
+    with pytest.raises(
+        ValueError, match="the state must be of the data of this trainer, got 48 rows of 'vectors of it"
+    ):
+        trainer.imported(longer)
+    turned = dataclasses.replace(data, keys={**data.keys, "items": data.keys["items"][::-1]})
+    assert Trainer(trainer.settings, turned).task.layout_of_data != trainer.task.layout_of_data
+
+
 def test_links_that_no_cutoff_knows_are_an_error():
     data = purchases(users=5, orders=200)
     task = data.tasks["next"]

@@ -7,6 +7,7 @@ wrong candidate of a training link is a row that exists at the link's cutoff and
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,11 @@ class TableLinkTask(TableTask):
                 "known by their cutoffs: left out"
             )
         return links[there].astype(np.int32)
+
+    def _rows_with_parameters(self) -> str:
+        rows = np.flatnonzero(self._known < self.until)
+        keys = np.asarray(self.data.keys[self._target])[rows] if self._target in self.data.keys else rows
+        return hashlib.sha256(repr((rows.tolist(), keys.tolist())).encode()).hexdigest()
 
     def model(self, key: Array) -> LinkedTablesModel:
         """The model of both ends."""

@@ -392,10 +392,13 @@ class TableTask(TrainingTask):
             for table, plan in self.plans.items()
             for place in plan.columns
         ]
-        said = json.dumps(
-            [columns, self._edge_types, self.examples.entity, self.examples.target, self.examples.classes]
-        )
+        examples = [self.examples.entity, self.examples.target, self.examples.classes]
+        said = json.dumps([columns, self._edge_types, examples, self._rows_with_parameters()])
         return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+    def _rows_with_parameters(self) -> str:
+        """A digest of the rows that have parameters of their own; "" for none."""
+        return ""
 
     def _categories(self, table: str, place: ColumnPlace) -> tuple[str, ...]:
         """The categories of a column that have parameters of their own."""
