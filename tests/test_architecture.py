@@ -1,4 +1,4 @@
-"""docs/architecture.md shows one program at each stage of a compile; no two classes share a name; folders are small."""
+"""docs/one_program.md shows one program at each stage of a compile; no two classes share a name; folders are small."""
 
 import ast
 import io
@@ -13,7 +13,7 @@ import pytest
 from dejax import rgnn
 
 PACKAGE = Path(__file__).parents[1] / "dejax"
-PAGE = PACKAGE.parent / "docs" / "architecture.md"
+PAGE = PACKAGE.parent / "docs" / "one_program.md"
 STAGES = ("traced", "passes", "kernels", "calls")
 
 
