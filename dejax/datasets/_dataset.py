@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,14 +232,15 @@ class EntityDataset:
         arrays = {name: getattr(self, name) for name in _ARRAYS if getattr(self, name) is not None}
         rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _ARRAYS}
         header = np.frombuffer(json.dumps({"format": _FORMAT, **rest}).encode(), np.uint8)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        temporary = path.with_name(
+            f"{path.name}.{uuid.uuid4().hex}.part"
+        )  # others may read it, unlike files of `tempfile`
         try:
-            with os.fdopen(handle, "wb") as file:
+            with open(temporary, "wb") as file:
                 np.savez(file, header=header, **arrays)
             os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        finally:
+            temporary.unlink(missing_ok=True)
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str]) -> EntityDataset:

@@ -127,3 +127,14 @@ def test_links_of_the_standard_library(tmp_path) -> None:
     equal(again, data)
     with pytest.raises(ValueError, match="relation must be one of"):
         load_stdlib_links(package, cache=tmp_path / "cache", relation="knows")
+
+
+def test_a_saved_data_set_may_be_read_by_whom_its_folder_may(tmp_path):
+    """And numbers of numpy are counts as others are."""
+    (tmp_path / "plain").mkdir()
+    for _ in range(2):
+        HeteroDataset("x", {"a": np.int64(3)}, {}).save(tmp_path / "saved")
+    assert (tmp_path / "saved").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "saved"]
+    assert HeteroDataset.open(tmp_path / "saved").num_nodes == {"a": 3}
+    assert isinstance(HeteroDataset.open(tmp_path / "saved").num_nodes["a"], int)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ def save_fields(fields: Mapping[str, Any], folder: Path) -> None:
     if folder.exists() and not (folder / _META).is_file() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} must be new, empty or a saved HeteroDataset; give another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    work = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"  # others may read it, unlike folders of `tempfile`
+    work.mkdir()
     former = work.with_name(f"{work.name}-former")
     try:
         meta: dict[str, Any] = {"format": _FORMAT, "records": []}
