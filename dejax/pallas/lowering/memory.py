@@ -44,7 +44,7 @@ def _get(printer: Printer, equation: Any, values: list[str]) -> list[str]:
 def _store(printer: Printer, equation: Any, values: list[str]) -> list[str]:
     reference, indexers, value, mask = jax.tree.unflatten(equation.params["args_tree"], values)
     printer.line(f"tl.store({_address(printer, reference, indexers)}, {value}{_masked(mask)})")
-    return [""]  # nothing reads what was there before
+    return [""]  # nothing reads the previous value
 
 
 def _atomic_add(printer: Printer, equation: Any, values: list[str]) -> list[str]:

@@ -41,7 +41,7 @@ def compact(program: OpProgram, counts: Counts) -> OpProgram:
 
 
 class UnreadRows:
-    """Rows of nodes and types that no edge reads: what moves there from the edges must not meet infinities."""
+    """Rows of nodes and types that no edge reads. Functions moved to them from the edges must not give infinities."""
 
     def __init__(self, builder: Builder) -> None:
         self.builder = builder
