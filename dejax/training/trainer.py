@@ -175,7 +175,7 @@ class Trainer:
         return found
 
     def merged(self, params: Any) -> Any:
-        """The model with the given parameters."""
+        """The model as a Flax module with the parameters `params`, a state of `nnx.Param`."""
         # The streams of keys inside the modules are never read: each call gets its own keys.
         rest = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._rest)
         return nnx.merge(self._graphdef, params, rest)

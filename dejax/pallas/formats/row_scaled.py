@@ -105,7 +105,7 @@ class RowScaled:
         return RowScaled(self.mantissa[..., : self.width].reshape(to), self.exponent, columns)
 
     def whole(self) -> RowScaled:
-        """The rows with the zeros that are stored behind their features as features, too; `width` is then None."""
+        """The same rows with their stored padding as ordinary features (zeros), so that `width` is None."""
         columns = self.columns
         if columns is not None and self.width is not None:
             behind = self.mantissa.shape[-1] - self.width

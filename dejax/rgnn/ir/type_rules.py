@@ -64,7 +64,7 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def parse_spec(spec: str) -> tuple[str, str, str]:
-    """`"k,kn->n"` to `("k", "kn", "n")`."""
+    """Splits a contraction into the subscripts of rows, weight and result: `"k,kn->n"` into `("k", "kn", "n")`."""
     ins, out = spec.split("->")
     a, b = ins.split(",")
     return a, b, out
