@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 def is_there(package: str) -> bool:
@@ -46,3 +47,20 @@ def optional(package: str, of: str) -> Iterator[None]:
         raise ModuleNotFoundError(
             f"{of} needs {package}, which is not installed: pip install {package}", name=error.name
         ) from None
+
+
+def new_figure(of: str, size: tuple[float, float], **options: Any) -> Any:
+    """A figure of matplotlib that needs no display, and leaves pyplot and the backend of a notebook as they are.
+
+    Args:
+        of: what needs matplotlib, for the error where it is missing.
+        size: width and height in inches.
+        options: of `matplotlib.figure.Figure`.
+    """
+    with optional("matplotlib", of=of):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, **options)
+    FigureCanvasAgg(figure)
+    return figure

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# dejax/include/elementh has the same codes.
+# dejax/include/element_types.h has the same codes.
 ELEMENT_CODES = {
     "float32": 0,
     "float64": 1,

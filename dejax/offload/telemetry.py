@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dejax._optional import optional
+from dejax._optional import new_figure
 
 _GIB = 2**30
 
@@ -78,17 +78,10 @@ class Recording:
 
     def plot(self, path: str | Path) -> None:
         """Draws the bytes in each tier (device, host memory, disk) over time, and the share of time spent waiting."""
-        with optional("matplotlib", of="the plot of a recording"):
-            import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
+        figure = new_figure("the plot of a recording", (7.0, 4.5))
         samples = self._some("plot")
         at = [sample.open_seconds - samples[0].open_seconds for sample in samples]
-        figure, (tiers, waits) = plt.subplots(
-            2, 1, figsize=(7, 4.5), sharex=True, gridspec_kw={"height_ratios": [3, 1]}
-        )
+        tiers, waits = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
         for name, style in (("live", "k-"), ("ring", "-"), ("host", "-"), ("disk", "-")):
             label = {"live": "stored, not fetched", "ring": "device ring", "host": "host memory"}.get(name, name)
             tiers.plot(at, [getattr(s, f"{name}_bytes") / _GIB for s in samples], style, lw=1, label=label)
@@ -103,7 +96,6 @@ class Recording:
         waits.set_ylabel("waiting")
         waits.set_xlabel("seconds")
         figure.savefig(path, bbox_inches="tight")
-        plt.close(figure)
 
     def trace(self, path: str | Path) -> None:
         """Writes a JSON trace for Perfetto or chrome://tracing, with a counter track for each tier and the waits."""

@@ -5,6 +5,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import matplotlib
 import pytest
 
 from dejax.offload import ActivationStore, offload
@@ -16,6 +17,8 @@ def gradient():
 
 
 def test_a_recording(tmp_path):
+    backend = matplotlib.get_backend()
+    matplotlib.use("template")  # any but the one that draws files
     with ActivationStore() as store:
         with pytest.raises(
             RuntimeError, match="a step must have been recorded, got none; run steps inside `with store.record"
@@ -33,6 +36,8 @@ def test_a_recording(tmp_path):
         store.plot(tmp_path / "tiers.svg")
         assert "stored" in store.stats().line() or "offload" in store.stats().line()
     assert "host memory" in (tmp_path / "tiers.svg").read_text()
+    assert matplotlib.get_backend() == "template"  # a picture changes nothing of a notebook
+    matplotlib.use(backend)
     recording.trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["name"] for event in events} >= {"host, bytes", "ring, bytes", "disk, bytes"}

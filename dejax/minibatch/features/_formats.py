@@ -11,12 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-RESULTS = ("float32", "bfloat16", "float16")
-"""Names of the dtypes to which rows can be converted."""
+from dejax.host_gather._spec import ELEMENT_CODES, RESULT_CODES
 
-_TABLE_DTYPES = frozenset(
-    "float32 float64 float16 bfloat16 float8_e4m3fn float8_e5m2 int8 uint8 int16 uint16 int32 uint32".split()
-)
+RESULTS = tuple(RESULT_CODES)
+"""Names of the dtypes to which rows can be converted."""
 
 
 def table_dtype(what: str, dtype: Any) -> np.dtype:
@@ -29,8 +27,8 @@ def table_dtype(what: str, dtype: Any) -> np.dtype:
         found = jnp.dtype(dtype)
     except TypeError:
         raise TypeError(f"{what}: `dtype` must be a dtype or its name, got {dtype!r}") from None
-    if found.name not in _TABLE_DTYPES:
-        raise TypeError(f"{what}: `dtype` must be one of {', '.join(sorted(_TABLE_DTYPES))}, got {found}")
+    if found.name not in ELEMENT_CODES:
+        raise TypeError(f"{what}: `dtype` must be one of {', '.join(sorted(ELEMENT_CODES))}, got {found}")
     return np.dtype(found)
 
 

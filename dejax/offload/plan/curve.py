@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dejax._optional import optional
+from dejax._optional import new_figure
 
 Point = tuple[float, float]
 """(peak bytes, seconds a step)"""
@@ -32,13 +32,8 @@ def draw(
     measured: Sequence[Point] = (),
 ) -> None:
     """Draws every way, the best ones as a curve, the chosen one and its budget, some by name, and measured points."""
-    with optional("matplotlib", of="the plot of a plan"):
-        import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    figure = new_figure("the plot of a plan", (8.0, 4.0), layout="constrained")
+    axes = figure.subplots()
 
     def points(some: Sequence[Point], style: str, **options: object) -> None:
         axes.plot([peak / _GIB for peak, _ in some], [1 / seconds for _, seconds in some], style, **options)
@@ -57,4 +52,3 @@ def draw(
     axes.set_ylim(0, 1.1 * max(1 / seconds for _, seconds in (*ways, chosen, *measured)))
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
-    plt.close(figure)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dejax._html import page
-from dejax._optional import optional
+from dejax._optional import new_figure
 from dejax.datasets import Task
 from dejax.training.command.predictions import labels_of
 from dejax.training.metrics import Ranking, interval, measure
@@ -113,12 +113,7 @@ def _image(png: bytes) -> str:
 
 
 def _figure(task: Task, labels: np.ndarray, predicted: Any) -> bytes:
-    with optional("matplotlib", of="the report of a training"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, 4.0), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure("the report of a training", (9.0, 4.0), dpi=130, layout="constrained")
     left, right = figure.subplots(1, 2)
     if task.kind == "binary":
         _roc(left, labels, predicted)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dejax._optional import optional
+from dejax._optional import new_figure
 from dejax._origin import versions, without_paths
 from dejax.training.state import History
 from dejax.training.trainer import Trainer
@@ -294,13 +294,7 @@ def draw_curves(path: Path, results: dict[str, Any], histories: Sequence[History
         results: the result of `summarise`, for the baselines and the title.
         histories: one for each seed.
     """
-    with optional("matplotlib", of="the plot of a training"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    # Agg without pyplot needs no display and touches no global state.
-    figure = Figure(figsize=(11.2, 4.0), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure("the plot of a training", (11.2, 4.0), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
     settings = results["settings"]
     seeds = f"{len(histories)} seeds" if len(histories) > 1 else "1 seed"
