@@ -118,7 +118,7 @@ def means_table(results: Path) -> str:
                 own = [r for r in report["results"] if r["model"] == model and r["implementation"] == "dejax"]
                 over = f"{known} graphs"
                 rows.append([f"{title} layer, forward / training", name, " / ".join(means), over, measured_on(own)])
-    sizes, when = _host_gather_sizes(results), _date_of(results / HOST_GATHER)
+    sizes, when = _host_gather_sizes(results), _when_host_gather(results)
     for peer, name in (("torch", "PyTorch on 16 CPU threads, and a copy"), ("numpy", "`numpy.take`, and a copy")):
         ratios = [cell["auto"] / cell[peer] for cell in sizes if cell.get(peer)]
         if ratios:
@@ -176,7 +176,8 @@ def _mini_batch_rows(results: Path) -> list[list[str]]:
         return []
     own, peers, several = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
     pipelined = {"section": "steps", "way": "pipelined"}.items()
-    steps = [row for row in own["results"] if pipelined <= row.items() and row["case"] == "mag"]
+    of_mag = [run for run in own["runs"] if run["results"][0]["case"] == "mag"][-1]
+    mag = next(row for row in of_mag["results"] if pipelined <= row.items())
     theirs = next(row for row in peers["results"] if row["peer"].endswith("rgat"))
     last = [run for run in own["runs"] if run["results"][0]["case"] == "igb"][-1]
     igb = last["results"]
@@ -186,7 +187,7 @@ def _mini_batch_rows(results: Path) -> list[list[str]]:
                if row["devices"] == 4 and row["case"] == "divided"]  # fmt: skip
     millions = f"{igb[0]['nodes'] / 1e6:,.0f} million nodes"
     eight = "a GPU of MLPerf v5.1, which runs all of IGB on eight"
-    times = f"{steps[-1]['wall_ms']:.1f} instead of {theirs['step_ms']:.1f} ms"
+    times = f"{mag['wall_ms']:.1f} instead of {theirs['step_ms']:.1f} ms"
     rate = f"{newest['seeds_per_s']:,.0f} seeds/s, theirs 27,700"
     all_of_it = f"{whole['seeds_per_s_and_gpu']:,} seeds/s a GPU, theirs 27,700"
     return [
@@ -195,7 +196,7 @@ def _mini_batch_rows(results: Path) -> list[list[str]]:
             "PyTorch Geometric fed by 16 CPU threads",
             times,
             "",
-            str(own["date"]),
+            f"{measured_on(of_mag)}, the peer {measured_on(peers)}",
         ],
         [f"MLPerf's R-GAT, mini-batches, IGB's shape, {millions}", eight, rate, "", measured_on(last)],
         [
@@ -223,6 +224,14 @@ def host_gather_table(results: Path) -> str:
         share = f"{cell['auto'] / cell['engine']:.2f}"
         rows.append([f"{cell['gib']:g}", f"{cell['ids']:,}", f"{cell['auto']:.1f}", share, *rates])
     return markdown(head, rows)
+
+
+def _when_host_gather(results: Path) -> str:
+    """The date of the section `sizes`, and of those sizes that were measured again."""
+    path = results / HOST_GATHER
+    report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"date": ""}
+    again = report.get("sections", {}).get("sizes_again", [])
+    return str(report["date"]) + (f", {len(again)} sizes again {measured_on(again)}" if again else "")
 
 
 def _host_gather_sizes(results: Path) -> list[dict[str, Any]]:
