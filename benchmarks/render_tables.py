@@ -229,8 +229,10 @@ def host_gather_table(results: Path) -> str:
 def _when_host_gather(results: Path) -> str:
     """The date of the section `sizes`, and of those sizes that were measured again."""
     path = results / HOST_GATHER
-    report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"date": ""}
-    again = report.get("sections", {}).get("sizes_again", [])
+    if not path.exists():
+        return ""
+    report = json.loads(path.read_text(encoding="utf-8"))
+    again = report["sections"].get("sizes_again", [])
     return str(report["date"]) + (f", {len(again)} sizes again {measured_on(again)}" if again else "")
 
 
