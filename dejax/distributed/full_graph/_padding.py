@@ -1,4 +1,4 @@
-"""The tables of a grouping in the sizes that the groupings of all parts have in common; padding does nothing."""
+"""Pads the tables of a grouping to the sizes that the groupings of all parts have in common."""
 
 from __future__ import annotations
 

@@ -216,7 +216,8 @@ def reduce_entries(
 ) -> tuple[jax.Array, ...]:
     """Accumulators [rows, *padded] over positions `start` to `end` of each row; stores entry outputs on the way.
 
-    With `longest` all rows are one, of so many entries, and take `plan.entries` of them in turns.
+    With `longest`, the rows of the program are parts of one row with that many entries: in each step every part takes
+    the next `plan.entries` entries.
 
     The indices of the next step are loaded before the rows of this one are used: the two wait for memory together.
     """
