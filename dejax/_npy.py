@@ -1,15 +1,21 @@
-"""`.npy` files of dtypes that numpy lacks: bfloat16, FP8.
+"""Folders of arrays: `.npy` files, also of dtypes that numpy lacks, and a JSON file that describes them.
 
-`numpy.save` writes their elements as bytes without a name. Here a file has elements of one field, with the dtype's name
-and the bits as unsigned integers.
+`numpy.save` writes elements of bfloat16 and FP8 as bytes without a name. Here a file has elements of one field, with
+the dtype's name and the bits as unsigned integers.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from dejax._cache import write_whole
 
 
 def to_save(array: np.ndarray) -> np.ndarray:
@@ -51,3 +57,38 @@ def mapped_npy(path: str | os.PathLike[str], remedy: str = "write the file again
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"{os.fspath(path)} must be a complete .npy file, got an error: {error}; {remedy}") from error
     return array.view(dtype_of_file(path, array.dtype))
+
+
+def write_description(path: Path, form: int, found: Mapping[str, Any]) -> None:
+    """Writes the JSON file of a folder of arrays. It is written last: a folder without it is not complete.
+
+    Args:
+        path: the file.
+        form: the version of its format.
+        found: its content, which JSON can hold.
+    """
+    write_whole(path, json.dumps({"format": form, **found}, indent=1).encode())
+
+
+def read_description(path: Path, form: int, *, writer: str, remedy: str) -> dict[str, Any]:
+    """The content of a file that `write_description` wrote.
+
+    Args:
+        path: the file.
+        form: the version of its format.
+        writer: the function that writes such folders, for errors.
+        remedy: what the user may do, for errors.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a file of another format.
+    """
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path.parent} must have {path.name}, which {writer} writes last, got none: the folder is incomplete; "
+            f"{remedy}"
+        )
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if found.get("format") != form:
+        raise ValueError(f"{path} must have format {form}, got {found.get('format')!r}; {remedy}")
+    return found

@@ -119,7 +119,6 @@ LAYERS = (
     ("dejax.pallas",),
     (
         "dejax._byte_order",
-        "dejax._cache",
         "dejax._compiling",
         "dejax._ffi",
         "dejax._html",
@@ -134,7 +133,7 @@ LAYERS = (
         "dejax._promotion",
         "dejax._sums",
     ),
-    ("dejax._compat",),
+    ("dejax._cache", "dejax._compat"),
 )
 PARTS = ("dejax.host_gather", "dejax.offload", "dejax.rgnn")
 RANKS = {layer: rank for rank, layers in enumerate(LAYERS) for layer in layers}

@@ -6,7 +6,6 @@ partitioner needs 4 bytes a node besides the graph, which may lie on disk.
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dejax._npy import mapped_npy
+from dejax._npy import mapped_npy, read_description, write_description
 from dejax._optional import optional
 from dejax.distributed._neighbours import EdgesInMemory, EdgesOfTopology, NeighbourLists, edges_of, first_nodes
 from dejax.distributed._streaming import refine, stream
@@ -139,10 +138,7 @@ class Partition:
         (path / _FILE).unlink(missing_ok=True)
         for number, assignment in enumerate(self.assignment.values()):
             np.save(path / f"assignment_{number}.npy", assignment)
-        found = {"format": _FORMAT, "types": list(self.assignment), "report": asdict(self.report)}
-        partial = path / f"{_FILE}.partial"
-        partial.write_text(json.dumps(found, indent=1), encoding="utf-8")
-        partial.replace(path / _FILE)
+        write_description(path / _FILE, _FORMAT, {"types": list(self.assignment), "report": asdict(self.report)})
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Partition:
@@ -153,14 +149,7 @@ class Partition:
             ValueError: a file is cut short or does not fit the other files.
         """
         path = Path(folder)
-        if not (path / _FILE).exists():
-            raise FileNotFoundError(
-                f"{path} must have {_FILE}, which Partition.save writes last, got none: the folder is incomplete; "
-                "save the partition again"
-            )
-        found = json.loads((path / _FILE).read_text(encoding="utf-8"))
-        if found.get("format") != _FORMAT:
-            raise ValueError(f"{path / _FILE} must have format {_FORMAT}, got {found.get('format')!r}")
+        found = read_description(path / _FILE, _FORMAT, writer="Partition.save", remedy="save the partition again")
         given = found["report"]
         report = PartitionReport(
             given["parts"],

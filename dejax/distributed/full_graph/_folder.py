@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -14,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from dejax._npy import mapped_npy, to_save
+from dejax._npy import mapped_npy, read_description, to_save, write_description
 from dejax.distributed.full_graph._rounds import Round
 from dejax.distributed.full_graph._sharded_graph import (
     ShardedGraph,
@@ -75,10 +74,7 @@ def save_parts(
             for name, array in given[kind][0].items():
                 np.save(here / f"{kind}_{name}.npy", to_save(np.asarray(array[ids])))
     sizes = common_sizes(layout, [part_tables(layout, part) for part in made])
-    found = {"format": _FORMAT, "layout": asdict(layout), "sizes": list(sizes)}
-    partial = path / f"{_FILE}.partial"
-    partial.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    partial.replace(path / _FILE)
+    write_description(path / _FILE, _FORMAT, {"layout": asdict(layout), "sizes": list(sizes)})
 
 
 def load_parts(
@@ -162,16 +158,7 @@ def _load(folder: str | os.PathLike[str], graph: ShardedGraph, name: str, rows: 
 
 
 def _described(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    path = Path(folder) / _FILE
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{folder} must have {_FILE}, which save_parts writes last, got none: the folder is incomplete; split the "
-            "graph again"
-        )
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if found.get("format") != _FORMAT:
-        raise ValueError(f"{path} must have format {_FORMAT}, got {found.get('format')!r}; split the graph again")
-    return found
+    return read_description(Path(folder) / _FILE, _FORMAT, writer="save_parts", remedy="split the graph again")
 
 
 def _static(value: Any) -> Any:

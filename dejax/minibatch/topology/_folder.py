@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dejax._npy import read_description, write_description
 from dejax.host_gather import HostTable
 
 _FILE = "topology.json"
@@ -48,7 +48,6 @@ def describe(
 ) -> None:
     """Writes `topology.json`, last: a folder without it is not complete."""
     found = {
-        "format": _FORMAT,
         "num_nodes": dict(counts),
         "lists": [list(some) for some in names],
         "relations": [
@@ -63,24 +62,14 @@ def describe(
             for relation in relations
         ],
     }
-    path = Path(folder) / _FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    partial.replace(path)
+    write_description(Path(folder) / _FILE, _FORMAT, found)
 
 
 def load(folder: str | os.PathLike[str]) -> tuple[list[dict[str, HostTable]], list[tuple[Any, ...]], dict[str, int]]:
     """The tables of each `EdgeLists` by name, the fields of each `Relation`, the number of nodes by type."""
-    path = Path(folder) / _FILE
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} must exist, because a folder of HeteroTopology.save has this file, got none; save the topology "
-            "again"
-        )
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if found.get("format") != _FORMAT:
-        raise ValueError(f"{path}: `format` must be {_FORMAT}, got {found.get('format')!r}; write it with this version")
+    found = read_description(
+        Path(folder) / _FILE, _FORMAT, writer="HeteroTopology.save", remedy="save the topology again"
+    )
     tables = []
     for number, names in enumerate(found["lists"]):
         here = [relation for relation in found["relations"] if relation["lists"] == number]

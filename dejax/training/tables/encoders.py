@@ -15,7 +15,8 @@ from jax import Array
 
 from dejax._optional import optional
 from dejax.segment import gather
-from dejax.training.tables.rows import DAY, ColumnPlace, TablePlan
+from dejax.training.tables.rows import ColumnPlace, TablePlan
+from dejax.training.tables.seed_times import DAY
 
 with optional("flax", of="dejax.training"):
     from flax import nnx

@@ -16,8 +16,8 @@ import numpy as np
 
 from dejax.datasets import Column
 from dejax.datasets.tables._columns import of_parts
+from dejax.training.tables.seed_times import DAY
 
-DAY = 86_400
 KINDS = ("number", "time", "category", "categories", "vector")
 """The kinds of packed columns, in their order in a row; text is a vector."""
 APART = 32

@@ -13,7 +13,7 @@ from dejax.datasets import HeteroDataset
 from dejax.minibatch import HeteroTopology
 
 _LEAST, _MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-_DAY = 86_400
+DAY = 86_400
 _LATEST = ", latest"
 
 
@@ -42,8 +42,8 @@ class Clock:
         least, most = int(cutoffs.min()), int(cutoffs.max())
         if _LEAST < least and most < _MOST:
             return cls()
-        clock = cls((least + most) // 2 // _DAY)
-        if most - least >= _MOST - _LEAST - 2 * _DAY:
+        clock = cls((least + most) // 2 // DAY)
+        if most - least >= _MOST - _LEAST - 2 * DAY:
             raise ValueError(
                 f"{what} must be within 2**32 of each other, 136 years in seconds, got {least} and {most}; give times "
                 "as dates, or numbers_since_1970 to from_tables if they are milliseconds or the like"
@@ -52,7 +52,7 @@ class Clock:
 
     def relative(self, times: Any) -> np.ndarray:
         """int32[...], times as this clock counts them."""
-        origin, given = self.day * _DAY, np.asarray(times)
+        origin, given = self.day * DAY, np.asarray(times)
         least, most = _LEAST + origin, _MOST + origin
         if given.dtype.kind == "f":  # cutoffs are whole: what is known at 2.5 is known from 3 on
             given = np.clip(np.ceil(given), least, most)
