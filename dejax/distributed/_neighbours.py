@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from dejax.minibatch import HeteroTopology
+from dejax.minibatch._checks import EdgeType, check_range, checked_counts, checked_relations, pieces
 from dejax.rgnn import RelGraph
 
-EdgeType = tuple[str, str, str]
 CHUNK = 1 << 22
 """Edges that are looked at together."""
 
@@ -34,12 +34,6 @@ def first_nodes(counts: Mapping[str, int]) -> dict[str, int]:
     """The number of the first node of each type."""
     ends = np.cumsum([0, *counts.values()])
     return dict(zip(counts, ends[:-1].tolist(), strict=True))
-
-
-def pieces(count: int, size: int = CHUNK) -> Iterator[slice]:
-    """Slices of up to `size` elements."""
-    for start in range(0, count, size):
-        yield slice(start, min(start + size, count))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +62,7 @@ class EdgesInMemory:
     def chunks(self) -> Iterator[tuple[EdgeType, np.ndarray, np.ndarray]]:
         first = first_nodes(self.counts)
         for key, (senders, receivers) in self.lists.items():
-            for some in pieces(len(senders)):
+            for some in pieces(len(senders), CHUNK):
                 yield (
                     key,
                     np.asarray(senders[some], np.int64) + first[key[0]],
@@ -94,7 +88,7 @@ class EdgesOfTopology:
     def chunks(self) -> Iterator[tuple[EdgeType, np.ndarray, np.ndarray]]:
         first = first_nodes(self.counts)
         for key, (starts, senders) in self.columns.items():
-            for some in pieces(len(senders)):
+            for some in pieces(len(senders), CHUNK):
                 positions = np.arange(some.start, some.stop)
                 receivers = np.searchsorted(starts, positions, side="right") - 1
                 yield key, np.asarray(senders[some], np.int64) + first[key[0]], receivers + first[key[2]]
@@ -128,27 +122,12 @@ def edges_of(graph: Any, num_nodes: Mapping[str, int] | None) -> EdgesInMemory |
         )
     if num_nodes is None:
         raise TypeError("`num_nodes` must be the number of nodes of each type where `graph` is edge lists, got None")
-    counts = {name: int(count) for name, count in num_nodes.items()}
-    return EdgesInMemory.of({key: _checked(key, pair, counts) for key, pair in graph.items()}, counts)
-
-
-def _checked(key: Any, pair: Any, counts: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
-    if not (isinstance(key, tuple) and len(key) == 3):
-        raise TypeError(f"keys of `graph` must be (source type, name, destination type), got {key!r}")
-    for kind in (key[0], key[2]):
-        if kind not in counts:
-            raise ValueError(
-                f"relation {key}: node type must be one of {list(counts)}, got {kind!r}; give its count in `num_nodes`"
-            )
-    senders, receivers = (np.asarray(ids) for ids in pair)
-    if senders.ndim != 1 or senders.shape != receivers.shape:
-        raise ValueError(
-            f"senders and receivers of {key} must have one length, got shapes {senders.shape} and {receivers.shape}"
-        )
-    for ids, kind, name in ((senders, key[0], "senders"), (receivers, key[2], "receivers")):
-        if ids.size and not (0 <= ids.min() and ids.max() < counts[kind]):
-            raise ValueError(f"{name} of {key} must be from 0 to {counts[kind] - 1}, got {ids.min()} to {ids.max()}")
-    return senders, receivers
+    counts = checked_counts(num_nodes)
+    lists = checked_relations(graph, counts)
+    for relation, (senders, receivers) in lists.items():
+        check_range(f"senders of {relation}", senders, counts[relation[0]])
+        check_range(f"receivers of {relation}", receivers, counts[relation[2]])
+    return EdgesInMemory.of(lists, counts)
 
 
 def _of_rel_graph(graph: RelGraph) -> EdgesInMemory:

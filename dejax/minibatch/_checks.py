@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -102,10 +102,18 @@ def ids_of(name: str, ids: Any) -> np.ndarray:
 
 
 def check_range(name: str, ids: np.ndarray, count: int) -> None:
-    """Raises ValueError where an id is not from 0 to count - 1."""
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= count):
-        wrong = int(np.flatnonzero((ids < 0) | (ids >= count))[0])
-        raise ValueError(f"{name} must be from 0 to {count - 1}, got {int(ids[wrong])}")
+    """Raises ValueError where an id, maybe of a memory map, is not from 0 to count - 1."""
+    for some in pieces(len(ids)):
+        part = np.asarray(ids[some])
+        if part.min() < 0 or part.max() >= count:
+            wrong = part[(part < 0) | (part >= count)][0]
+            raise ValueError(f"{name} must be from 0 to {count - 1}, got {int(wrong)}")
+
+
+def pieces(size: int, length: int = 1 << 23) -> Iterator[slice]:
+    """Slices of up to `length` elements, for lists that may be longer than memory."""
+    for start in range(0, size, length):
+        yield slice(start, min(start + length, size))
 
 
 def one_for_each(

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from dejax._pytrees import pytree
 from dejax.datasets.files._work import Progress
 from dejax.host_gather import HostTable
+from dejax.minibatch._checks import check_range
 from dejax.minibatch.features.store import FeatureStore
 from dejax.minibatch.steps._programs import TracedAnew
 from dejax.minibatch.topology.hetero_topology import HeteroTopology
@@ -457,19 +458,13 @@ def _checked(
         for what, values in (("offsets", offsets), ("senders", senders)):
             if values.size and values.dtype.kind not in "iu":
                 raise TypeError(f"infer_layers: {what} of {relation} must be integers, got {values.dtype}")
-        receivers, count = num_nodes[relation[2]], num_nodes[relation[0]]
+        receivers = num_nodes[relation[2]]
         fits = offsets.shape == (receivers + 1,) and offsets[0] == 0 and offsets[-1] == len(senders)
         if not fits or (np.diff(offsets.astype(np.int64)) < 0).any():
             raise ValueError(
                 f"infer_layers: offsets of {relation} must ascend from 0 to {len(senders)}, one for each of "
                 f"{receivers} receivers and the end, got {len(offsets)}"
             )
-        for first in range(0, len(senders), 1 << 24):
-            part = np.asarray(senders[first : first + (1 << 24)])
-            if part.min() < 0 or part.max() >= count:
-                raise ValueError(
-                    f"infer_layers: senders of {relation} must be from 0 to {count - 1}, got {part.min()} to "
-                    f"{part.max()}"
-                )
+        check_range(f"infer_layers: senders of {relation}", senders, num_nodes[relation[0]])
         lists[relation] = (offsets, senders)
     return lists

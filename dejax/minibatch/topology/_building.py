@@ -11,7 +11,7 @@ import numpy as np
 
 from dejax.datasets.files._work import for_blocks
 from dejax.host_gather.tables.table import LocalTable
-from dejax.minibatch._checks import EdgeList, EdgeType, check_range, checked_edge_type, ids_of
+from dejax.minibatch._checks import EdgeList, EdgeType, check_range, checked_edge_type, ids_of, pieces
 from dejax.minibatch.topology import _folder
 from dejax.minibatch.topology._weights import alias_tables
 
@@ -161,7 +161,7 @@ def _fill(source: RelationInput, part: ListArrays, group: int, begin: int) -> in
     """Writes one relation from `group` and `begin` on; returns its largest degree."""
     senders, receivers = source.ends
     counts = np.zeros(source.num_receivers, np.int64)
-    for block in _blocks(source.num_edges):
+    for block in pieces(source.num_edges, BLOCK):
         target = receivers[block]
         check_range(f"senders of {source.edge_type}", senders[block], source.num_senders)
         check_range(f"receivers of {source.edge_type}", target, source.num_receivers)
@@ -175,7 +175,7 @@ def _fill(source: RelationInput, part: ListArrays, group: int, begin: int) -> in
     order = None if part.edge_ids is None else part.edge_ids[here]
     if order is None and (part.times is not None or part.alias is not None):
         order = np.empty(source.num_edges, np.int64)
-    for block in _blocks(source.num_edges):
+    for block in pieces(source.num_edges, BLOCK):
         target = receivers[block].astype(np.int64)
         by_target = np.argsort(target, kind="stable")
         target = target[by_target]
@@ -213,11 +213,6 @@ def _sort_by_time(source: RelationInput, part: ListArrays, starts: np.ndarray, o
         first = last
 
 
-def _blocks(size: int) -> Iterator[slice]:
-    for begin in range(0, size, BLOCK):
-        yield slice(begin, min(begin + BLOCK, size))
-
-
 def from_csc(edge_type: EdgeType, pair: tuple[Any, Any], counts: Mapping[str, int]) -> ListArrays:
     """The lists of one relation that are sorted already, checked."""
     checked_edge_type(edge_type, counts)
@@ -239,7 +234,7 @@ def from_csc(edge_type: EdgeType, pair: tuple[Any, Any], counts: Mapping[str, in
             f"`starts` of {edge_type} must ascend from 0 to {edges}, the number of senders, got {begins.min()} to "
             f"{begins.max()}, or a descent"
         )
-    for block in _blocks(edges):
+    for block in pieces(edges, BLOCK):
         check_range(f"senders of {edge_type}", plain["senders"][block], source)
     position = np.int32 if edges < 2**31 else np.int64
     kept = [
