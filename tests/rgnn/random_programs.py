@@ -39,8 +39,11 @@ _TYPED_BY = {
     "ntype": "ntype",
     "shared": "shared",
 }
+
+
 # Feature shapes of new arguments: ranks 0 to 2, unit axes at every place.
-SHAPES: tuple[Shape, ...] = ((3,), (2, 3), (), (1,), (2, 1), (1, 3), (1, 1))
+def shapes(width: int) -> tuple[Shape, ...]:
+    return (width,), (2, width), (), (1,), (2, 1), (1, width), (1, 1)
 
 
 @dataclass(frozen=True)
@@ -246,10 +249,13 @@ class Drawing:
         be drawn, since a rounded operand may fall on the other side of a kink.
       spread: of columns, see `Input`.
       offset: whether arguments may have a mean.
+      width: the last axis of most arguments that have one.
     """
 
-    def __init__(self, draw: st.DrawFn, narrow: str = "", spread: float = 0.0, offset: bool = False) -> None:
-        self.draw, self.narrow, self.spread, self.offset = draw, narrow, spread, offset
+    def __init__(
+        self, draw: st.DrawFn, narrow: str = "", spread: float = 0.0, offset: bool = False, width: int = 3
+    ) -> None:
+        self.draw, self.narrow, self.spread, self.offset, self.width = draw, narrow, spread, offset, width
         self.lines: list[str] = []
         self.inputs: list[Input] = []
         self.pool: list[Value] = []
@@ -286,7 +292,9 @@ class Drawing:
         return self.one_of(found) if found else None
 
     def node(self) -> Value:
-        return self.pick(lambda v: v.space == "node") or self.argument("node", self.one_of(((3,), (2, 3), ())))
+        return self.pick(lambda v: v.space == "node") or self.argument(
+            "node", self.one_of(((self.width,), (2, self.width), ()))
+        )
 
     def edge(self) -> Value:
         return self.pick(lambda v: v.space == "edge") or read(self)
@@ -294,9 +302,9 @@ class Drawing:
     def any(self) -> Value:
         return self.pick(lambda v: v.space in ("node", "edge")) or self.node()
 
-    def wide(self, shape: Shape = (3,)) -> Value:
+    def wide(self, axes: int = 1) -> Value:
         """A value with a feature axis."""
-        return self.pick(lambda v: len(v.shape) in (1, 2)) or self.argument("node", shape)
+        return self.pick(lambda v: len(v.shape) in (1, 2)) or self.argument("node", (2, self.width)[-axes:])
 
     def partner(self, x: Value, shapes: Sequence[Shape]) -> Value:
         """Another value to combine with `x`: of its space, by type, or shared."""
@@ -331,20 +339,20 @@ def read(d: Drawing) -> Value:
 
 @production()
 def read_pair(d: Drawing) -> Value:
-    value = d.pick(lambda v: v.space == "source_pair") or d.argument("source_pair", (3,))
+    value = d.pick(lambda v: v.space == "source_pair") or d.argument("source_pair", (d.width,))
     return d.define(f"g.src({value.name})", "edge", value.shape)
 
 
 @production()
 def new_argument(d: Drawing) -> Value:
-    return d.argument(d.one_of(tuple(_DECLARE)), d.one_of(SHAPES))
+    return d.argument(d.one_of(tuple(_DECLARE)), d.one_of(shapes(d.width)))
 
 
 @production(3)
 def linear(d: Drawing) -> Value:
     x = d.wide()
     kind = d.one_of((_TYPED_BY[x.space], "shared"))
-    k, n = x.shape[-1], d.one_of((1, 2, 3))
+    k, n = x.shape[-1], d.one_of((1, 2, d.width))
     heads = x.shape[0] if len(x.shape) == 2 else d.one_of((1, 2, 3))
     same = kind == x.space  # rows of types times weights of types: no heads with a matrix of two axes
     shape = (heads, k, n) if d.maybe() and not (same and len(x.shape) == 2) else (k, n)
@@ -383,7 +391,7 @@ def unary(d: Drawing) -> Value:
 
 @production(2)
 def features(d: Drawing) -> Value:
-    x = d.wide((2, 3))
+    x = d.wide(2)
     choices = [c for made in FEATURES for c in made(x.shape) if len(c[1]) <= 2]
     pattern, shape = d.one_of(choices)
     return d.define(pattern.format(x.name), x.space, shape)
@@ -392,7 +400,7 @@ def features(d: Drawing) -> Value:
 @production()
 def part(d: Drawing) -> Value:
     """A slice, or one index, of a feature axis."""
-    x = d.wide((2, 3))
+    x = d.wide(2)
     axis = d.draw(st.integers(0, len(x.shape) - 1))
     start = d.draw(st.integers(0, x.shape[axis] - 1))
     stop = d.draw(st.integers(start + 1, x.shape[axis]))
@@ -428,7 +436,7 @@ def softmax_over_rows(d: Drawing) -> Value:
 @production()
 def extremum_of_features(d: Drawing) -> Value:
     """Adds different offsets to the columns, so that a row of zeros has no ties for its maximum."""
-    x = d.wide((2, 3))
+    x = d.wide(2)
     how, axis = d.one_of(("max", "min")), d.draw(st.integers(0, len(x.shape) - 1))
     apart = f"{x.name} + np.linspace(-1, 1, {math.prod(x.shape)}).reshape({x.shape})"
     largest = f"({apart}).{how}({axis})"
@@ -463,7 +471,7 @@ def lookup(d: Drawing) -> Value:
     """A lookup in a shared table or in the table of each row's type, by an integer that may be out of range."""
     space = d.one_of(("node", "edge"))
     ids = d.argument(space, (), values="below 4")
-    table = d.argument(d.one_of((_TYPED_BY[space], "shared")), (3, *d.one_of(((3,), (2, 3), ()))))
+    table = d.argument(d.one_of((_TYPED_BY[space], "shared")), (3, *d.one_of(((d.width,), (2, d.width), ()))))
     d.pool[-1] = replace(table, dtype="table")  # of an axis more than others can take
     return d.define(f"{table.name}[{ids.name} - {d.one_of((0, 1))}]", space, table.shape[1:])
 
@@ -512,7 +520,7 @@ def _row(d: Drawing) -> Value:
         found = d.pick(lambda v: v.space == "edge" and len(v.shape) == 1)
         if found is not None:
             return found
-    node = node or d.argument("node", (3,))
+    node = node or d.argument("node", (d.width,))
     return d.define(f"g.{d.one_of(('src', 'dst'))}({node.name})", "edge", node.shape)
 
 
@@ -611,7 +619,7 @@ def attention(d: Drawing) -> Value:
 def scored(d: Drawing) -> Value:
     """Attention as it is usually written, with a score whose product or sum leaves a unit axis."""
     x = d.pick(lambda v: v.space == "edge" and len(v.shape) in (1, 2)) or d.define(
-        f"g.src({d.argument('node', (3,)).name})", "edge", (3,)
+        f"g.src({d.argument('node', (d.width,)).name})", "edge", (d.width,)
     )
     unit = (*x.shape[:-1], 1)
     if d.maybe():
@@ -674,7 +682,7 @@ def degree(d: Drawing) -> Value:
 def heads_in_a_loop(d: Drawing) -> Value:
     """Heads computed one by one, from parts of one product or with parts of one weight, and concatenated or stacked."""
     x, heads = _row(d) if d.maybe() else d.pick(lambda v: len(v.shape) == 1 and v.space == "node"), d.one_of((2, 3))
-    x = x or d.argument("node", (3,))
+    x = x or d.argument("node", (d.width,))
     kind, k = d.one_of((_TYPED_BY[x.space], "shared")), x.shape[0]
     how = d.one_of(("weights", "columns", "parts"))
     if how == "weights":
@@ -750,7 +758,11 @@ def stacked_rows(d: Drawing) -> Value:
 @production(3)
 def parts_of_a_product(d: Drawing) -> Value:
     """A product, perhaps with a bias and a function, of which parts are used: gates, queries and keys, FiLM."""
-    x = _row(d) if d.maybe() else d.pick(lambda v: len(v.shape) == 1 and v.space == "node") or d.argument("node", (3,))
+    x = (
+        _row(d)
+        if d.maybe()
+        else d.pick(lambda v: len(v.shape) == 1 and v.space == "node") or d.argument("node", (d.width,))
+    )
     kind, k, parts, n = d.one_of((_TYPED_BY[x.space], "shared")), x.shape[0], d.one_of((2, 3)), d.one_of((1, 2))
     rows = f"{x.name} @ {d.argument(kind, (k, parts * n), k**-0.5).name}"
     if d.maybe():
@@ -812,7 +824,7 @@ def sum_of_products(d: Drawing) -> Value:
 @production()
 def weighted_basis(d: Drawing) -> Value:
     """A sum over a basis of products with weights by type, on nodes or on edges."""
-    node = d.pick(lambda v: v.space == "node" and len(v.shape) == 1) or d.argument("node", (3,))
+    node = d.pick(lambda v: v.space == "node" and len(v.shape) == 1) or d.argument("node", (d.width,))
     k, many = node.shape[0], d.one_of((2, 3, 4))
     v = d.argument("shared", (many, k, 2), k**-0.5)
     a = d.argument(d.one_of(("etype", "etype", "edge")), (many,))
@@ -898,7 +910,7 @@ def softmax_written_out(d: Drawing) -> Value:
 @production()
 def neutral_operations(d: Drawing) -> Value:
     """Zeros added, ones multiplied, squares as powers, inner products as sums, and reshapes to and fro."""
-    x = d.wide((2, 3))
+    x = d.wide(2)
     how = d.one_of(("neutral", "square", "dot", "dot", "reshape", "reshape and sum"))
     if how == "neutral":
         return d.define(f"(0 + {x.name} * 1.0)", x.space, x.shape)
@@ -939,17 +951,18 @@ def normalised_rows(d: Drawing) -> Value:
 
 
 @st.composite
-def recipes(draw: st.DrawFn, max_steps: int = 12, narrow: str = "", scaled: bool = False) -> Recipe:
+def recipes(draw: st.DrawFn, max_steps: int = 12, narrow: str = "", scaled: bool = False, width: int = 3) -> Recipe:
     """Programs of a few steps that read earlier values; values that no step reads are returned.
 
     Args:
       max_steps: at most so many productions.
       narrow: "float16" or "bfloat16": most arguments are of that dtype.
       scaled: arguments may have offsets, and columns of scales that differ.
+      width: the last axis of most arguments that have one.
     """
-    drawing = Drawing(draw, narrow, draw(st.sampled_from((0.0, 1.0, 3.0))) if scaled else 0.0, scaled)
+    drawing = Drawing(draw, narrow, draw(st.sampled_from((0.0, 1.0, 3.0))) if scaled else 0.0, scaled, width)
     # A row of 5 is wide beside a scalar for the compiler, which then stores inner products of edges.
-    drawing.argument("node", draw(st.sampled_from(((5,), (3,), (2, 3), (2, 2), (), (2, 1), (1, 3)))))
+    drawing.argument("node", draw(st.sampled_from(((5,), (width,), (2, width), (2, 2), (), (2, 1), (1, width)))))
     table = [step for step, weight in PRODUCTIONS.items() for _ in range(weight)]
     steps = draw(st.integers(2, max_steps))  # the length of a drawn list would almost always be short
     for step in draw(st.lists(st.sampled_from(table), min_size=steps, max_size=steps)):
