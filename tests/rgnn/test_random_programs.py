@@ -38,8 +38,8 @@ def run(program: Any, graph: RelGraph, arrays: list[Any], options: Options, rela
 
     def all_of(graph: RelGraph, arrays: list[Any]) -> Results:
         results, pull = jax.vjp(lambda a: program(graph, a, options=options), arrays)
-        # Cotangents of many signs and sizes, without another random array.
-        cotangents = tuple(jnp.cos(jnp.arange(y.size) * 1.7).astype(y.dtype).reshape(y.shape) for y in results)
+        # Cotangents of many signs and sizes, without another random array; by numpy, the same for each dtype.
+        cotangents = tuple(jnp.asarray(np.cos(np.arange(y.size) * 1.7), y.dtype).reshape(y.shape) for y in results)
         return program(graph, arrays, options=options), results, pull(cotangents)[0]
 
     if relative:
