@@ -6,7 +6,7 @@ what Pallas' own lowering makes of the same jaxpr, operation by operation. Three
 - `reshape` loses what Triton's compiler knows of which elements lie next to each other in memory and in threads. Where
   only axes of size 1 come, `expand_dims` keeps it; where such go, a reduction does.
 - A `while` that counts is printed as `for`: Triton neither pipelines a `while` nor moves changes of layout out of it.
-- Offsets have 32 bits where an array has at most 4 GiB.
+- Offsets, which count elements, have 32 bits where an array has at most 2^31 of them.
 
 Maxima and minima of floats are NaN where one of their operands is.
 """
@@ -49,7 +49,7 @@ def _float_min(x, y):
 @triton.jit
 """
 
-_BYTES_OF_32_BIT_OFFSETS = 2**32
+_ELEMENTS_OF_32_BIT_OFFSETS = 2**31
 _RULES = control.RULES | memory.RULES | tiles.RULES
 
 
@@ -90,8 +90,8 @@ def _program_ids(printer: Printer, grid_mapping: Any) -> list[str]:
 
 def _block(printer: Printer, parameter: str, mapping: Any, ids: list[str]) -> str:
     """The pointer to the part of an array that a program sees: all of it, or with `vmap` one of its slices."""
-    shape, itemsize = mapping.array_aval.shape, mapping.array_aval.dtype.itemsize
-    wide = math.prod(shape) * itemsize > _BYTES_OF_32_BIT_OFFSETS
+    shape = mapping.array_aval.shape
+    wide = math.prod(shape) > _ELEMENTS_OF_32_BIT_OFFSETS
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     squeezed = [isinstance(size, type(pl.squeezed)) for size in mapping.block_shape]
     sizes = [1 if s else getattr(n, "block_size", n) for s, n in zip(squeezed, mapping.block_shape, strict=True)]

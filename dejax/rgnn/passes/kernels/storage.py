@@ -62,7 +62,8 @@ def linear_in(program: OpProgram, value: int) -> bool:
 
     So up to the first product or sum, a stored row must not be multiplied by itself, subtracted from what is made of
     it, or go through a function that is not linear. What is made of it must not be subtracted from another result of
-    the same arguments, either.
+    the same arguments, either. Nor is it compared with another value than 0: of rows that a maximum was found in, none
+    would be equal to it.
     """
     carried = {value: _Carries()}
     before = _ancestors(program, value)
@@ -70,7 +71,7 @@ def linear_in(program: OpProgram, value: int) -> bool:
     for i in range(value + 1, len(program.ops)):
         op = program.ops[i]
         found = [carried[a] for a in op.args if a in carried]
-        if not found or OPERATORS[op.name].linear is Linear.CONSTANT:
+        if not found or _asks_for_sign(program, op):
             continue
         if not _safe(op, found, carried) or (arguments and _meets(program, i, value, arguments, before)):
             return False
@@ -81,6 +82,13 @@ def linear_in(program: OpProgram, value: int) -> bool:
             part = None
         carried[i] = _Carries(OPERATORS[op.name].linear is Linear.SUMS or all(c.summed for c in found), part)
     return True
+
+
+def _asks_for_sign(program: OpProgram, op: Op) -> bool:
+    """Whether an operator depends on no more of its argument than its sign, which rounding keeps."""
+    others = [program.ops[a] for a in op.args]
+    with_zero = len(others) == 1 or any(o.name == "const" and o.attr("value") == 0 for o in others)
+    return OPERATORS[op.name].linear is Linear.CONSTANT and with_zero
 
 
 @lru_cache(maxsize=65536)
