@@ -88,6 +88,24 @@ def test_nan_stays():
     assert np.isnan(found[8]) and np.isnan(found[9])
 
 
+@pytest.mark.parametrize(("rows", "wide"), [(2**24, False), (2**24 + 1, True)])
+def test_offsets_count_elements(rows, wide, own):
+    """Of 8 bits each, too: 2^31 of them take half of the bytes that 32 bits count."""
+
+    def kernel(x, out):
+        at = (jnp.arange(16)[:, None], jnp.arange(128)[None, :])
+        _triton.store(out, at, _triton.load(x, at))
+
+    call = _triton.pallas_call(
+        kernel, name="bytes", num_programs=1, out_shape=[jax.ShapeDtypeStruct((16, 128), jnp.int8)], num_warps=1,
+        num_stages=1, interpret=False,
+    )  # fmt: skip
+    (equation,) = jax.make_jaxpr(call)(jax.ShapeDtypeStruct((rows, 128), jnp.int8)).eqns
+    (equation,) = equation.params["call_jaxpr"].eqns
+    text = kernel_text(equation.params["jaxpr"], equation.params["grid_mapping"], "kernel")
+    assert (".to(tl.int64)" in text) == wide
+
+
 # ------------------------------------------------------------------------------------------------ binaries and calls
 
 

@@ -32,8 +32,6 @@ _ELEMENTWISE: dict[str, str | tuple[str, str]] = {
     "eq": "{} == {}",
     "ne": "{} != {}",
     "shift_left": "{} << {}",
-    "shift_right_arithmetic": "{} >> {}",
-    "select_n": "tl.where({0}, {2}, {1})",
     "abs": "tl.abs({})",
     "square": "{0} * {0}",
     "one_minus_square": "(1 + {0}) * (1 - {0})",
@@ -77,11 +75,22 @@ def _clamp(printer: Printer, equation: Any, values: list[str]) -> list[str]:
     return [printer.let(f"tl.minimum(tl.maximum({x}, {least}{nan}), {most}{nan})")]
 
 
-def _shift_right_logical(printer: Printer, equation: Any, values: list[str]) -> list[str]:
-    dtype = equation.outvars[0].aval.dtype
-    unsigned = f"tl.uint{8 * dtype.itemsize}"
-    shifted = f"{values[0]}.to({unsigned}, bitcast=True) >> {values[1]}.to({unsigned}, bitcast=True)"
-    return [printer.let(f"({shifted}).to({type_name(dtype)}, bitcast=True)")]
+def _select(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    if len(values) > 3:
+        raise NotImplementedError("select_n of more than two cases in a kernel")
+    which, otherwise, then = values
+    return [printer.let(f"tl.where({which}, {then}, {otherwise})")]
+
+
+def _shift_right(printer: Printer, equation: Any, values: list[str]) -> list[str]:
+    """Triton shifts copies of the sign into signed numbers, and zeros into unsigned ones."""
+    dtype, (x, y) = equation.outvars[0].aval.dtype, values
+    kind = "uint" if equation.primitive.name == "shift_right_logical" else "int"
+    shifted = f"tl.{kind}{8 * dtype.itemsize}"
+    if shifted == type_name(dtype):
+        return [printer.let(f"{x} >> {y}")]
+    x, y = (f"{v}.to({shifted}, bitcast=True)" for v in values)
+    return [printer.let(f"({x} >> {y}).to({type_name(dtype)}, bitcast=True)")]
 
 
 def _sign(printer: Printer, equation: Any, values: list[str]) -> list[str]:
@@ -102,8 +111,10 @@ def _integer_pow(printer: Printer, equation: Any, values: list[str]) -> list[str
         exponent >>= 1
         power = printer.let(f"{power} * {power}") if exponent else power
     dtype = equation.outvars[0].aval.dtype
-    product = product or printer.let(f"{values[0]} * 0 + 1")
-    return [printer.let(f"{literal(1, dtype)} / {product}") if equation.params["y"] < 0 else product]
+    one = literal(1, dtype)
+    if not product:  # of infinities, too
+        return [printer.let(f"tl.where({power} == {power}, {one}, {one})")]
+    return [printer.let(f"{one} / {product}") if equation.params["y"] < 0 else product]
 
 
 def _convert(printer: Printer, equation: Any, values: list[str]) -> list[str]:
@@ -191,7 +202,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(_LIBRARY, _library),
     "clamp": _clamp,
-    "shift_right_logical": _shift_right_logical,
+    "select_n": _select,
+    "shift_right_arithmetic": _shift_right,
+    "shift_right_logical": _shift_right,
     "sign": _sign,
     "is_finite": _is_finite,
     "integer_pow": _integer_pow,

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -146,3 +147,22 @@ def test_a_constant_feature_of_1000() -> None:
     found = {k: (np.linalg.norm(f), np.linalg.norm(h)) for k, f, h in errors("rgat", "tf32", "offset", 1000.0)}
     ours, hardware = found["gradient of x"]
     assert ours <= 3 * hardware
+
+
+def test_the_gradient_of_a_maximum_beside_products() -> None:
+    """A row is compared with the maximum of its neighbours bit for bit, though products would take both rounded."""
+    rng = np.random.default_rng(1)
+    edges = (rng.integers(0, count, 300) for count in (40, 40, 5))
+    graph = rgnn.RelGraph.from_edges(*edges, num_nodes=40, num_edge_types=5)
+    x, w = rng.normal(size=(40, 17)).astype(np.float32), rng.normal(size=(5, 17, 17)).astype(np.float32)
+
+    @rgnn.program
+    def layer(g: Any, x: Any, w: Any) -> Any:
+        return g.sum_to_dst(g.src(x) @ g.per_edge_type(w)) + g.max_to_dst(g.src(x))
+
+    def gradient(options: Options) -> Any:
+        return jax.jit(jax.grad(lambda x: jnp.sum(layer(graph, x, w, options=options))))(x)
+
+    want = gradient(Options(backend="xla"))
+    found = gradient(Options(backend="pallas", precision="tf32", interpret=True))
+    np.testing.assert_allclose(found, want, rtol=2e-2, atol=2e-2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -938,3 +939,14 @@ def test_rows_that_are_subtracted_after_products_with_the_same_weights_keep_floa
     through = b.sum(b.linear(stored, v, "k,kn->n"))
     program = b.build([b.op("sub", through, b.sum(b.linear(b.src(x), w, "k,kn->n")))])
     assert linear_in(program, stored) == stores
+
+
+@pytest.mark.parametrize(("other", "stores"), [("row", False), (0.1, False), (0.0, True)])
+def test_rows_that_are_compared_with_others_keep_float32(other: Any, stores: bool) -> None:
+    """Rounded rows equal no maximum that was found among unrounded ones; their signs stay."""
+    b = Tiny("compared")
+    x = b.node("x", 32)
+    y = b.node("m", 32) if other == "row" else b.const(other, "float32", Space.NODE)
+    mask = b.op("eq" if other == "row" else "gt", x, y)
+    program = b.build([b.sum(b.src(b.op("mul", b.node("y", 32), mask)))])
+    assert linear_in(program, x) == stores
