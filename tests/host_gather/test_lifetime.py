@@ -1,6 +1,7 @@
 """Tables that were closed, donated or inherited by a fork, and files that became shorter."""
 
 import copy
+import gc
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax.host_gather import CachedTable, HostTable, TableClosedError, scatter_add, shardings, value_and_grad
+from dejax.host_gather import (
+    CachedTable,
+    DeviceTable,
+    HostTable,
+    PeerTable,
+    TableClosedError,
+    scatter_add,
+    shardings,
+    value_and_grad,
+)
 
 ROWS = np.arange(40, dtype=np.float32).reshape(8, 5)
 
@@ -150,3 +160,16 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
     with open(tmp_path / "rows.npy", "r+b") as file:
         file.truncate(rows.nbytes + 4096)  # a longer file is fine
     assert f(given, ids).shape == (2, 64)
+
+
+def test_a_copy_of_a_table_on_several_devices_keeps_their_rows() -> None:
+    rows = np.random.default_rng(0).normal(size=(600, 64)).astype(np.float32)
+    hot, cold = np.arange(0, 600, 2), np.arange(1, 600, 2)
+    blocks = [DeviceTable.from_numpy(rows[hot[number::2]].copy()) for number in range(2)]
+    table = PeerTable.from_parts(HostTable.from_numpy(rows[cold]), blocks, hot)
+    passed_on = jax.device_put(table, jax.devices()[0])
+    del table, blocks
+    gc.collect()
+    others = [DeviceTable.from_numpy(np.full((150, 64), 7.0, np.float32)) for _ in range(20)]  # where the blocks lay
+    np.testing.assert_array_equal(passed_on[np.arange(600)], rows)
+    del others, passed_on

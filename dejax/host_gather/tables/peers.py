@@ -13,6 +13,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax import _native
+from dejax.host_gather._spec import TableSpec
+from dejax.host_gather.tables._lifetime import is_concrete
 from dejax.host_gather.tables._memory import address_of
 from dejax.host_gather.tables.host import HostTable
 from dejax.host_gather.tables.placed import DeviceTable, slots_of_split
@@ -128,6 +130,14 @@ class PeerTable(LocalTable):
         host = int(np.count_nonzero(np.asarray(there))) - len(on_devices)
         return {"own": own, "other": len(on_devices) - own, "host": host}
 
+    @classmethod
+    def tree_unflatten(cls, spec: TableSpec, children: tuple[Any, ...]) -> Self:
+        """For `jax.tree_util`. A copy of the addresses, such as `jax.device_put` makes, keeps the blocks, too."""
+        made = super().tree_unflatten(spec, children)
+        if is_concrete(made._hot):
+            _Blocks.keep_for_copy(made._hot)
+        return made
+
     def _on_mesh(self, mesh: Any, put: Callable[[Array], Array], writable: bool) -> Self:
         made = super()._on_mesh(mesh, put, False)
         _Blocks.at(self._hot).keep_for(made._hot)
@@ -143,6 +153,7 @@ class _Blocks:
     """The blocks of a table, which live as long as an array of their addresses does."""
 
     _known: ClassVar[weakref.WeakValueDictionary[bytes, _Blocks]] = weakref.WeakValueDictionary()
+    _kept: ClassVar[set[int]] = set()  # ids of arrays of addresses that keep their blocks
 
     def __init__(self, words: list[Array]) -> None:
         self.words = words
@@ -153,11 +164,22 @@ class _Blocks:
 
     def keep_for(self, addresses: Array) -> None:
         self._known[numpy_copy(addresses).tobytes()] = self
-        weakref.finalize(addresses, _release, [self]).atexit = False
+        self._kept.add(id(addresses))
+        weakref.finalize(addresses, _release, [self], id(addresses)).atexit = False
+
+    @classmethod
+    def keep_for_copy(cls, addresses: Array) -> None:
+        """Keeps the blocks for an array that may be a copy of known addresses."""
+        if id(addresses) in cls._kept or addresses.is_deleted() or not addresses.is_fully_addressable:
+            return
+        blocks = cls._known.get(numpy_copy(addresses).tobytes())
+        if blocks is not None:
+            blocks.keep_for(addresses)
 
 
-def _release(last: list[_Blocks]) -> None:
+def _release(last: list[_Blocks], number: int) -> None:
     """Drops the blocks after the steps in flight that read them: jax knows of no use by other devices."""
+    _Blocks._kept.discard(number)  # at once: a new array may have this id
     if next(iter(last[0].words[0].devices())).platform != "cpu":
         _native.extension("PeerTable").synchronize_all()
     last.clear()
