@@ -31,7 +31,7 @@ FRAMEWORKS = {
 }
 _WORKER = Path(__file__).with_name("worker.py")
 # CUDA graphs also for fewer than five kernels, and while profiling; see device_time.py.
-_GRAPHS = "--xla_enable_command_buffers_during_profiling=true --xla_gpu_graph_min_graph_size=1"
+GRAPHS_IN_PROFILES = "--xla_enable_command_buffers_during_profiling=true --xla_gpu_graph_min_graph_size=1"
 _START_S = 180.0  # time for imports and the device's start
 Cell = dict[str, Any]
 
@@ -69,7 +69,7 @@ def run(
             known.append({**cell, **result})
         report(cell, result)
 
-    flags = _GRAPHS if framework == "jax" else ""
+    flags = GRAPHS_IN_PROFILES if framework == "jax" else ""
     while cells:
         environment = {
             "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94",
