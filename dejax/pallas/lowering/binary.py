@@ -1,6 +1,7 @@
-"""Kernels' text, compiled to binaries by Triton: in threads, and kept on disk for the next process.
+"""Kernels' text, compiled to binaries by Triton: in processes, and kept on disk for the next program.
 
-Threads compile while the rest of a program is still traced: `prepare` only asks for a binary, `binary` waits for it.
+Kernels are compiled while the rest of a program is still traced: `prepare` only asks for a binary, `binary` waits for
+it. What compiles is the process of `compiler`, for which threads wait.
 """
 
 from __future__ import annotations
@@ -9,19 +10,21 @@ import contextlib
 import functools
 import hashlib
 import json
-import linecache
 import os
+import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from dejax._cache import cache_folder, write_whole
-from dejax._optional import optional
+from dejax._optional import is_there, optional
+from dejax.pallas.lowering import compiler
+from dejax.pallas.lowering.compiler import received
 
-_MOST_THREADS = 16
-_POINTERS = {"float": "fp", "bfloat": "bf", "int": "i", "uint": "u"}
+_MOST_AT_ONCE = 32
 
 
 class KernelCompileError(RuntimeError):
@@ -90,7 +93,7 @@ def binary(source: KernelSource) -> KernelBinary:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="dejax-kernels")
+    return ThreadPoolExecutor(min(_MOST_AT_ONCE, os.cpu_count() or 1), thread_name_prefix="dejax-kernels")
 
 
 def _made(source: KernelSource) -> KernelBinary:
@@ -106,14 +109,19 @@ def _made(source: KernelSource) -> KernelBinary:
 
 
 def _path(source: KernelSource) -> Path:
+    digest = hashlib.sha256(repr((source, _version())).encode()).hexdigest()[:32]
+    return cache_folder() / "kernels" / f"{digest}.kernel"
+
+
+@functools.cache
+def _version() -> str:
+    """Of Triton; without it, binaries of no version in particular serve."""
     from importlib import metadata  # takes time to import
 
     try:
-        version = metadata.version("triton")
-    except metadata.PackageNotFoundError:  # binaries of any version serve
-        version = ""
-    digest = hashlib.sha256(repr((source, version)).encode()).hexdigest()[:32]
-    return cache_folder() / "kernels" / f"{digest}.kernel"
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _read(path: Path) -> KernelBinary | None:
@@ -137,41 +145,28 @@ def _write(path: Path, found: KernelBinary) -> None:
 
 def _compiled(source: KernelSource) -> KernelBinary:
     with optional("triton", of="the lowering 'dejax' of kernels"):
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-    parameters = [f"r{i}" for i in range(len(source.dtypes))]
-    # XLA's arrays begin at multiples of 16 bytes at least. Products and sums are not fused, as in Pallas' lowering:
-    # what is equal in exact arithmetic is often equal in floats, and kernels that shall fuse do it by an instruction.
-    ast = ASTSource(
-        fn=_function(source),
-        signature={p: _pointer(d) for p, d in zip(parameters, source.dtypes, strict=True)},
-        constexprs={},
-        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(parameters))},
-    )
-    options = {"num_warps": source.num_warps, "num_stages": source.num_stages, "enable_fp_fusion": False}
-    try:
-        compiled = triton.compile(ast, target=GPUTarget("cuda", source.capability, 32), options=options)
-    except Exception as error:
-        raise KernelCompileError(f"Triton does not compile the kernel {source.name}: {error}") from error
-    made = compiled.metadata
-    if getattr(made, "global_scratch_size", 0) or getattr(made, "profile_scratch_size", 0):
-        raise KernelCompileError(f"the kernel {source.name} wants memory for all programs, which dejax does not give")
-    return KernelBinary(compiled.asm["cubin"], source.name, 32 * source.num_warps, made.shared)
+        if not is_there("triton"):
+            raise ModuleNotFoundError(name="triton")
+    ours, theirs = socket.socketpair()
+    answer = b""
+    with ours, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        with theirs:
+            socket.send_fds(_compiler()[0], [b" "], [theirs.fileno()])
+        ours.sendall(json.dumps(asdict(source)).encode())
+        ours.shutdown(socket.SHUT_WR)
+        answer = received(ours)
+    line, _, image = answer.partition(b"\n")
+    head = json.loads(line or b'{"error": "its process ended before it was done; stderr may say why"}')
+    if "error" in head:
+        raise KernelCompileError(f"Triton does not compile the kernel {source.name}: {head['error']}")
+    return KernelBinary(image=image, **head)
 
 
-def _function(source: KernelSource) -> Any:
-    """The kernel as Triton's decorator makes it, which reads the text from Python's cache of lines."""
-    file = f"<dejax kernel {hashlib.sha256(source.text.encode()).hexdigest()[:16]}>"
-    linecache.cache[file] = (len(source.text), None, source.text.splitlines(True), file)
-    names: dict[str, Any] = {"__name__": f"dejax_kernel_{source.name}"}
-    exec(compile(source.text, file, "exec"), names)
-    return names[source.name]
-
-
-def _pointer(dtype: str) -> str:
-    """Triton's name of the type of a pointer."""
-    if dtype == "bool":
-        return "*i1"
-    kind = dtype.rstrip("0123456789")
-    return f"*{_POINTERS[kind]}{dtype[len(kind) :]}"
+@functools.cache
+def _compiler() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """The process of `compiler`, which ends when the socket's end here does."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, compiler.__file__, str(theirs.fileno())]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        return ours, subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import math
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,6 +21,8 @@ from dejax.pallas.lowering.text import kernel_text
 from dejax.pallas.machine import compute_capability
 
 HANDLER = "dejax_kernel"
+# By the kernel's jaxpr: a kernel is printed when it is traced, and its text is asked for again when it is lowered.
+_texts: weakref.WeakKeyDictionary[Any, tuple[Any, str, str]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,10 @@ def _source(params: Any, capability: int) -> KernelSource:
     name = f"kernel_{name}" if name[:1].isdigit() else name
     jaxpr = params["jaxpr"]
     dtypes = tuple(np.dtype(x.aval.dtype).name for x in jaxpr.invars)
-    text = kernel_text(jaxpr, mapping, name)
+    printed_for, called, text = _texts.get(jaxpr, (None, "", ""))
+    if printed_for is not mapping or called != name:  # `vmap` changes the grid alone
+        text = kernel_text(jaxpr, mapping, name)
+        _texts[jaxpr] = mapping, name, text
     return KernelSource(text, name, dtypes, schedule.num_warps, schedule.num_stages, capability)
 
 
