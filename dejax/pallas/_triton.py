@@ -44,7 +44,7 @@ from dejax.pallas._tiles import broadcast, where
 from dejax.pallas.formats.table_slice import SliceRef, TableSlice
 from dejax.pallas.lowering import primitives
 from dejax.pallas.lowering.choice import chosen
-from dejax.pallas.lowering.launch import KernelSchedule, compiling_ahead
+from dejax.pallas.lowering.launch import KernelSchedule, apart
 
 try:
     import jax.experimental.pallas.triton as plt
@@ -181,8 +181,8 @@ def pallas_call(
             name=f"{_label.get()}_{name}" if _label.get() else name,
         )
         given = [o.table if isinstance(o, TableSlice) else o for o in operands]
-        ahead = _lowering() == "dejax" and not interpret
-        kernel_call = functools.partial(compiling_ahead, kernel_call) if ahead else kernel_call
+        own = _lowering() == "dejax" and not interpret
+        kernel_call = functools.partial(apart, kernel_call) if own else kernel_call
         call = jax.custom_jvp(functools.partial(_compat.unchecked, kernel_call))
 
         @call.defjvp

@@ -15,6 +15,7 @@ from dejax.pallas import _triton
 from dejax.pallas.lowering import binary
 from dejax.pallas.lowering.choice import lowered_by
 from dejax.pallas.lowering.launch import HANDLER
+from tests.gpu import test_slices_gpu
 from tests.pallas.reference import GEMMS, TRAVERSALS, WEIGHT_GRADIENTS, Gemm
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +47,10 @@ def test_kernels(name):
     run = on_gpu(case)
     for _ in range(3):  # the later calls as a CUDA graph
         case.check(run(arrays), arrays)
+
+
+def test_a_loop_stacks_what_a_call_writes_in_place():
+    test_slices_gpu.test_a_loop_stacks_what_single_calls_give(test_slices_gpu.cleared)
 
 
 def test_many_calls_in_one_program():

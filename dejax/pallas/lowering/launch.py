@@ -7,7 +7,7 @@ import hashlib
 import math
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,14 +34,18 @@ class KernelSchedule:
     num_stages: int
 
 
-def compiling_ahead(call: Callable[..., Any], *operands: Any) -> Any:
-    """`call(*operands)`, whose kernel is compiled while the rest of a program is traced."""
+def apart(call: Callable[..., Sequence[Any]], *operands: Any) -> Sequence[Any]:
+    """`call(*operands)`, whose kernel is compiled while the rest of a program is traced.
+
+    Barriers keep it apart from the slices around it, as all calls of native code (`dejax._ffi` says why).
+    """
     traced = jax.make_jaxpr(call)(*operands)
     capability = compute_capability()
     for equation in traced.jaxpr.eqns:
         if capability is not None and equation.primitive.name == "pallas_call":
             prepare(_source(equation.params, capability))
-    return jax.extend.core.jaxpr_as_fun(traced)(*operands)
+    results = jax.extend.core.jaxpr_as_fun(traced)(*jax.lax.optimization_barrier(operands))
+    return jax.lax.optimization_barrier(results)
 
 
 def _source(params: Any, capability: int) -> KernelSource:
