@@ -99,13 +99,13 @@ def programs(case: str, threads: int) -> dict[tuple[str, str], Pair]:
     return waiting
 
 
-def measured(program: Pair) -> dict[str, Any]:
+def measured(program: Pair, kernels: bool) -> dict[str, Any]:
     """Times of one program under both lowerings, which take turns, and how far their results lie apart."""
     import jax
     import numpy as np
 
     from benchmarks.clock import rounds
-    from benchmarks.device_time import profile_jax
+    from benchmarks.device_time import kernels_jax, profile_jax
 
     pair = {how: call.result() for how, call in program.items()}
     first = {how: [np.asarray(part[:1000]) for part in jax.tree.leaves(call())] for how, call in pair.items()}
@@ -115,12 +115,15 @@ def measured(program: Pair) -> dict[str, Any]:
     for _ in range(TURNS):
         for how, call in pair.items():
             seconds[how] += rounds(call, count, warm_up=0)
-    found = {how: {"ms": 1e3 * statistics.median(each)} for how, each in seconds.items()}
+    found: dict[str, Any] = {how: {"ms": 1e3 * statistics.median(each)} for how, each in seconds.items()}
     for _ in range(2):
         for how, call in pair.items():
             device = profile_jax(call, 10 if once < 0.005 else 3)
             for key, value in (device.as_dict() if device else {}).items():
                 found[how][key] = min(value, found[how].get(key, math.inf))
+    if kernels:
+        for how, call in pair.items():
+            found[how]["kernels"] = kernels_jax(call, 5)
     apart = [
         float(np.linalg.norm(np.subtract(a, b, dtype=np.float64)) / max(float(np.linalg.norm(b)), 1e-30))
         for a, b in zip(*first.values(), strict=True)
@@ -128,7 +131,7 @@ def measured(program: Pair) -> dict[str, Any]:
     return found | {"difference": max(apart)}
 
 
-def child(case: str, threads: int) -> None:
+def child(case: str, threads: int, kernels: bool) -> None:
     """Compiles, says so, and measures when told to: one line of JSON for each program."""
     start = time.perf_counter()
     known = programs(case, threads)
@@ -137,18 +140,19 @@ def child(case: str, threads: int) -> None:
     for (model, direction), program in known.items():
         row: dict[str, Any] = {"case": case, "model": model, "direction": direction}
         try:
-            row |= measured(program)
+            row |= measured(program, kernels)
         except Exception as error:  # another program may do better
             row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         print(json.dumps(row), flush=True)
 
 
-def started(case: str, threads: int) -> subprocess.Popen[str]:
+def started(case: str, threads: int, kernels: bool) -> subprocess.Popen[str]:
     environment = os.environ | {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {GRAPHS_IN_PROFILES}".strip(),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # several processes share the device
     }
     command = [sys.executable, "-m", "benchmarks", "lowering_cells", "--threads", str(threads), "--child", case]
+    command += ["--kernels"] if kernels else []
     return subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
@@ -189,15 +193,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", default=",".join(CASES), help="graphs, those of the zoo as zoo/NAME, with commas")
     parser.add_argument("--threads", type=int, default=3, help="of each process, which compile")
     parser.add_argument("--prepare", type=float, default=600.0, help="seconds after which a process must have compiled")
+    parser.add_argument("--kernels", action="store_true", help="also each kernel's time")
     parser.add_argument("--child", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace, save: Save) -> None:
     if args.child:
-        child(args.child, args.threads)
+        child(args.child, args.threads, args.kernels)
         return
     found: dict[str, Any] = {"prepared_s": {}, "programs": []}
-    workers = {case: started(case, args.threads) for case in args.cases.split(",")}
+    workers = {case: started(case, args.threads, args.kernels) for case in args.cases.split(",")}
     late = {case: threading.Timer(args.prepare, worker.kill) for case, worker in workers.items()}
     for timer in late.values():
         timer.daemon = True
