@@ -177,7 +177,7 @@ def test_kernels_are_lowered_without_what_jax_has_deprecated():
 
 
 def resources() -> dict[str, tuple[int, int]]:
-    """Of all kernels that Triton has compiled: registers of a thread, and bytes of the stack, where others are spilled."""
+    """Of all kernels that Triton has compiled: registers of a thread, and bytes of its stack, where others spill."""
     triton = pytest.importorskip("triton")
     found = {}
     for source, made in binary._binaries.items():

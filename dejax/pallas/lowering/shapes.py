@@ -48,7 +48,7 @@ def lanes(shape: Sequence[int], axis: int) -> str:
     return broadcast(line, [size if a == axis else 1 for a in range(len(shape))], shape)
 
 
-def _inserted_axes(old: Sequence[int], new: Sequence[int]) -> list[int] | None:
+def inserted_axes(old: Sequence[int], new: Sequence[int]) -> list[int] | None:
     """Where axes of size 1 are to be inserted to make one shape of the other; None if more changes than that."""
     axes, place = [], 0
     for axis, size in enumerate(new):
@@ -72,5 +72,5 @@ def reshaped(x: str, old: Sequence[int], new: Sequence[int]) -> str:
         for _ in old:
             x = f"tl.reduce({x}, 0, _add)"
         return x
-    axes = _inserted_axes(old, new)
+    axes = inserted_axes(old, new)
     return f"tl.reshape({x}, {new})" if axes is None else expanded(x, axes)

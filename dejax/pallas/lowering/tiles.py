@@ -9,7 +9,16 @@ import jax
 import numpy as np
 
 from dejax.pallas.lowering.printer import Printer, Rule
-from dejax.pallas.lowering.shapes import broadcast, expanded, is_float, lanes, literal, reshaped, type_name
+from dejax.pallas.lowering.shapes import (
+    broadcast,
+    expanded,
+    inserted_axes,
+    is_float,
+    lanes,
+    literal,
+    reshaped,
+    type_name,
+)
 
 # Text by primitive; a pair where the text for floats differs from that for integers and booleans.
 _ELEMENTWISE: dict[str, str | tuple[str, str]] = {
@@ -153,12 +162,32 @@ def _broadcast_in_dim(printer: Printer, equation: Any, values: list[str]) -> lis
     if not old or not shape:
         return [printer.let(reshaped(values[0], old, shape))]
     whole = dict(zip(kept, old, strict=True))
-    x = expanded(values[0], [a for a in range(len(shape)) if a not in whole])
+    x = _expanded(printer, values[0], [a for a in range(len(shape)) if a not in whole])
     return [printer.let(broadcast(x, [whole.get(a, 1) for a in range(len(shape))], shape))]
 
 
 def _reshape(printer: Printer, equation: Any, values: list[str]) -> list[str]:
-    return [printer.let(reshaped(values[0], equation.invars[0].aval.shape, equation.outvars[0].aval.shape))]
+    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    axes = inserted_axes(old, new) if old else None
+    return [printer.let(_expanded(printer, values[0], axes) if axes else reshaped(values[0], old, new))]
+
+
+def _expanded(printer: Printer, x: str, axes: Sequence[int]) -> str:
+    """`x` with axes of size 1 at these places of the result.
+
+    Where a reduction has taken an axis of size 1 away, the new ones come first, behind that axis. Triton arranges a
+    tile by the axes that its reductions have left. A row that had lost its third axis, and a number of the row that had
+    lost its third one and got another, were arranged otherwise; the number's way won, with all of the row in each
+    thread.
+    """
+    if x not in printer.squeezed:
+        return expanded(x, axes)
+    wide, axis, combined = printer.squeezed[x]
+    place = before = 0
+    while before < axis:
+        before += place not in axes
+        place += 1
+    return f"tl.reduce({_expanded(printer, wide, [a + (a >= place) for a in axes])}, {place}, {combined})"
 
 
 def _transpose(printer: Printer, equation: Any, values: list[str]) -> list[str]:
@@ -174,7 +203,10 @@ def _reduce(printer: Printer, equation: Any, values: list[str]) -> list[str]:
     combined, (x,) = _COMBINED[equation.primitive.name], values
     kind = "float_" if combined != "add" and is_float(equation.outvars[0].aval.dtype) else ""
     for axis in sorted(equation.params["axes"], reverse=True):
-        x = printer.let(f"tl.reduce({x}, {axis}, _{kind}{combined})")
+        reduced = printer.let(f"tl.reduce({x}, {axis}, _{kind}{combined})")
+        if equation.invars[0].aval.shape[axis] == 1:
+            printer.squeezed[reduced] = x, axis, f"_{kind}{combined}"
+        x = reduced
     return [x]
 
 
