@@ -36,7 +36,7 @@ class Printer:
         self.program_ids: list[str] = []
         self.references: dict[str, Reference] = {}
         self.squeezed: dict[str, tuple[str, int, str]] = {}
-        """Reductions of an axis of size 1: operand, axis and function."""
+        """Reductions of a last axis of size 1: operand, axis and function."""
         self._depth = 1
         self._names = 0
 

@@ -175,10 +175,10 @@ def _reshape(printer: Printer, equation: Any, values: list[str]) -> list[str]:
 def _expanded(printer: Printer, x: str, axes: Sequence[int]) -> str:
     """`x` with axes of size 1 at these places of the result.
 
-    Where a reduction has taken an axis of size 1 away, the new ones come first, behind that axis. Triton arranges a
-    tile by the axes that its reductions have left. A row that had lost its third axis, and a number of the row that had
-    lost its third one and got another, were arranged otherwise; the number's way won, with all of the row in each
-    thread.
+    Where a reduction has taken a last axis of size 1 away, the new ones come first, behind that axis. Triton arranges a
+    tile by the axes that its reductions have left. A row of features that had lost its third axis of four, and a number
+    of the row that had lost its third one and got another, were arranged otherwise; the number's way won, with all of
+    the row in each thread.
     """
     if x not in printer.squeezed:
         return expanded(x, axes)
@@ -187,7 +187,7 @@ def _expanded(printer: Printer, x: str, axes: Sequence[int]) -> str:
     while before < axis:
         before += place not in axes
         place += 1
-    return f"tl.reduce({_expanded(printer, wide, [a + (a >= place) for a in axes])}, {place}, {combined})"
+    return f"tl.reduce({expanded(wide, [a + (a >= place) for a in axes])}, {place}, {combined})"
 
 
 def _transpose(printer: Printer, equation: Any, values: list[str]) -> list[str]:
@@ -204,7 +204,7 @@ def _reduce(printer: Printer, equation: Any, values: list[str]) -> list[str]:
     kind = "float_" if combined != "add" and is_float(equation.outvars[0].aval.dtype) else ""
     for axis in sorted(equation.params["axes"], reverse=True):
         reduced = printer.let(f"tl.reduce({x}, {axis}, _{kind}{combined})")
-        if equation.invars[0].aval.shape[axis] == 1:
+        if equation.invars[0].aval.shape[axis:] == (1,):
             printer.squeezed[reduced] = x, axis, f"_{kind}{combined}"
         x = reduced
     return [x]
