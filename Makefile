@@ -6,6 +6,7 @@
 #   make test              lint, format, types, doctests and the suite: what a change should pass
 #   make test-all          the same, each room's contract on the oldest supported jax, and the site: what CI runs
 #   make test-slow         the tests that the suite leaves out: dear ones, and contracts over more cases
+#   make lowering          every kernel by dejax's own lowering, JAX's taken away, compiled for an H100 and a B200 (no GPU needed)
 #   make test-gpu          the suite on a GPU, room by room, with the Python at hand (ROOM=offload: only tests/offload)
 #   make test-gpus         the tests that need several devices on all GPUs of this machine
 #   make wheel             build a wheel, install it from the file into an empty environment, and try it in an empty folder
@@ -51,7 +52,7 @@ PYTEST := -m pytest -n $(JOBS) --dist worksteal -q --durations=15
 TESTED := PYTHONDONTWRITEBYTECODE= XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 \
 	--xla_disable_hlo_passes=while-loop-invariant-code-motion,while-loop-constant-sinking,reshape-mover"
 
-.PHONY: venv venv-test demo docs site test test-all test-slow test-gpu test-gpus suite contracts wheel doctest lint types format asan tsan soak clean
+.PHONY: venv venv-test demo docs site test test-all test-slow test-gpu test-gpus suite lowering contracts wheel doctest lint types format asan tsan soak clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -113,6 +114,16 @@ suite: venv-test
 
 test-slow: venv-test
 	$(TESTED) $(BIN)/python $(PYTEST) -m slow tests
+
+$(VENV)/.installed-lowering: $(BUILD_INPUTS) | $(VENV)/.installed-test
+	$(BIN)/python -c '$(LIST)' triton > $(VENV)/requirements.txt
+	$(BIN)/python $(PIP) --requirement $(VENV)/requirements.txt
+	@touch $@
+
+# Compiled once: what the numpy stand-in runs is in `suite` and `test-slow`.
+lowering: $(VENV)/.installed-lowering
+	$(TESTED) JAX_PLATFORMS=cpu $(BIN)/python $(PYTEST) -p tests.pallas.without_pallas_lowering -m "slow or not slow" \
+		tests/pallas/test_own_lowering.py tests/rgnn/lowering/test_h200.py -k "own and not printed_kernels"
 
 contracts: $(VENV_OLDEST)/.installed-test
 	@$(VENV_OLDEST)/bin/python -c 'import jax, sys; print("Python", sys.version.split()[0], "with jax", jax.__version__)'

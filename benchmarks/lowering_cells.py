@@ -133,9 +133,12 @@ def measured(program: Pair, kernels: bool) -> dict[str, Any]:
 
 def child(case: str, threads: int, kernels: bool) -> None:
     """Compiles, says so, and measures when told to: one line of JSON for each program."""
+    import jax
+
     start = time.perf_counter()
     known = programs(case, threads)
-    print(json.dumps({"case": case, "prepared_s": time.perf_counter() - start}), flush=True)
+    ready = {"prepared_s": time.perf_counter() - start, "device": str(jax.devices()[0].device_kind)}
+    print(json.dumps(ready), flush=True)
     sys.stdin.readline()
     for (model, direction), program in known.items():
         row: dict[str, Any] = {"case": case, "model": model, "direction": direction}
@@ -211,6 +214,7 @@ def run(args: argparse.Namespace, save: Save) -> None:
         ready = result(worker.stdout)  # type: ignore[arg-type]
         late[case].cancel()
         found["prepared_s"][case] = ready and ready["prepared_s"]
+        found["device"] = ready["device"] if ready else found.get("device")
         print(case, "prepared" if ready else "failed, or not ready in time", flush=True)
     for case, worker in workers.items():
         if found["prepared_s"][case] is not None:
