@@ -195,7 +195,7 @@ DEVICES = ("NVIDIA H100", "NVIDIA B200")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", [*ALL, *LARGE_GEMMS, *LARGE_TRAVERSALS])
+@pytest.mark.parametrize("name", [*sorted(ALL), *LARGE_GEMMS, *LARGE_TRAVERSALS])
 def test_triton_compiles_what_is_printed(name, device, own):
     pytest.importorskip("triton")
     case = (CASES | LARGE_GEMMS | LARGE_TRAVERSALS)[name]
