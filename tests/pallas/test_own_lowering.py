@@ -104,7 +104,7 @@ def test_offsets_count_elements(rows, wide, own):
         num_stages=1, interpret=False,
     )  # fmt: skip
     (equation,) = jax.make_jaxpr(call)(jax.ShapeDtypeStruct((rows, 128), jnp.int8)).eqns
-    (equation,) = equation.params["call_jaxpr"].eqns
+    (equation,) = (e for e in equation.params["call_jaxpr"].eqns if e.primitive.name == "pallas_call")
     text = kernel_text(equation.params["jaxpr"], equation.params["grid_mapping"], "kernel")
     assert (".to(tl.int64)" in text) == wide
 
