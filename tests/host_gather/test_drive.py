@@ -1,5 +1,6 @@
 """Tables on a drive: the cache, the reads, bad files, faults of the drive, and lifetimes."""
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -445,3 +446,22 @@ def test_a_mesh_shares_the_reader() -> None:
     )
     np.testing.assert_array_equal(step(shared, ids), ROWS[:40].reshape(4, 10, 6))
     assert table.stats()["drive_rows"] >= 40
+
+
+def test_a_table_lives_as_long_as_a_copy_of_it() -> None:
+    """Such as jax makes of the result of a step, or for another device of the CPU than the first."""
+    for passed_on in (jax.jit(lambda table: table), lambda table: jax.device_put(table, jax.devices()[-1])):
+        copy = passed_on(on_drive(ROWS, 3))
+        gc.collect()
+        np.testing.assert_array_equal(jax.jit(gather)(copy, np.arange(50)), ROWS)
+        reader = copy.stats()["reader"]
+        del copy
+        gc.collect()
+        assert _native.extension("tests").RowReader.find(reader) is None
+
+
+@pytest.mark.devices(2)
+@pytest.mark.cpu_only("on a GPU the memory of a table is pinned for all devices")
+def test_a_table_of_another_device_of_the_cpu() -> None:
+    table = on_drive(ROWS, 3, device=jax.devices()[1])
+    np.testing.assert_array_equal(table[np.arange(50)], ROWS)

@@ -14,7 +14,7 @@ from jax import Array
 from dejax import _native
 from dejax._drive_layout import DriveLayout
 from dejax.host_gather._spec import TableSpec, device_or_default, ordinal_of
-from dejax.host_gather.tables._memory import address_of, array_of, pin
+from dejax.host_gather.tables._memory import address_of, array_of, memory_of, pin
 
 _NUMBER_BYTES = 4096  # before the cache, whose rows begin at a page
 
@@ -85,13 +85,40 @@ def open_reader(files: DriveLayout, spec: TableSpec, options: ReadingOptions, de
         raise (ValueError if "must have" in str(error) else OSError)(f"{what}: {error}") from error
     number = np.array([native.number], np.int64)
     memory.copy_in(0, number.ctypes.data, number.nbytes)
-    return array_of(memory, spec, device_or_default(device))
+    _MEMORIES[native.number] = memory.address
+    leaf = array_of(memory, spec, device_or_default(device))
+    keep_reader(leaf)
+    return leaf
+
+
+_MEMORIES: dict[int, int] = {}
+"""By the number of each reader the address of its memory, as long as which it lives."""
+_KEEPING: set[int] = set()  # ids of the arrays that keep memories
+
+
+def keep_reader(leaf: Array) -> None:
+    """Keeps the reader for a copy of its number, such as one on another device, as long as the copy lives."""
+    if id(leaf) in _KEEPING or leaf.is_deleted() or memory_of(leaf.block_until_ready()) is not None:
+        return
+    number = _number_of(leaf)
+    if number in _MEMORIES and _native.extension("DriveTable").RowReader.find(number) is not None:
+        memory = _native.extension("DriveTable").HostMemory.find(_MEMORIES[number])
+        _KEEPING.add(id(leaf))
+        weakref.finalize(leaf, _let_go, id(leaf), [memory]).atexit = False
+
+
+def _let_go(array: int, memory: list[Any]) -> None:
+    _KEEPING.discard(array)
+    memory.clear()
 
 
 def reader_of(leaf: Array) -> Any:
     """The native reader of a table's leaf array, or of a copy of it on another device; None where it was closed."""
-    number = ctypes.c_int64.from_address(address_of(leaf)).value
-    return _native.extension("DriveTable").RowReader.find(number)
+    return _native.extension("DriveTable").RowReader.find(_number_of(leaf))
+
+
+def _number_of(leaf: Array) -> int:
+    return ctypes.c_int64.from_address(address_of(leaf)).value
 
 
 def layout_of(reader: Any, spec: TableSpec) -> DriveLayout:
@@ -135,11 +162,6 @@ class RowsAhead:
         """The rows may leave the cache."""
         if number is not None:
             self._reader.release(number)
-
-
-def keep_reader(leaf: Array, memory: Any) -> None:
-    """Keeps the reader, which lives as long as the memory of its number, for an array of copies of the number."""
-    weakref.finalize(leaf, lambda _: None, memory).atexit = False
 
 
 def _wanted(visits: Any, rows: int, slots: int, what: str) -> np.ndarray:

@@ -59,7 +59,7 @@ def share_leaf(leaf: Array, spec: TableSpec, mesh: Mesh, writable: bool) -> tupl
     sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
     whole = jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
     if spec.on_drive:
-        keep_reader(whole, memory)
+        keep_reader(whole)
     return whole, dataclasses.replace(spec, read_only=not writable, shared=True, sharers=sharers)
 
 

@@ -20,7 +20,7 @@ from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.gather import gather, read_rows
 from dejax.host_gather.pipeline import begin_read
 from dejax.host_gather.tables import _sharing, _storage
-from dejax.host_gather.tables._drive_files import RowsAhead
+from dejax.host_gather.tables._drive_files import RowsAhead, keep_reader
 from dejax.host_gather.tables._leaf import GoneLeaf, TableLeaf, flattened_by_user
 from dejax.host_gather.tables._lifetime import (
     TableClosedError,
@@ -347,7 +347,14 @@ class LocalTable(Table):
     @classmethod
     def tree_unflatten(cls, spec: TableSpec, children: tuple[Any, ...]) -> Self:
         leaf, *others = children
-        return cls._of(leaf.array if isinstance(leaf, TableLeaf | GoneLeaf) else leaf, spec, *others)
+        leaf = leaf.array if isinstance(leaf, TableLeaf | GoneLeaf) else leaf
+        if (
+            spec.on_drive
+            and is_concrete(leaf)
+            and (spec.platform != "cuda" or leaf.sharding.memory_kind == "pinned_host")
+        ):
+            keep_reader(leaf)
+        return cls._of(leaf, spec, *others)
 
     def _children(self, caller: FrameType) -> tuple[Any, ...]:
         child = self._child(caller)
