@@ -109,7 +109,7 @@ def test_a_resumed_run_has_the_same_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e25])
-def test_numbers_and_labels_far_from_0_are_not_rounded_away(scale):
+def test_numbers_and_labels_far_from_0_are_not_rounded_away(scale, tmp_path):
     """Quantiles that float32 cannot tell apart were bins of width 0, and gave NaN."""
     rng = np.random.default_rng(0)
     near = rng.normal(size=(200)) * scale
@@ -131,6 +131,11 @@ def test_numbers_and_labels_far_from_0_are_not_rounded_away(scale):
     made = Trainer(own, data.with_task(task)).task
     wanted = np.asarray(made.world.data["labels"])
     np.testing.assert_allclose(made.in_units(wanted[:, None]), far, rtol=1e-12)
+    path = tmp_path / "p.csv"
+    predictions.write(path, {"o": np.array(["\ud800"] * 200), "prediction": far})
+    with path.open(encoding="utf-8") as file:
+        written = [float(row["prediction"]) for row in csv.DictReader(file)]
+    np.testing.assert_allclose(written, far, rtol=1e-14)
 
 
 def test_rows_hold_values_exactly_and_statistics_are_of_what_was_known():

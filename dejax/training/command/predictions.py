@@ -94,7 +94,7 @@ def write(path: Path, columns: Mapping[str, Any]) -> None:
     if ending == "parquet":
         _write_parquet(path, columns)
         return
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:  # keys may be no Unicode
         writer = csv.writer(file)
         writer.writerow(columns)
         writer.writerows(zip(*map(_as_text, columns.values()), strict=True))
@@ -103,7 +103,9 @@ def write(path: Path, columns: Mapping[str, Any]) -> None:
 def _as_text(values: Any) -> list[Any]:
     values = np.asarray(values)
     if values.dtype.kind == "f":
-        return [f"{value:.9g}" for value in values.tolist()]
+        # Nine digits are those of float32, and enough of a share. Amounts far from 0 have theirs behind the first nine.
+        most = 15 if values.dtype == np.float64 else 9
+        return [f"{value:.{9 if abs(value) <= 1 else most}g}" for value in values.tolist()]
     if values.dtype.kind == "M":
         return [f"{value}Z" for value in values.astype(str)]
     return values.tolist()
