@@ -102,8 +102,9 @@ def choose(kernel: str, key: str, heuristic: Fields, candidates: Callable[[], li
     tuner = _tuner.get()
     if tuner is not None:
         return tuner.choose(kernel, key, heuristic, candidates(), call)
-    found = (table[kernel][key] for table in _tables() if key in table.get(kernel, {}))
-    return dict(next(found, heuristic))
+    found = (table.get(kernel, {}).get(key, {}) for table in _tables())
+    # Another version of dejax may have written other fields.
+    return dict(next((fields for fields in found if fields and fields.keys() <= heuristic.keys()), heuristic))
 
 
 def bucket(count: float) -> int:

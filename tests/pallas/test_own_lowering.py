@@ -146,10 +146,13 @@ def test_binaries_are_kept_on_disk(own, monkeypatch, tmp_path):
     monkeypatch.setattr(binary, "_compiled", lambda source: pytest.fail("it is on disk"))
     assert binary.binary(source) == made
     (file,) = (tmp_path / "kernels").iterdir()
-    file.write_bytes(file.read_bytes()[:20])  # a broken file is made again
-    monkeypatch.setattr(binary, "_binaries", {})
-    monkeypatch.setattr(binary, "_compiled", assembled)
-    assert binary.binary(source) == made
+    whole = file.read_bytes()
+    for broken in (whole[:20], whole[:-1], b"{}\n", b"null\n", b""):  # each is made again
+        file.write_bytes(broken)
+        monkeypatch.setattr(binary, "_binaries", {})
+        monkeypatch.setattr(binary, "_compiled", assembled)
+        assert binary.binary(source) == made
+        assert file.read_bytes() == whole
 
 
 def test_without_triton_the_choice_says_what_is_missing(own, monkeypatch):

@@ -127,8 +127,9 @@ def _version() -> str:
 def _read(path: Path) -> KernelBinary | None:
     try:
         head, _, image = path.read_bytes().partition(b"\n")
-        return KernelBinary(image=image, **json.loads(head))
-    except (OSError, ValueError, TypeError):  # not there, or not whole
+        fields = json.loads(head)
+        return KernelBinary(image=image, **fields) if fields.pop("image_bytes") == len(image) else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # not there, not whole, or of an earlier version
         return None
 
 
@@ -136,6 +137,7 @@ def _write(path: Path, found: KernelBinary) -> None:
     """Writes a binary to disk. If the folder cannot be written, the next process compiles the binary again."""
     head = asdict(found)
     image = head.pop("image")
+    head["image_bytes"] = len(image)
     with contextlib.suppress(OSError):
         write_whole(path, json.dumps(head).encode() + b"\n" + image)
 
