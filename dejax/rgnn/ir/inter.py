@@ -34,6 +34,7 @@ from dejax.rgnn.ir.type_rules import (
 )
 from dejax.rgnn.ir.values import (
     COMPOSED_VIAS,
+    TYPE_SPACES,
     TYPE_VIA,
     VIAS,
     IRError,
@@ -57,6 +58,7 @@ __all__ = [
     "OpProgram",
     "ROWWISE",
     "Space",
+    "TYPE_SPACES",
     "TYPE_VIA",
     "UNARY",
     "VIAS",

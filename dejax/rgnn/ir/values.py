@@ -65,6 +65,8 @@ TYPE_VIA = {
     Space.DESTINATION_PAIR: "destination_pair.etype",
     Space.NODE: "ntype",
 }
+TYPE_SPACES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
+"""Spaces of few rows: those of types, and the one of the graph."""
 
 
 class IRError(ValueError):

@@ -49,7 +49,7 @@ def _with_vector(x: Symbol, w: Symbol) -> Symbol:
 
 def _via(x: Symbol, w: Symbol) -> str:
     """The map by which rows of x find their matrix."""
-    if w.space == x.space and w.space in (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH):
+    if w.space == x.space and w.space in inter.TYPE_SPACES:
         return "self"
     if w.space == Space.GRAPH:
         return "all"

@@ -10,11 +10,9 @@ Kernels read rows whole; a part of one would be copied first, for each node or e
 from __future__ import annotations
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import ELEMENTWISE, Builder, Op, OpProgram, Space
+from dejax.rgnn.ir.inter import ELEMENTWISE, TYPE_SPACES, Builder, Op, OpProgram
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import Rewrite, sliced
-
-_TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 
 
 def slice_weights(program: OpProgram, counts: Counts) -> OpProgram:
@@ -41,7 +39,7 @@ class _Slices(Rewrite):
     def axis_read(self, value: int) -> int | None:
         """The axis along which all readers of a value take slices; None if an operator reads the whole value."""
         op = self.program.ops[value]
-        if op.space in _TYPES or value in self.program.outputs or not self.users[value] or not self.can_cut(op):
+        if op.space in TYPE_SPACES or value in self.program.outputs or not self.users[value] or not self.can_cut(op):
             return None
         axes, width = set(), 0
         for u in self.users[value]:

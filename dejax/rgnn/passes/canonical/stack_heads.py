@@ -10,10 +10,9 @@ group of equal operators becomes one. Parts that others read, too, and parts of 
 from __future__ import annotations
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import ELEMENTWISE, Builder, Op, OpProgram, Space
+from dejax.rgnn.ir.inter import ELEMENTWISE, TYPE_SPACES, Builder, Op, OpProgram
 from dejax.rgnn.passes._rewrite import Rewrite
 
-_TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 # (rows with heads, weight with heads) -> the contraction with heads of `k,kn->n`.
 _SPECS = {(False, True): "k,hkn->hn", (True, True): "hk,hkn->hn", (True, False): "hk,kn->hn"}
 
@@ -29,7 +28,7 @@ class _Different(Exception):
 class _StackHeads(Rewrite):
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         """See `Rewrite`."""
-        if op.name != "concat" or op.space in _TYPES or len(op.args) < 2:
+        if op.name != "concat" or op.space in TYPE_SPACES or len(op.args) < 2:
             return None
         parts = op.args
         stacked = len(op.shape) > 1
@@ -56,7 +55,9 @@ class _StackHeads(Rewrite):
     def only_read_within(self, joined: set[int], readers: set[int]) -> bool:
         """Whether only the heads and their concatenation read what all heads compute at once."""
         ops, inside = self.program.ops, joined | readers
-        kept = (v for v in joined if ops[v].name not in ("gather", "slice", "reshape") and ops[v].space not in _TYPES)
+        kept = (
+            v for v in joined if ops[v].name not in ("gather", "slice", "reshape") and ops[v].space not in TYPE_SPACES
+        )
         return all(v not in self.program.outputs and inside.issuperset(self.users[v]) for v in kept)
 
 
@@ -177,7 +178,7 @@ class _Group:
 
     def side_by_side(self, values: tuple[int, ...]) -> int:
         """Stacks the weights of different operators. Rows are not stacked, since that would copy them."""
-        if self.ops[values[0]].space not in _TYPES:
+        if self.ops[values[0]].space not in TYPE_SPACES:
             raise _Different
         shape = (1, *self.ops[values[0]].shape)
         return self.builder.op(

@@ -12,11 +12,10 @@ from __future__ import annotations
 import math
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import UNARY, Builder, Op, OpProgram, Space
+from dejax.rgnn.ir.inter import TYPE_SPACES, UNARY, Builder, Op, OpProgram
 from dejax.rgnn.passes._rewrite import Rewrite
 
 _SPEC = "k,hkn->hn"
-_WEIGHTS = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 
 
 def weight_heads(program: OpProgram, counts: Counts) -> OpProgram:
@@ -54,7 +53,7 @@ class _WeightHeads(Rewrite):
         """The row that an operator reads, or maps element by element; None for all other operators."""
         if op.name in UNARY:
             return op.args[0]
-        if op.name == "gather" and self.program.ops[op.args[0]].space not in _WEIGHTS:
+        if op.name == "gather" and self.program.ops[op.args[0]].space not in TYPE_SPACES:
             return op.args[0]
         bias = self.bias(op) if op.name == "add" else None
         return None if bias is None else op.args[1 - op.args.index(bias)]
@@ -63,7 +62,7 @@ class _WeightHeads(Rewrite):
         """The operand of a sum that is read from weights."""
         for a in op.args:
             arg = self.program.ops[a]
-            if arg.name == "gather" and self.program.ops[arg.args[0]].space in _WEIGHTS and arg.shape == op.shape:
+            if arg.name == "gather" and self.program.ops[arg.args[0]].space in TYPE_SPACES and arg.shape == op.shape:
                 return a
         return None
 
@@ -90,6 +89,6 @@ class _WeightHeads(Rewrite):
 
 def _makes_rows(op: Op) -> bool:
     """Whether an operator is a product of rows without heads and a weight without heads."""
-    if op.name != "linear" or op.space in _WEIGHTS:
+    if op.name != "linear" or op.space in TYPE_SPACES:
         return False
     return bool(op.attr("spec") == "k,kn->n" and op.attr("via") != "self")

@@ -14,12 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Builder, Op, OpProgram, Space
+from dejax.rgnn.ir.inter import TYPE_SPACES, Builder, Op, OpProgram
 from dejax.rgnn.ir.products import Product
 from dejax.rgnn.passes._rewrite import copy_ops, rebuild
 
 _SPEC = "k,hkn->hn"
-_TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def _pairs(program: OpProgram) -> list[tuple[_Member, _Member]]:
     waiting: dict[tuple, _Member] = {}
     found = []
     for i, op in enumerate(program.ops):
-        if op.name != "linear" or op.attr("spec") != _SPEC or op.space in _TYPES:
+        if op.name != "linear" or op.attr("spec") != _SPEC or op.space in TYPE_SPACES:
             continue
         member = _member(program, users, i)
         # The kernel of a product may also compute what reads it in place; not what gathers its rows.
@@ -114,6 +113,6 @@ def _weights_first(program: OpProgram) -> OpProgram:
     """The same program with the operators that depend on weights only before all others."""
     early: set[int] = set()
     for i, op in enumerate(program.ops):
-        if op.name == "input" or (op.space in _TYPES and early.issuperset(op.args)):
+        if op.name == "input" or (op.space in TYPE_SPACES and early.issuperset(op.args)):
             early.add(i)
     return copy_ops(program, sorted(range(len(program.ops)), key=lambda i: i not in early), program.outputs)

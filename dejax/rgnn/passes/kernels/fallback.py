@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dejax.rgnn.ir.inter import IRError, OpProgram, Space
+from dejax.rgnn.ir.inter import TYPE_SPACES, IRError, OpProgram
 from dejax.rgnn.ir.intra import Fallback, Instance, Kernels, in_order, verify_kernels
 from dejax.rgnn.ir.templates import refusal
-
-_TYPES = (Space.EDGE_TYPE, Space.NODE_TYPE, Space.GRAPH)
 
 
 def fallback(kernels: Kernels, *, merge: bool = True) -> Kernels:
@@ -51,6 +49,6 @@ def _reasons(program: OpProgram, values: list[int]) -> str:
     found: dict[str, None] = {}
     for v in values:
         op = program.ops[v]
-        rows = [o for o in (op, *(program.ops[a] for a in op.args)) if o.space not in _TYPES and o.name != "const"]
+        rows = [o for o in (op, *(program.ops[a] for a in op.args)) if o.space not in TYPE_SPACES and o.name != "const"]
         found.update((why, None) for o in rows if (why := refusal(o)) is not None)
     return ", ".join(found)
