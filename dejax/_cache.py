@@ -6,8 +6,6 @@ import os
 import uuid
 from pathlib import Path
 
-import jax
-
 
 def cache_folder() -> Path:
     """`$DEJAX_CACHE_DIR`, or `dejax` in the user's cache folder. It need not exist."""
@@ -38,6 +36,8 @@ def keep_compiled_programs() -> None:
     dejax's commands call it before they compile anything: the second run of a command then reads the programs that the
     first one has compiled. Programs that compile in less than 50 ms are not kept.
     """
+    import jax  # here, since readers of data sets write files without it
+
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
