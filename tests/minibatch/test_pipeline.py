@@ -1,6 +1,7 @@
 """Pipelined steps give what single steps give; errors; seeds and keys."""
 
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -273,6 +274,25 @@ def test_a_sample_is_cut_at_each_read_that_needs_another_one():
         return plain(key, topology, seeds)
 
     assert depth(host, prints) == 0  # effects keep their order
+
+
+def test_stages_of_a_sample_pass_on_their_numbers_in_one_array():
+    some = jax.random.key(0), jnp.arange(3)
+    cut = split_at_reads(lambda v, topology: plain(v[0], topology, v[1]), some, topology_of(on_host=True), on_cpu=True)
+    for kept, _ in cut.all(some)[0]:
+        assert len([array for array in kept if array.dtype == jnp.int32]) <= 1
+
+
+def test_garbage_is_not_collected_while_a_step_is_traced():
+    inputs, seen = (topology_of(), all_types()), []
+
+    def update(state, batch):
+        seen.append(gc.isenabled())
+        return state, None
+
+    key, seeds = jax.random.key(0), jnp.arange(3)
+    sampled_step(update, plain, donate=False).trace(jnp.zeros(()), *inputs, key, seeds)
+    assert seen == [False] and gc.isenabled()
 
 
 def all_types(scale=None, width=4):

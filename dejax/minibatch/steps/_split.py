@@ -15,11 +15,12 @@ from dejax._jaxprs import part, variables
 from dejax.host_gather import PendingRows
 from dejax.host_gather._cost import reading_ahead_pays
 from dejax.host_gather.deferred import OpenRead, deferring, open_read
+from dejax.minibatch.steps._packing import Packing
 
 __all__ = ["Between", "ReadRequest", "Split", "Whole", "split_at_reads"]
 
 Between = list[tuple[list[Array], list[Array]]]
-"""For each stage but the last, what it keeps for later ones, and the rows that it asked for."""
+"""For each stage but the last, what it keeps for later ones, packed, and the rows that it asked for."""
 _FIXED = -1  # the stage of what does not differ between calls
 
 
@@ -47,6 +48,7 @@ class _SplitStage:
         run: a function from the values of inputs to those of outputs.
         reads: the equations of the reads that come next.
         kept: variables that later stages need, without the rows of those reads.
+        packing: of the values of `kept`.
     """
 
     inputs: list[Any]
@@ -54,6 +56,7 @@ class _SplitStage:
     run: Callable[..., Any]
     reads: list[Any]
     kept: list[Any]
+    packing: Packing
 
 
 class Split:
@@ -85,6 +88,7 @@ class Split:
     @property
     def pays(self) -> bool:
         """Whether a loop on a GPU gains from the cut: reads overlap, but it passes on what a stage keeps."""
+        # Arrays are counted before they are packed, as when the model's constants were measured.
         ids = sum(math.prod(eqn.invars[3].aval.shape) for stage in self._stages for eqn in stage.reads)
         arrays = sum(len(stage.kept) + len(stage.reads) for stage in self._stages)
         return reading_ahead_pays(ids, arrays)
@@ -132,7 +136,7 @@ class Split:
 
     def _given(self, number: int, kept: Sequence[Array], rows: Sequence[Array]) -> dict[Any, Any]:
         before = self._stages[number - 1]
-        values = dict(zip(before.kept, kept, strict=True))
+        values = dict(zip(before.kept, before.packing.unpack(list(kept)), strict=True))
         return values | {eqn.outvars[0]: some for eqn, some in zip(before.reads, rows, strict=True)}
 
     def _advance(self, number: int, values: dict[Any, Any]) -> tuple[list[Array], list[ReadRequest]]:
@@ -143,7 +147,7 @@ class Split:
             read = open_read(eqn)
             assert read is not None
             requests.append(ReadRequest(read, tuple(self._read(var, values) for var in eqn.invars)))
-        return [values[var] for var in stage.kept], requests
+        return stage.packing.pack([values[var] for var in stage.kept]), requests
 
     def _evaluate(self, stage: _SplitStage, values: dict[Any, Any]) -> dict[Any, Any]:
         found = stage.run(*(self._read(var, values) for var in stage.inputs))
@@ -162,7 +166,7 @@ class Split:
             outputs = [var for var in wanted if self._made(var, number)]
             inputs, eqns = self._part(outputs, number)
             run = jax.jit(core.jaxpr_as_fun(part(self._jaxpr, eqns, inputs, outputs)))
-            stages.append(_SplitStage(inputs, outputs, run, reads, kept))
+            stages.append(_SplitStage(inputs, outputs, run, reads, kept, Packing([var.aval for var in kept])))
             passed = [var for var in wanted if not self._made(var, number) and var not in self._fixed]
             needed = list(dict.fromkeys([*passed, *(var for var in inputs if var not in self._fixed)]))
             rows = [var for var in needed if number and self._is_read(var) and self._level[var] == number]

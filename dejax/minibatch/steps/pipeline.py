@@ -7,6 +7,7 @@ batch run. Its results are those of single steps.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +27,7 @@ from dejax.minibatch.features.store import FeatureStore
 from dejax.minibatch.sampling._layout import SampleLayout
 from dejax.minibatch.sampling.blocks import Block, join_nodes, make_blocks
 from dejax.minibatch.sampling.sample import SampledBlocks
+from dejax.minibatch.steps._packing import Packing
 from dejax.minibatch.steps._split import Between, Split, Whole, split_at_reads
 from dejax.minibatch.steps._training_steps import TrainingSteps
 from dejax.minibatch.topology.hetero_topology import HeteroTopology
@@ -253,6 +255,32 @@ class _DrawnBatch:
     extra: Any
 
 
+_Passed = tuple[list[Array], _DrawnBatch]
+"""A batch as the loop passes it on: what nearly every step reads, packed, and the batch without it."""
+
+
+class _Passing:
+    """How the loop passes batches on. What is not packed is passed on only if `update` reads it."""
+
+    _packed = "nodes", "slots", "seed_positions"  # of a sample
+
+    def __init__(self, like: _DrawnBatch) -> None:
+        self._packing = Packing(self._numbers(like))
+
+    def pack(self, drawn: _DrawnBatch) -> _Passed:
+        return self._packing.pack(self._numbers(drawn)), self._with(drawn, None, *(None for _ in self._packed))
+
+    def unpack(self, numbers: list[Array], rest: _DrawnBatch) -> _DrawnBatch:
+        return self._with(rest, *self._packing.unpack(numbers))
+
+    def _numbers(self, drawn: _DrawnBatch) -> tuple[Any, ...]:
+        return drawn.seeds, *(getattr(drawn.sample, name) for name in self._packed)
+
+    def _with(self, drawn: _DrawnBatch, seeds: Any, *fields: Any) -> _DrawnBatch:
+        sample = dataclasses.replace(drawn.sample, **dict(zip(self._packed, fields, strict=True)))
+        return dataclasses.replace(drawn, sample=sample, seeds=seeds)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Pipeline:
     """The loop of `pipelined_steps`, in one program.
@@ -280,15 +308,20 @@ class _Pipeline:
         """All steps: the last state, and the results of `update`, stacked."""
         filling = 2 + self.sampling.depth
         ahead = _padded(keys, seeds, filling)
-        first, following, between = self._filled(jax.tree.map(lambda some: some[:filling], ahead))
-        x: Mapping[str, Array] = self.features.gather(_ids(first, self.features), dtype=self.reading["dtype"])
+        like = jax.eval_shape(self.sampling.all, _at(ahead, 0))
+        passing = _Passing(like[1])
+        first, following, between = self._filled(jax.tree.map(lambda some: some[:filling], ahead), like, passing)
+        x: Mapping[str, Array] = self.features.gather(_ids(first[1], self.features), dtype=self.reading["dtype"])
         if self.joined:
-            x = _joined("pipelined_steps", first.sample.layout, x)
+            x = _joined("pipelined_steps", first[1].sample.layout, x)
         later = jax.tree.map(lambda some: some[filling:], ahead)
-        last, outs = jax.lax.scan(self._iteration, (state, first, following, x, between), later)
+        iteration = functools.partial(self._iteration, passing)
+        last, outs = jax.lax.scan(iteration, (state, first, following, x, between), later)
         return last[0], outs
 
-    def _filled(self, begin: tuple[Array, Any]) -> tuple[_DrawnBatch, _DrawnBatch, Between]:
+    def _filled(
+        self, begin: Any, like: tuple[Between, _DrawnBatch], passing: _Passing
+    ) -> tuple[_Passed, _Passed, Between]:
         """Batches 0 and 1, of batch 2 all stages but the last, of batch 3 all but the last two, and so on.
 
         In a loop, so that XLA compiles the sampling twice and not once for each batch.
@@ -298,41 +331,41 @@ class _Pipeline:
         def fill(carry: Any, each: Any) -> tuple[Any, None]:
             number, key, some = each
             between, drawn = self.sampling.all((key, some))
-            found = (drawn, drawn, between)
+            passed = passing.pack(drawn)
+            found = (passed, passed, between)
             at = (0, 1, [depth + 1 - n for n in range(depth)])
             taken = jax.tree.map(lambda n, new, old: _chosen(number == n, new, old), at, found, carry)
             return taken, None
 
-        between, drawn = jax.eval_shape(self.sampling.all, _at(begin, 0))
-        blank = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), (drawn, drawn, between))
-        filled: tuple[_DrawnBatch, _DrawnBatch, Between]
+        passed = jax.eval_shape(passing.pack, like[1])
+        blank = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), (passed, passed, like[0]))
+        filled: tuple[_Passed, _Passed, Between]
         filled, _ = jax.lax.scan(fill, blank, (jnp.arange(2 + depth), *begin))
         return filled
 
-    def _iteration(self, carry: Any, ahead: tuple[Array, Any]) -> tuple[Any, Any]:
-        state, now, following, x, between = carry
+    def _iteration(self, passing: _Passing, carry: Any, ahead: tuple[Array, Any]) -> tuple[Any, Any]:
+        state, (numbers, now), following, x, between = carry
         key, some = ahead
         # What the samples and the layers read passes through the start, so that they run after it.
-        through = (jax.random.key_data(key), now.sample.slots, x, [rows for _, rows in between])
-        ids = _ids(following, self.features)
-        pending, (bits, slots, x, all_rows) = self.features.gather_start(ids, before=through, **self.reading)
+        through = (jax.random.key_data(key), numbers, x, [rows for _, rows in between])
+        ids = _ids(following[1], self.features)
+        pending, (bits, numbers, x, all_rows) = self.features.gather_start(ids, before=through, **self.reading)
         key = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(key))
         between = [(kept, rows) for (kept, _), rows in zip(between, all_rows, strict=True)]
         later, stages = self.sampling.advance((key, some), between)
         reads = []
         for request in itertools.chain.from_iterable(asked for _, asked in stages):
-            read, (slots, x) = request.start((slots, x))  # before the layers, which run meanwhile
+            read, (numbers, x) = request.start((numbers, x))  # before the layers, which run meanwhile
             reads.append(read)
-        now = dataclasses.replace(now, sample=dataclasses.replace(now.sample, slots=slots))
-        state, out = self.update(state, _batch(now, x), *self.rest)
+        state, out = self.update(state, _batch(passing.unpack(numbers, now), x), *self.rest)
         after = _arrays((state, out))
         if self.joined:
-            x = pending.gather_done_joined(following.sample.layout, after=after)[0]
+            x = pending.gather_done_joined(following[1].sample.layout, after=after)[0]
         else:
             x = pending.gather_done(after=after)[0]
         arrived = iter([gather_done(read, after=after)[0] for read in reads])
         between = [(kept, [next(arrived) for _ in asked]) for kept, asked in stages]
-        return (state, following, later, x, between), out
+        return (state, following, passing.pack(later), x, between), out
 
 
 def _sampling(
