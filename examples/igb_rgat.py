@@ -181,23 +181,30 @@ def logits(
         key: of dropout; None: no dropout.
     """
     h = blocks[0].join(jax.tree.map(lambda rows: rows.astype(config.dtype), x))
+    words = None
+    if key is not None and config.dropout:
+        words = _random_words(key, [block.num_destinations for block in blocks[:-1]], -(-config.hidden // 2))
     for number, (block, own) in enumerate(zip(blocks, params["layers"], strict=True)):
         h = layer(config, block.bipartite, h, own)
         if number + 1 < len(blocks):
             h = jax.nn.leaky_relu(h, BETWEEN_SLOPE)
-            if key is not None and config.dropout:
-                h = _dropped(jax.random.fold_in(key, number), h, config.dropout)
+            h = h if words is None else _dropped(words[number], h, config.dropout)
     # Papers that are seeds are the first papers.
     seeds = blocks[-1].split(h)[SEED_TYPE][positions]
     found = jnp.dot(seeds, params["head"]["weight"].astype(h.dtype), preferred_element_type=jnp.float32)
     return found + params["head"]["bias"]
 
 
-def _dropped(key: Array, h: Array, share: float) -> Array:
-    """Inverted dropout by XLA's own generator: 16 random bits an element. Threefry would take longer than a layer."""
+def _random_words(key: Array, rows: Sequence[int], width: int) -> list[Array]:
+    """For each number of rows uint32[rows, width], by one call of XLA's generator. Threefry would outlast a layer."""
     data = jax.random.key_data(key).reshape(-1)
     fast = jax.random.wrap_key_data(jnp.concatenate([data, data])[:4], impl="rbg")
-    words = jax.random.bits(fast, (h.shape[0], -(-h.shape[1] // 2)), jnp.uint32)
+    words = jax.random.bits(fast, (sum(rows), width), jnp.uint32)
+    return jnp.split(words, np.cumsum(rows)[:-1])
+
+
+def _dropped(words: Array, h: Array, share: float) -> Array:
+    """Inverted dropout by 16 random bits an element: `words` is uint32[rows, half of the columns]."""
     halves = jnp.concatenate([words & 0xFFFF, words >> 16], axis=1)[:, : h.shape[1]]
     bound = round(share * 65536)
     return jnp.where(halves >= bound, h * (65536 / (65536 - bound)), 0).astype(h.dtype)

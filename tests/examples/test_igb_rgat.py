@@ -79,9 +79,11 @@ def test_the_model_has_the_published_equations(dtype, tolerance):
 
 def test_dropout_keeps_the_mean():
     h = jnp.ones((400, 33), jnp.float32)
-    kept = np.asarray(jax.jit(lambda key: igb_rgat._dropped(key, h, 0.2))(jax.random.key(3)))
+    words, others = jax.jit(lambda key: igb_rgat._random_words(key, [400, 400], 17))(jax.random.key(3))
+    kept = np.asarray(igb_rgat._dropped(words, h, 0.2))
     assert abs((kept == 0).mean() - 0.2) < 0.02 and abs(kept.mean() - 1) < 0.02
-    assert not np.array_equal(kept, igb_rgat._dropped(jax.random.key(4), h, 0.2))
+    assert not np.array_equal(kept, igb_rgat._dropped(others, h, 0.2))
+    assert not np.array_equal(words, igb_rgat._random_words(jax.random.key(4), [400], 17)[0])
 
 
 def test_a_random_topology_is_the_joined_csc():
