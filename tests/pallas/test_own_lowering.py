@@ -84,7 +84,7 @@ def test_nan_stays():
         num_stages=1, interpret=False,
     )  # fmt: skip
     (equation,) = (e for e in jax.make_jaxpr(call)(jnp.zeros(8)).eqns if e.primitive.name == "custom_jvp_call")
-    (equation,) = equation.params["call_jaxpr"].eqns
+    (equation,) = (e for e in equation.params["call_jaxpr"].eqns if e.primitive.name == "pallas_call")
     x = np.array([1, -1, np.nan, 2, 3, 4, 5, np.nan], np.float32)
     (found,) = run_printed(x, **equation.params)
     np.testing.assert_array_equal(found[:8], np.maximum(x, 0))
@@ -203,6 +203,6 @@ def test_triton_compiles_what_is_printed(name, device, own):
     pytest.importorskip("triton")
     case = (CASES | LARGE_GEMMS | LARGE_TRAVERSALS)[name]
     assert f"@{HANDLER}" in lower(functools.partial(case.run, interpret=False), case.arrays(), device=device)
-    # Tiles of 1,024 numbers in one warp spill. Of others Triton keeps all in registers, on a B200 all but some words.
-    most = 264 if name.startswith("attention, 8 heads of 128") else 24 if device == "NVIDIA B200" else 0
+    # Tiles of 1,024 numbers in one warp spill. Of others Triton keeps all in registers, on a B200 all but a few.
+    most = 264 if name.startswith("attention, 8 heads of 128") else 64 if device == "NVIDIA B200" else 0
     assert max(stack for _, stack in resources().values()) <= most
