@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import OpProgram, verify
+from dejax.rgnn.ir.inter import IRError, OpProgram, verify
 from dejax.rgnn.ir.intra import Kernels, verify_kernels
 from dejax.rgnn.passes.canonical import CANONICAL
 from dejax.rgnn.passes.canonical.combine_node_products import combine_node_products
@@ -126,11 +126,19 @@ def run_passes(
     for name, run in passes:
         if name not in disable:
             try:
-                program = verify(run(program, counts))
+                program = _with_results_of(program, verify(run(program, counts)))
             except Exception as error:  # every pass may be left out
                 left_out(program, f"the pass {name!r}", "it is left out", error)
             watch(name, program)
     return program
+
+
+def _with_results_of(before: OpProgram, after: OpProgram) -> OpProgram:
+    """`after`, if its results have the spaces, shapes and dtypes that they had."""
+    types = [[(op.space, op.shape, op.dtype) for op in map(p.ops.__getitem__, p.outputs)] for p in (before, after)]
+    if types[0] != types[1]:
+        raise IRError(f"the results {types[0]} became {types[1]}")
+    return after
 
 
 def optimise(

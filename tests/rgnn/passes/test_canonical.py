@@ -62,6 +62,13 @@ def test_ways_of_writing_one_function_become_one(name: str) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-10)
 
 
+def test_heads_that_are_reshaped_again_keep_the_last_shape() -> None:
+    layer = rgnn.program(lambda g, x, w: (g.src(x) @ g.per_edge_type(w)).reshape(-1, 1).reshape(1, -1))
+    x, w = np.ones((3, 4), np.float32), np.ones((1, 4, 2), np.float32)
+    graph = rgnn.RelGraph.from_edges([0, 1], [1, 2], num_nodes=3)
+    assert layer(graph, x, w).shape == (2, 1, 2)
+
+
 def test_each_pass_of_the_room_has_its_case() -> None:
     names = {name for name, _ in CANONICAL}
     assert names - {"dce"} == {*WAYS, *OWN} and names <= set(PASSES)

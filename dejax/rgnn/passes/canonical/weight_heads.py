@@ -37,7 +37,7 @@ class _WeightHeads(Rewrite):
         self.heads: dict[int, tuple[int, ...]] = {}
         for i, op in enumerate(program.ops):
             made = self.made_of(op)
-            if op.name == "reshape" and op.args[0] in self.heads:
+            if op.name == "reshape" and self.heads.get(op.args[0]) == op.shape:
                 self.heads[i] = op.shape
             elif i in wanted and (_makes_rows(op) if made is None else made in self.heads):
                 self.heads[i] = wanted[i]
