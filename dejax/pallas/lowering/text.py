@@ -1,10 +1,11 @@
 """A kernel's jaxpr, printed in Triton's language.
 
 The kernels stay Pallas kernels: `pl.pallas_call` traces them, and interprets them on a CPU. What is printed here is
-what Pallas' own lowering makes of the same jaxpr, operation by operation. Three things decide whether it is as fast:
+what Pallas' own lowering makes of the same jaxpr, operation by operation. Four things decide whether it is as fast:
 
 - `reshape` loses what Triton's compiler knows of which elements lie next to each other in memory and in threads. Where
   only axes of size 1 come, `expand_dims` keeps it; where such go, a reduction does.
+- A new axis comes behind a last axis of size 1 that a reduction has taken away, before that goes (`tiles`).
 - A `while` that counts is printed as `for`: Triton neither pipelines a `while` nor moves changes of layout out of it.
 - Offsets, which count elements, have 32 bits where an array has at most 2^31 of them.
 
