@@ -21,7 +21,7 @@ __all__ = ["Between", "ReadRequest", "Split", "Whole", "split_at_reads"]
 
 Between = list[tuple[list[Array], list[Array]]]
 """For each stage but the last, what it keeps for later ones, packed, and the rows that it asked for."""
-_FIXED = -1  # the stage of what does not differ between calls
+_ANYWHERE = -1  # the stage of what each stage computes for itself: it differs between calls by the random key at most
 
 
 class ReadRequest(NamedTuple):
@@ -80,7 +80,9 @@ class Split:
         self._fixed |= dict(zip(jaxpr.invars, fixed, strict=False))
         self._varying = jaxpr.invars[len(fixed) :]
         eqns = _used(jaxpr)
-        self._stage_of, self._level, self.depth = _placed(jaxpr, eqns, set(self._fixed))
+        # What follows from a random key alone is drawn again by each stage that needs it: the key passes on, not bits.
+        random = {var for var in self._varying if jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.prng_key)}
+        self._stage_of, self._level, self.depth = _placed(jaxpr, eqns, set(self._fixed) | random)
         self._producer = {var: eqn for eqn in eqns for var in eqn.outvars}
         self._order = {id(eqn): n for n, eqn in enumerate(eqns)}
         self._stages = self._cut()
@@ -179,9 +181,9 @@ class Split:
         return var in self._producer and open_read(self._producer[var]) is not None
 
     def _made(self, var: Any, number: int) -> bool:
-        """Whether a stage computes a variable. What is fixed is computed where it is needed."""
+        """Whether a stage computes a variable. Each computes for itself what follows from fixed inputs and keys."""
         eqn = self._producer.get(var)
-        return eqn is not None and open_read(eqn) is None and self._stage_of[id(eqn)] in (number, _FIXED)
+        return eqn is not None and open_read(eqn) is None and self._stage_of[id(eqn)] in (number, _ANYWHERE)
 
     def _part(self, outputs: list[Any], number: int) -> tuple[list[Any], list[Any]]:
         """The inputs and equations by which a stage computes variables."""
@@ -247,15 +249,16 @@ def _used(jaxpr: core.Jaxpr) -> list[Any]:
     return eqns[::-1]
 
 
-def _placed(jaxpr: core.Jaxpr, eqns: list[Any], fixed: set[Any]) -> tuple[dict[int, int], dict[Any, int], int]:
+def _placed(jaxpr: core.Jaxpr, eqns: list[Any], anywhere: set[Any]) -> tuple[dict[int, int], dict[Any, int], int]:
     """The stage of each equation by its id, the first stage that can use each variable, and the number of the last.
 
-    An equation runs as soon as its operands are there, or later where then fewer bytes pass from stage to stage.
+    An equation runs as soon as its operands are there, or later where then fewer bytes pass from stage to stage. What
+    follows from inputs in `anywhere` alone is computed where it is needed.
     """
-    level = dict.fromkeys(jaxpr.invars, 0) | dict.fromkeys(fixed, _FIXED)
+    level = dict.fromkeys(jaxpr.invars, 0) | dict.fromkeys(anywhere, _ANYWHERE)
     stage: dict[int, int] = {}
     for eqn in eqns:
-        at = max((level[var] for var in variables(eqn.invars)), default=_FIXED)
+        at = max((level[var] for var in variables(eqn.invars)), default=_ANYWHERE)
         is_read = open_read(eqn) is not None
         stage[id(eqn)] = at = max(at, 0) if is_read else at
         level.update(dict.fromkeys(eqn.outvars, at + is_read))
@@ -268,7 +271,7 @@ def _placed(jaxpr: core.Jaxpr, eqns: list[Any], fixed: set[Any]) -> tuple[dict[i
 
     def last_use(var: Any, without: Any = None) -> int:
         uses = [stage[id(eqn)] for eqn in users.get(var, ()) if eqn is not without]
-        return max([*uses, *([depth] if var in results else [])], default=_FIXED)
+        return max([*uses, *([depth] if var in results else [])], default=_ANYWHERE)
 
     def first_use(var: Any) -> int:
         uses = [stage[id(eqn)] for eqn in users.get(var, ())]
@@ -276,13 +279,13 @@ def _placed(jaxpr: core.Jaxpr, eqns: list[Any], fixed: set[Any]) -> tuple[dict[i
 
     for eqn in reversed(eqns):
         at = stage[id(eqn)]
-        if at == _FIXED or open_read(eqn) is not None:
+        if at == _ANYWHERE or open_read(eqn) is not None:
             continue
         later = min((first_use(var) for var in eqn.outvars if var in users or var in results), default=at)
         if later <= at:
             continue
         saved = sum(_bytes(var) * (later - at) for var in eqn.outvars)
-        carried = (var for var in variables(eqn.invars) if level[var] != _FIXED)
+        carried = (var for var in variables(eqn.invars) if level[var] != _ANYWHERE)
         added = sum(_bytes(var) * max(0, later - max(last_use(var, eqn), at)) for var in carried)
         if added <= saved:
             stage[id(eqn)] = later
