@@ -172,6 +172,23 @@ def inverse_of(powers: Array) -> Array:
     return inverse_power(_biased(powers.astype(jnp.float32)))
 
 
+def powers_of_columns(tile: Array) -> Array:
+    """A power of two near the largest finite magnitude of each column of a tile of rows, [1, columns]."""
+    largest = max_magnitude(finite_magnitude(tile), 0)
+    return powers_of_tile(largest, whole_max(largest))
+
+
+def relative_powers_of_columns(tile: Array) -> Array:
+    """As `powers_of_columns`, over that of the largest column: from 2^-126 to 1.
+
+    Division by these leaves the largest elements as they are, so that rows much smaller than others stay normal.
+    """
+    largest = max_magnitude(finite_magnitude(tile), 0)
+    of_all = whole_max(largest)
+    exponent = _biased(where(largest > 0, largest, of_all)) - _biased(of_all) + _ONE
+    return power(lax.max(exponent, _LOW))
+
+
 def _biased(x: Array) -> Array:
     """The biased exponent of float32 values that are not negative."""
     bits = lax.bitcast_convert_type(x, jnp.int32)

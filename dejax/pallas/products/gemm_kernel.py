@@ -12,7 +12,7 @@ from jax import lax
 from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, divide, lanes
 from dejax.pallas._tiles import resized, where, within
-from dejax.pallas.formats.row_scaled import inverse_of, power, raised_exponents, two_parts
+from dejax.pallas.formats.row_scaled import inverse_of, power, raised_exponents, relative_powers_of_columns, two_parts
 from dejax.pallas.products.product_schedule import GemmSchedule, MergedHeads
 
 
@@ -233,6 +233,9 @@ def _product_of_step(tile: _Tile, i: Any, row_power: Any, column_power: Any) -> 
     w_at, w_mask = _place_in_w(tile, k[:, None])
     w = _triton.load(ref["w"], w_at, w_mask)
     x = _triton.load(ref["x"], x_at, x_mask)
+    # Rows whose columns nobody has measured: the matrices are scaled here, too, so the tile's own columns serve.
+    if c.arithmetic != "direct" and x.dtype == jnp.float32 and not {"w_power", "x_columns"} & ref.keys():
+        columns = relative_powers_of_columns(x)
     if columns is not None and "x_exponent" not in ref:
         x = x.astype(jnp.float32) * inverse_of(columns)
     if c.arithmetic != "direct" and column_power is None:

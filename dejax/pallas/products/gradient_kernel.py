@@ -15,12 +15,10 @@ from dejax.pallas import _triton
 from dejax.pallas._shapes import cdiv, divide, lanes
 from dejax.pallas._tiles import steps, where, within
 from dejax.pallas.formats.row_scaled import (
-    finite_magnitude,
     inverse_of,
-    max_magnitude,
     power,
     power_of_any,
-    powers_of_tile,
+    powers_of_columns,
     raised_exponents,
     two_parts,
     whole_max,
@@ -245,8 +243,7 @@ def _measured_powers(p: _SplitSum, at_first: Indices) -> dict[str, jax.Array]:
         return found
     for side, (rows, _) in zip((p.x, p.y), _rows(p, p.first, at_first), strict=True):
         if side.is_measured(p.c.arithmetic):
-            largest = max_magnitude(finite_magnitude(rows), 0)
-            found[side.name] = powers_of_tile(largest, whole_max(largest))
+            found[side.name] = powers_of_columns(rows)
     return found
 
 

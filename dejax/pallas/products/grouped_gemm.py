@@ -43,6 +43,11 @@ from dejax.pallas.tuning import bucket, choose
 MAX_WHOLE_N, MAX_ROW_SCALED_N = 512, 256
 
 
+def scales_beforehand(num_positions: int) -> bool:
+    """Whether matrices are put in float16 before the kernel, and not in each of its programs."""
+    return num_positions >= SCALE_BEFOREHAND
+
+
 def grouped_gemm(request: GroupedGemm, *, schedule: GemmSchedule | None = None, interpret: bool | None = None) -> Any:
     """Each row times the matrix of its type.
 
@@ -313,7 +318,7 @@ def _weights(r: GroupedGemm, c: GemmPlan) -> tuple[Any, Any, Any, Any]:
       float32[types]; and the vector.
     """
     vector, columns = r.epilogue.dot_vector, r.output.columns
-    if c.arithmetic == "direct" or c.positions < SCALE_BEFOREHAND:
+    if c.arithmetic == "direct" or not scales_beforehand(c.positions):
         return r.w, None, None, vector
     w = r.w.astype(jnp.float32)
     if r.x_columns is not None:

@@ -57,6 +57,7 @@ class CostConstants:
       scalar_flops: without tensor cores.
       launch_seconds: the time of a kernel without work.
       encoding_seconds: constant time of putting rows in row-scaled float16.
+      measuring_seconds: of the kernel that measures the scales of columns, and of the divisions by these in a program.
       gemm, weight_gradient, row_products, traversal, map: the share of the copy bandwidth that each template reaches.
       by_index: the rate of rows that edges read by an index of their own, compared with that of rows of edges.
       gemm_seconds, weight_gradient_seconds, traversal_seconds: constant time of each template.
@@ -80,6 +81,7 @@ class CostConstants:
     scalar_flops: float = 55e12
     launch_seconds: float = 2.8e-6
     encoding_seconds: float = 3.023e-6
+    measuring_seconds: float = 5.5e-6
     gemm: float = 0.72
     weight_gradient: float = 0.74
     row_products: float = 0.95

@@ -39,7 +39,7 @@ class Products(Running):
         group = segments(self.graph, instance.via)
         x, w = self.narrow_rows_of(instance.x, env), env[instance.w]
         x_columns = None
-        if not isinstance(x, kernels.RowScaled) and x.dtype == jnp.float32 and self.precision != "bf16":
+        if self.scales_rows_of(instance) and not isinstance(x, kernels.RowScaled) and x.dtype == jnp.float32:
             x_columns = self.scales.powers(instance.x.value, jnp.float32)
         # Row-scaled float16 of several heads has zeros after each head: the matrices get columns of zeros.
         heads_of = stored(op.shape) if self.makes_heads_stored(instance) else op.shape

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 import dejax.pallas as kernels
+from dejax.pallas.products.grouped_gemm import scales_beforehand
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import TYPE_VIA, Space
 from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Operand
@@ -77,9 +78,19 @@ class Running:
         found = [*self.row_scaled, *self.often_read]
         found += [a for v in self.row_scaled if self.program.ops[v].name == "concat" for a in self.program.ops[v].args]
         for instance in self.kernels.instances:
-            if isinstance(instance, Gemm):
+            if isinstance(instance, Gemm) and self.scales_rows_of(instance):
                 found.append(instance.x.value)
         return [v for v in dict.fromkeys(found) if self.program.ops[v].dtype == "float32"]
+
+    def scales_rows_of(self, instance: Gemm) -> bool:
+        """Whether a product is given the powers of two of the columns of its rows, where these come in float32.
+
+        A product without them measures the rows of each of its tiles, which takes less than a kernel for that alone.
+        """
+        if self.precision == "bf16":
+            return False
+        measured_anyway = self.precision == "f32" or bool(self.row_scaled or self.often_read)
+        return measured_anyway or scales_beforehand(segments(self.graph, instance.via).num_entries)
 
     def as_row_scaled(self, value: int, env: dict[int, Any]) -> Any:
         """An array whose rows kernels read, in 16 bits where that moves fewer bytes in all than it costs."""
