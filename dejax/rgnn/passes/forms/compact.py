@@ -141,7 +141,9 @@ class _Compaction:
         joined = _join([*anchors, *(["etype"] if typed else [])])
         if joined in ("edge", "all"):
             return joined
-        if not self.pays(joined, op.row_bytes):
+        # A product of a row multiplies once with each element of the weight.
+        multiplications = self.program.ops[op.args[1]].width if op.name == "linear" else 0
+        if not self.pays(joined, op.row_bytes, multiplications):
             return "edge"
         if joined in _PAIRS:
             return joined if op.name in ("linear", "dot") or joined in anchors else "edge"
@@ -149,10 +151,15 @@ class _Compaction:
             return "edge"
         return joined
 
-    def pays(self, anchor: str, row_bytes: int) -> bool:
-        """Whether rows at an anchor move fewer bytes than rows of edges; rows of pairs are read by one more index."""
-        rows = self.counts.rows(_SPACE[anchor]) / (RATES.by_index if anchor in _PAIRS else 1)
-        return Work().move(rows, row_bytes).seconds() < Work().move(self.counts.edges, row_bytes).seconds()
+    def pays(self, anchor: str, row_bytes: int, multiplications: int) -> bool:
+        """Whether rows at an anchor, each made by `multiplications`, take less time than rows of edges.
+
+        Rows of pairs are read by one more index.
+        """
+        rows, edges = self.counts.rows(_SPACE[anchor]), self.counts.edges
+        moved = rows / (RATES.by_index if anchor in _PAIRS else 1)
+        once = Work().move(moved, row_bytes).multiply(rows, multiplications)
+        return once.seconds() < Work().move(edges, row_bytes).multiply(edges, multiplications).seconds()
 
     def feeds_reduction(self, i: int) -> bool:
         """Whether reductions of features alone read an elementwise function of wide rows."""
