@@ -132,20 +132,59 @@ cuda::Context ContextOf(int ordinal) {
   return context;
 }
 
-// `device`: the ordinal of the CUDA device for which memory is pinned; none for memory that is not pinned.
-Shared Allocate(int64_t bytes, std::optional<int> device) {
+// Maps memory whose pages are large where the system has such pages.
+void MapMemory(Block* block, size_t size) {
+  constexpr size_t kLarge = 2 << 20;
+  block->map_bytes = size >= kLarge ? size + kLarge : size;
+  void* data = mmap(nullptr, block->map_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) throw std::bad_alloc();
+  block->map_begin = data;
+  block->data = static_cast<char*>(data);
+  if (size < kLarge) return;
+  block->data += (kLarge - reinterpret_cast<uintptr_t>(data) % kLarge) % kLarge;
+  madvise(block->data, size, MADV_HUGEPAGE);
+}
+
+// Pins memory of large pages, if the driver can. A virtual drive reads runs into them up to twice as fast as into the
+// pages of 4 KiB of cuMemHostAlloc.
+bool PinLargePages(Block* block, size_t size) {
+  const cuda::Driver& driver = cuda::GetDriver(cuda::kTables);
+  MapMemory(block, size);
+  char* const data = block->data;
+  ThreadPool::Get().ParallelFor(static_cast<int64_t>(size), kReadBytes, [&](int64_t begin, int64_t end) {
+    std::memset(data + begin, 0, static_cast<size_t>(end - begin));  // the pages are there before they are pinned
+  });
+  cuda::DevicePointer seen = 0;
+  if (driver.host_register(data, size, kPortable | kDeviceMap) == 0) {
+    if (driver.host_get_device_pointer(&seen, data, 0) == 0 && seen == reinterpret_cast<uintptr_t>(data)) {
+      block->registered = block->pinned = true;
+      return true;
+    }
+    if (driver.host_unregister(data) != 0) throw std::runtime_error("cuMemHostUnregister failed");
+  }
+  munmap(block->map_begin, block->map_bytes);
+  block->data = nullptr;
+  block->map_begin = nullptr;
+  return false;
+}
+
+// `device`: the ordinal of the CUDA device for which memory is pinned; none for memory that is not pinned. `from_drive`:
+// a drive reads into the memory.
+Shared Allocate(int64_t bytes, std::optional<int> device, bool from_drive) {
   auto block = std::make_shared<Block>();
   block->bytes = bytes;
   const size_t size = static_cast<size_t>(std::max<int64_t>(bytes, 128));
   if (device) {
     block->context = ContextOf(*device);
     const cuda::ContextScope scope(block->context);
-    void* data = nullptr;
-    if (cuda::Result result = cuda::GetDriver(cuda::kTables).host_alloc(&data, size, kPortable | kDeviceMap)) {
-      throw std::runtime_error("cuMemHostAlloc of " + std::to_string(bytes) + " bytes failed: " + cuda::ErrorName(result));
+    if (!from_drive || !PinLargePages(block.get(), size)) {
+      void* data = nullptr;
+      if (cuda::Result result = cuda::GetDriver(cuda::kTables).host_alloc(&data, size, kPortable | kDeviceMap)) {
+        throw std::runtime_error("cuMemHostAlloc of " + std::to_string(bytes) + " bytes failed: " + cuda::ErrorName(result));
+      }
+      block->data = static_cast<char*>(data);
+      block->pinned = true;
     }
-    block->data = static_cast<char*>(data);
-    block->pinned = true;
   } else {
     void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) throw std::bad_alloc();
@@ -308,8 +347,11 @@ void DefineHostMemory(nb::module_& m) {
   nb::class_<HostMemory>(m, "HostMemory")
       .def_static(
           "allocate",
-          [](int64_t bytes, std::optional<int> device) { return HostMemory{Allocate(bytes, device)}; },
-          nb::arg("bytes"), nb::arg("device").none(), nb::call_guard<nb::gil_scoped_release>())
+          [](int64_t bytes, std::optional<int> device, bool from_drive) {
+            return HostMemory{Allocate(bytes, device, from_drive)};
+          },
+          nb::arg("bytes"), nb::arg("device").none(), nb::arg("from_drive") = false,
+          nb::call_guard<nb::gil_scoped_release>())
       .def_static(
           "map_file",
           [](const std::string& path, int64_t offset, int64_t bytes, std::optional<int> device) {

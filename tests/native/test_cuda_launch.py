@@ -37,6 +37,15 @@ def test_memory_for_one_device_uses_no_other_device(driver: Path) -> None:
     assert calls == ["retain 0", "register 0", "synchronize 0", "unregister 0"]
 
 
+def test_memory_for_a_drive_is_registered_where_the_driver_can(driver: Path) -> None:
+    code = "memory = module.HostMemory.allocate({}, 0, True)\nprint(memory.address % 4096)\ndel memory"
+    for size in (4096, 5 << 20):  # pages of 4 KiB and of 2 MiB
+        calls, _ = ran(driver, code.format(size))
+        assert calls == ["retain 0", "register 0", "0", "synchronize 0", "unregister 0"]
+    calls, _ = ran(driver, code.format(4096).replace("print(memory.address % 4096)\n", ""), FAKE_CUDA_FAILS="register")
+    assert calls == ["retain 0", "register 0", "alloc 0", "synchronize 0", "free 0"]
+
+
 def test_memory_is_freed_after_the_work_of_all_devices_in_use(driver: Path) -> None:
     calls, _ = ran(driver, "a, b = (module.HostMemory.allocate(64, k) for k in (0, 1))\ndel a, b")
     assert sorted(calls[4:]) == ["free 0", "free 1"] + ["synchronize 0"] * 2 + ["synchronize 1"] * 2

@@ -59,7 +59,8 @@ def open_reader(files: DriveLayout, spec: TableSpec, options: ReadingOptions, de
         raise ValueError(f"{what}: `threads` must be at least 1, got {options.threads}")
     wanted = _wanted(options.visits, spec.rows, slots, what)
     ordinal = ordinal_of(spec, device)
-    memory = pin(what, lambda module: module.HostMemory.allocate(_NUMBER_BYTES + slots * spec.row_bytes, ordinal))
+    size = _NUMBER_BYTES + slots * spec.row_bytes
+    memory = pin(what, lambda module: module.HostMemory.allocate(size, ordinal, from_drive=True))
     checksums = files.checksums() if options.verify else []
     sums = np.concatenate([*checksums, np.zeros(0, np.uint64)])
     try:
