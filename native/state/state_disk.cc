@@ -39,6 +39,11 @@ int64_t NewNumber() {
                            "older one (np.asarray) before the next step");
 }
 
+// Whether the files hold all of a version: an update writes in the place of the version before the last one.
+bool IsWhole(const StateArray& array, int64_t version) {
+  return version == array.latest || (version == array.latest - 1 && array.started == array.latest);
+}
+
 }  // namespace
 
 std::shared_ptr<StateDisk> StateDisk::Open(const Options& options) {
@@ -203,9 +208,7 @@ void StateDisk::Check(int64_t number, int64_t version, int64_t bytes, bool newes
     throw std::runtime_error("offload: `state` must have arrays of the size that they were made with, got one of " +
                              std::to_string(array->bytes) + " bytes in place of " + std::to_string(bytes));
   }
-  const bool before = !newest && version == array->latest - 1 && array->started == array->latest;
-  const bool whole = version == array->latest || before;
-  if (!whole) Stale(version, array->latest);
+  if (newest ? version != array->latest : !IsWhole(*array, version)) Stale(version, array->latest);
 }
 
 std::vector<StateIoPtr> StateDisk::Read(int64_t number, int64_t version, int64_t offset, int64_t bytes,
@@ -216,8 +219,7 @@ std::vector<StateIoPtr> StateDisk::Read(int64_t number, int64_t version, int64_t
     found = Units(number, version, offset, bytes, false);
     StateArray* const array = found.front()->array.get();
     for (const StateIoPtr& io : found) WaitForWrite(lock, array, io->unit, io->half);
-    const bool whole = version == array->latest || (version == array->latest - 1 && array->started == array->latest);
-    if (!whole) Stale(version, array->latest);
+    if (!IsWhole(*array, version)) Stale(version, array->latest);
   }
   for (const StateIoPtr& io : found) {
     io->buffer = BuffersOf(io).Take(io->bytes, false, options_.host_bytes, context != nullptr);
@@ -301,16 +303,16 @@ void StateDisk::Put(int64_t number, int64_t offset, const void* data, int64_t by
 }
 
 void StateDisk::Get(int64_t number, int64_t version, int64_t offset, void* data, int64_t bytes) {
-  int64_t unit_bytes;
+  std::shared_ptr<StateArray> array;
   {
     const Lock lock(monitor_.mutex);
-    unit_bytes = ArrayOf(number)->unit_bytes;
+    array = ArrayOf(number);
   }
   auto* to = static_cast<char*>(data);
   std::deque<StateIoPtr> ahead;
   for (int64_t at = offset; at < offset + bytes || !ahead.empty();) {
     if (at < offset + bytes && ahead.size() < 4) {
-      const int64_t size = std::min(unit_bytes, offset + bytes - at);
+      const int64_t size = std::min(array->unit_bytes, offset + bytes - at);
       ahead.push_back(Read(number, version, at, size, nullptr).front());
       at += size;
       continue;
@@ -321,6 +323,8 @@ void StateDisk::Get(int64_t number, int64_t version, int64_t offset, void* data,
     std::memcpy(to, io->buffer->data, static_cast<size_t>(io->bytes));
     to += io->bytes;
   }
+  const Lock lock(monitor_.mutex);
+  if (!IsWhole(*array, version)) Stale(version, array->latest);  // a later step wrote in its place meanwhile
 }
 
 void StateDisk::Drain() {

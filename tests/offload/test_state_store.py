@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.flatten_util
@@ -11,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from dejax.offload import StateStore, optimizer, stack_step
+from dejax.offload import DiskArray, StateStore, optimizer, stack_step
 from tests.offload.state_faults import interceptor
 from tests.offload.states import equal, in_memory
 from tests.offload.test_layerwise import LAYERS, WIDTH, batch, body, embed, head, model
@@ -51,6 +53,10 @@ def test_host_memory_is_bounded(tmp_path):
         stats = store.stats()
         assert stats["peak_host_bytes"] <= (8 + 4) * 8192 and stats["wait_seconds"] > 0
         assert stats["read_bytes"] == 2 * 2 * params.nbytes
+
+
+def is_on_disk(leaf):
+    return isinstance(leaf, DiskArray)
 
 
 class TestFaults:
@@ -102,6 +108,25 @@ class TestFaults:
             jax.block_until_ready(run(state, batch(1)))
         with pytest.raises(RuntimeError, match="a write failed: injected fault"):
             in_memory(state)
+
+    def test_a_slow_read_of_a_state_that_two_steps_replace(self, tmp_path):
+        with StateStore(tmp_path, io_threads=4) as store:
+            tx = optimizer(optax.adam(1e-2), min_bytes=1, path=store)
+            params = jnp.ones(4096)
+            old = tx.init(params)
+            step = jax.jit(lambda g, s: tx.update(g, s)[1])
+            state = jax.block_until_ready(step(params, step(params, old)))  # compiles
+            store.drain()
+            interceptor(store).slow(1.0)
+            with ThreadPoolExecutor(1) as pool:
+                moment = next(leaf for leaf in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(leaf))
+                read = pool.submit(np.asarray, moment)
+                time.sleep(0.3)
+                interceptor(store).slow(0)
+                jax.block_until_ready(step(params, step(params, state)))
+                store.drain()
+                with pytest.raises(RuntimeError, match="`state` must be the newest state on disk, got version 2"):
+                    read.result()
 
     def test_a_full_drive(self, tmp_path):
         with StateStore(tmp_path, disk_bytes=100_000) as store:
