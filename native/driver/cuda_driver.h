@@ -66,6 +66,7 @@ enum Part : unsigned { kOptional = 0, kCore = 1, kTables = 2, kOffload = 4 };
   X(kTables, host_register, "cuMemHostRegister_v2", void*, size_t bytes, unsigned flags)                               \
   X(kTables, host_unregister, "cuMemHostUnregister", void*)                                                            \
   X(kTables, host_get_device_pointer, "cuMemHostGetDevicePointer_v2", DevicePointer*, void* host, unsigned flags)      \
+  X(kTables, pointer_get_attribute, "cuPointerGetAttribute", void* value, int attribute, DevicePointer)                 \
   X(kTables, module_load_data, "cuModuleLoadData", Module*, const void* image)                                         \
   X(kTables, module_get_function, "cuModuleGetFunction", Function*, Module, const char* name)                          \
   X(kTables, func_set_attribute, "cuFuncSetAttribute", Function, int attribute, int value)                             \

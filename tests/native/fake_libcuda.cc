@@ -73,7 +73,7 @@ int cuModuleLoadData(void** out, const void* image) {
 }
 int cuModuleGetFunction(void** out, void*, const char*) { return *out = devices, 0; }
 #define UNUSED(name) int name() { return 1; }
-UNUSED(cuFuncSetAttribute) UNUSED(cuThreadExchangeStreamCaptureMode)
+UNUSED(cuPointerGetAttribute) UNUSED(cuFuncSetAttribute) UNUSED(cuThreadExchangeStreamCaptureMode)
 UNUSED(cuLaunchKernel) UNUSED(cuMemsetD8Async) UNUSED(cuStreamCreateWithPriority) UNUSED(cuCtxGetStreamPriorityRange)
 UNUSED(cuStreamWaitEvent) UNUSED(cuEventCreate) UNUSED(cuEventRecord) UNUSED(cuEventDestroy_v2)
 UNUSED(cuMemcpyDtoDAsync_v2) UNUSED(cuMemAllocAsync) UNUSED(cuMemFreeAsync) UNUSED(cuMemAlloc_v2)

@@ -119,6 +119,8 @@ def reader_of(leaf: Array) -> Any:
 
 
 def _number_of(leaf: Array) -> int:
+    if next(iter(leaf.devices())).platform != "cpu" and leaf.sharding.memory_kind != "pinned_host":
+        return int(np.asarray(leaf.addressable_data(0)).view(np.int64)[0])  # a copy in the GPU's memory
     return ctypes.c_int64.from_address(address_of(leaf)).value
 
 

@@ -30,6 +30,8 @@ using offload::EventPool;
 constexpr cuda::Result kNotReady = 600;  // CUDA_ERROR_NOT_READY
 constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
 constexpr unsigned kPortableAndMapped = 3;
+constexpr int kMemoryType = 2;          // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+constexpr unsigned kDeviceMemory = 2;  // CU_MEMORYTYPE_DEVICE
 
 // Pinned memory that kernels and copies use for a while. It is kept for the next user.
 class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
@@ -141,6 +143,18 @@ PinnedPool& Pool() {
   return **pool;
 }
 
+// The reader of a table whose number a CPU can read. A copy of it in the GPU's memory is an error, not a crash.
+std::shared_ptr<RowReader> PinnedReaderOf(ffi::AnyBuffer table) {
+  unsigned type = 0;
+  const auto at = reinterpret_cast<DevicePointer>(table.untyped_data());
+  if (cuda::GetDriver(cuda::kTables).pointer_get_attribute(&type, kMemoryType, at) == 0 && type == kDeviceMemory) {
+    throw CallError(ffi::ErrorCode::kInvalidArgument,
+                    "a table on a drive must be read through its array in host memory, got a copy in the GPU's memory, "
+                    "such as jax.device_put makes; give the step the table itself");
+  }
+  return ReaderOf(table);
+}
+
 // Gives back what kernels no longer read. The mutex is held.
 void GiveBack(DriveSide& side) {
   while (!side.in_use.empty() && cuda::GetDriver().event_query(side.in_use.front().used.get()) == 0) {
@@ -208,7 +222,7 @@ ffi::Error StartOnCuda(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer table
                                                bytes, stream),
                   "cuMemcpyDtoDAsync");
     });
-    const StartedPtr started = MakeStarted(ReaderOf(table), ids, clip);
+    const StartedPtr started = MakeStarted(PinnedReaderOf(table), ids, clip);
     std::lock_guard<std::mutex> lock(SideMutex());
     DriveSide& side = SideOf(context);
     GiveBack(side);
@@ -288,7 +302,7 @@ ffi::Error GatherOnCuda(cuda::Stream stream, ffi::RunId run, ffi::AnyBuffer tick
   return ReportedGather([&] {
     const cuda::Context context = StreamContext(stream);
     const cuda::ContextScope scope(context);
-    const auto reader = ReaderOf(table);
+    const auto reader = PinnedReaderOf(table);
     const RowReader::Use use(reader.get());
     CheckDriveGather(*reader, how, ids, static_cast<int64_t>(out->size_bytes()));
     const StartedPtr started = TakeStarted(context, stream, run.run_id, how.site, ticket, reader, ids, how.clip);
