@@ -158,6 +158,8 @@ bool PinLargePages(Block* block, size_t size) {
   if (driver.host_register(data, size, kPortable | kDeviceMap) == 0) {
     if (driver.host_get_device_pointer(&seen, data, 0) == 0 && seen == reinterpret_cast<uintptr_t>(data)) {
       block->registered = block->pinned = true;
+      // As memory of cuMemHostAlloc: a fork would copy pinned pages at once.
+      madvise(block->map_begin, block->map_bytes, MADV_DONTFORK);
       return true;
     }
     if (driver.host_unregister(data) != 0) throw std::runtime_error("cuMemHostUnregister failed");
