@@ -172,6 +172,7 @@ types: venv-test
 
 # A copy of the package with an instrumented extension, in build/asan. A forked child has no sanitizer runtime to speak to.
 asan: venv-test
+	$(BIN)/python $(PIP) nanobind
 	PYTHON=$(abspath $(BIN))/python sh tests/native/asan.sh
 
 tsan:
