@@ -132,15 +132,17 @@ cuda::Context ContextOf(int ordinal) {
   return context;
 }
 
-// Maps memory whose pages are large where the system has such pages.
-void MapMemory(Block* block, size_t size) {
+// Maps memory. For a drive its pages are large, where the system has such pages: a small one at a time, the kernel would
+// spend as much on a new page as on the read that fills it.
+void MapMemory(Block* block, size_t size, bool from_drive) {
   constexpr size_t kLarge = 2 << 20;
-  block->map_bytes = size >= kLarge ? size + kLarge : size;
+  const bool large = from_drive && size >= kLarge;
+  block->map_bytes = large ? size + kLarge : size;
   void* data = mmap(nullptr, block->map_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) throw std::bad_alloc();
   block->map_begin = data;
   block->data = static_cast<char*>(data);
-  if (size < kLarge) return;
+  if (!large) return;
   block->data += (kLarge - reinterpret_cast<uintptr_t>(data) % kLarge) % kLarge;
   madvise(block->data, size, MADV_HUGEPAGE);
 }
@@ -149,7 +151,7 @@ void MapMemory(Block* block, size_t size) {
 // pages of 4 KiB of cuMemHostAlloc.
 bool PinLargePages(Block* block, size_t size) {
   const cuda::Driver& driver = cuda::GetDriver(cuda::kTables);
-  MapMemory(block, size);
+  MapMemory(block, size, /*from_drive=*/true);
   char* const data = block->data;
   ThreadPool::Get().ParallelFor(static_cast<int64_t>(size), kReadBytes, [&](int64_t begin, int64_t end) {
     std::memset(data + begin, 0, static_cast<size_t>(end - begin));  // the pages are there before they are pinned
@@ -188,11 +190,7 @@ Shared Allocate(int64_t bytes, std::optional<int> device, bool from_drive) {
       block->pinned = true;
     }
   } else {
-    void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) throw std::bad_alloc();
-    block->data = static_cast<char*>(data);
-    block->map_begin = data;
-    block->map_bytes = size;
+    MapMemory(block.get(), size, from_drive);
   }
   Register(block);
   return block;

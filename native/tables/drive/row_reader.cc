@@ -1,6 +1,5 @@
 #include "tables/drive/row_reader.h"
 
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -87,9 +86,6 @@ std::shared_ptr<RowReader> RowReader::Find(int64_t number) {
 }
 
 void RowReader::Start() {
-  const int64_t cache_bytes = options_.slots * options_.layout.row_bytes;
-  // A page at a time, the kernel would spend as much on a new page as on the read that fills it. Pinned memory has its pages.
-  if (cache_bytes > 0) madvise(options_.cache, static_cast<size_t>(cache_bytes), MADV_HUGEPAGE);
   offload::DiskOptions how;
   how.chunk_bytes = kChunkBytes;
   how.checksum = false;
