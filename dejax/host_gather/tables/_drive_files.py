@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
-import weakref
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from jax import Array
 from dejax import _native
 from dejax._drive_layout import DriveLayout
 from dejax.host_gather._spec import TableSpec, device_or_default, ordinal_of
-from dejax.host_gather.tables._memory import address_of, array_of, memory_of, pin
+from dejax.host_gather.tables._memory import address_of, array_of, is_kept_for, keep_for, memory_of, pin
 
 _NUMBER_BYTES = 4096  # before the cache, whose rows begin at a page
 
@@ -94,23 +93,15 @@ def open_reader(files: DriveLayout, spec: TableSpec, options: ReadingOptions, de
 
 _MEMORIES: dict[int, int] = {}
 """By the number of each reader the address of its memory, as long as which it lives."""
-_KEEPING: set[int] = set()  # ids of the arrays that keep memories
 
 
 def keep_reader(leaf: Array) -> None:
     """Keeps the reader for a copy of its number, such as one on another device, as long as the copy lives."""
-    if id(leaf) in _KEEPING or leaf.is_deleted() or memory_of(leaf.block_until_ready()) is not None:
+    if is_kept_for(leaf) or leaf.is_deleted() or memory_of(leaf.block_until_ready()) is not None:
         return
     number = _number_of(leaf)
     if number in _MEMORIES and _native.extension("DriveTable").RowReader.find(number) is not None:
-        memory = _native.extension("DriveTable").HostMemory.find(_MEMORIES[number])
-        _KEEPING.add(id(leaf))
-        weakref.finalize(leaf, _let_go, id(leaf), [memory]).atexit = False
-
-
-def _let_go(array: int, memory: list[Any]) -> None:
-    _KEEPING.discard(array)
-    memory.clear()
+        keep_for(leaf, _native.extension("DriveTable").HostMemory.find(_MEMORIES[number]))
 
 
 def reader_of(leaf: Array) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +124,27 @@ def hold(leaf: Array) -> Any:
         # Not numpy.asarray, whose result jax caches: donating the array would then copy it.
         held = np.from_dlpack(leaf)  # type: ignore[arg-type]
         return module.HostMemory.adopt(held.ctypes.data, held.nbytes, True, None, held)
+
+
+_kept_for: set[int] = set()  # ids of the arrays for which something is kept
+
+
+def is_kept_for(leaf: Array) -> bool:
+    """Whether `keep_for` keeps something for this array."""
+    return id(leaf) in _kept_for
+
+
+def keep_for(leaf: Array, what: Any, before_release: Callable[[], Any] | None = None) -> None:
+    """Keeps `what` as long as an array lives; `before_release` is called between the two ends."""
+    _kept_for.add(id(leaf))
+    weakref.finalize(leaf, _let_go, id(leaf), [what], before_release).atexit = False
+
+
+def _let_go(key: int, last: list[Any], before_release: Callable[[], Any] | None) -> None:
+    _kept_for.discard(key)  # at once: a new array may have this id
+    if before_release is not None:
+        before_release()
+    last.clear()
 
 
 def copy_rows(leaf: Array, spec: TableSpec, start: int, rows: np.ndarray) -> None:

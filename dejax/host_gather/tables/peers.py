@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from dejax import _native
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.tables._lifetime import is_concrete
-from dejax.host_gather.tables._memory import address_of
+from dejax.host_gather.tables._memory import address_of, is_kept_for, keep_for
 from dejax.host_gather.tables.host import HostTable
 from dejax.host_gather.tables.placed import DeviceTable, slots_of_split
 from dejax.host_gather.tables.table import LocalTable, numpy_copy
@@ -153,7 +153,6 @@ class _Blocks:
     """The blocks of a table, which live as long as an array of their addresses does."""
 
     _known: ClassVar[weakref.WeakValueDictionary[bytes, _Blocks]] = weakref.WeakValueDictionary()
-    _kept: ClassVar[set[int]] = set()  # ids of arrays of addresses that keep their blocks
 
     def __init__(self, words: list[Array]) -> None:
         self.words = words
@@ -164,22 +163,15 @@ class _Blocks:
 
     def keep_for(self, addresses: Array) -> None:
         self._known[numpy_copy(addresses).tobytes()] = self
-        self._kept.add(id(addresses))
-        weakref.finalize(addresses, _release, [self], id(addresses)).atexit = False
+        # Steps in flight may read the blocks: jax knows of no use by other devices.
+        on_cpu = next(iter(self.words[0].devices())).platform == "cpu"
+        keep_for(addresses, self, None if on_cpu else _native.extension("PeerTable").synchronize_all)
 
     @classmethod
     def keep_for_copy(cls, addresses: Array) -> None:
         """Keeps the blocks for an array that may be a copy of known addresses."""
-        if id(addresses) in cls._kept or addresses.is_deleted() or not addresses.is_fully_addressable:
+        if is_kept_for(addresses) or addresses.is_deleted() or not addresses.is_fully_addressable:
             return
         blocks = cls._known.get(numpy_copy(addresses).tobytes())
         if blocks is not None:
             blocks.keep_for(addresses)
-
-
-def _release(last: list[_Blocks], number: int) -> None:
-    """Drops the blocks after the steps in flight that read them: jax knows of no use by other devices."""
-    _Blocks._kept.discard(number)  # at once: a new array may have this id
-    if next(iter(last[0].words[0].devices())).platform != "cpu":
-        _native.extension("PeerTable").synchronize_all()
-    last.clear()
