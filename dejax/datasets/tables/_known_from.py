@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from dejax.datasets._hetero import ALWAYS
+from dejax.datasets._hetero import ALWAYS, Ends, Relation
+from dejax.datasets.columns import NEVER
 from dejax.datasets.tables._columns import Columns, as_numbers, check_zones, missing_in, moment_of, objects_of
 
 MISSING_TIMES = ("error", "drop", "always known")
@@ -203,6 +204,72 @@ def known_from(
                 known[table][rows[later]] = times[later]
                 changes = True
     return known
+
+
+@dataclass(frozen=True, eq=False)
+class KnownTimes:
+    """From when on rows, edges and values are known.
+
+    Attributes:
+        unit: the unit of all times.
+        beginning: the time of what is known from the beginning.
+        own: the times of the rows of tables that have times.
+        rows: for each table: from when on its rows are known.
+        values: the same for values that become known later than their rows: by table, and by the column that has their
+            times.
+    """
+
+    unit: str
+    beginning: int | float
+    own: dict[str, np.ndarray]
+    rows: dict[str, np.ndarray]
+    values: dict[str, dict[str, np.ndarray]]
+
+    @classmethod
+    def of(
+        cls,
+        columns: Mapping[str, Columns],
+        times: Mapping[str, TimeColumn],
+        edges: Mapping[Relation, Ends],
+        known_at: Mapping[str, Mapping[str, str]],
+    ) -> KnownTimes:
+        late = {
+            table: {by: TimeColumn.of(f"{table}.{by}", columns[table][by]) for by in sorted(set(of.values()))}
+            for table, of in known_at.items()
+        }
+        unit = common_unit([*times.values(), *(time for of in late.values() for time in of.values())])
+        begin = beginning(times)
+        own = {table: np.where(time.missing, begin, time.values) for table, time in times.items()}
+        rows = known_from(
+            own, {table: len(next(iter(found.values()), ())) for table, found in columns.items()}, edges, begin
+        )
+        return cls(unit, begin, own, rows, {table: _shown_at(rows[table], of) for table, of in late.items()})
+
+    @property
+    def late_rows(self) -> dict[str, np.ndarray]:
+        """`rows` of the tables with a row that is not always known."""
+        return {table: rows for table, rows in self.rows.items() if (rows > self.beginning).any()}
+
+    def late_edges(self, edges: Mapping[Relation, Ends]) -> dict[Relation, np.ndarray]:
+        """From when on edges are known, for the relations with an edge that is not always known.
+
+        A row is known no earlier than the rows that it refers to: it is the end of each edge that is known last.
+        """
+        found = {relation: self.rows[relation[0]][ends[0]] for relation, ends in edges.items()}
+        return {relation: times for relation, times in found.items() if (times > self.beginning).any()}
+
+
+def _shown_at(known: np.ndarray, late: Mapping[str, TimeColumn]) -> dict[str, np.ndarray]:
+    """From when on the values of each row are known that are known at the times of a column, by that column."""
+    found = {}
+    for column, time in late.items():
+        if "f" in (time.values.dtype.kind, known.dtype.kind):
+            raise ValueError(
+                f"known_at must name columns of whole numbers or times, got {time.name}, which has fractions; round "
+                "them"
+            )
+        found[column] = np.where(time.missing, NEVER, np.maximum(time.values, known))
+    return found
 
 
 def boundary(what: str, value: Any, times: np.ndarray, unit: str, of: str) -> int | float:

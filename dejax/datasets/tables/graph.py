@@ -15,15 +15,7 @@ from dejax.datasets.columns import NEVER, Column
 from dejax.datasets.tables._column_kinds import RawColumn
 from dejax.datasets.tables._columns import Columns, ForeignKey, columns_of
 from dejax.datasets.tables._files import read_folder, read_sqlite, to_primary_keys
-from dejax.datasets.tables._known_from import (
-    TimeColumn,
-    beginning,
-    boundary,
-    common_unit,
-    known_from,
-    read_times,
-    since_1970,
-)
+from dejax.datasets.tables._known_from import KnownTimes, TimeColumn, beginning, boundary, read_times, since_1970
 from dejax.datasets.tables._labels import Label, labelled
 from dejax.datasets.tables._references import edges_of, with_added_rows, with_joined_keys
 from dejax.datasets.tables._row_features import features_of
@@ -145,10 +137,16 @@ def from_tables(
     columns = with_vectors(columns, vectors or {})
     columns, keys, references = with_joined_keys(columns, primary_keys or {}, foreign_keys or ())
     time_columns, known_at, kinds = dict(time_columns or {}), dict(known_at or {}), dict(kinds or {})
-    named = {"primary_keys": list(keys.items()), "time_columns": list(time_columns.items())}
-    named |= {"known_at": [(t, c) for t, of in known_at.items() for pair in of.items() for c in pair]}
-    named |= {"kinds": [(t, c) for t, of in kinds.items() for c in of]}
-    _check_names(columns, keys, references, named, label)
+    _check_references(keys, references)
+    _check_names(
+        columns,
+        primary_keys=keys.items(),
+        time_columns=time_columns.items(),
+        known_at=((table, column) for table, of in known_at.items() for pair in of.items() for column in pair),
+        kinds=((table, column) for table, of in kinds.items() for column in of),
+        foreign_keys=(reference[:2] for reference in references),
+        label=() if label is None else [(label.table, label.column)],
+    )
     if numbers_since_1970 is not None:
         of_times = {*time_columns.items(), *((t, by) for t, of in known_at.items() for by in of.values())}
         for table, column in sorted(of_times):
@@ -157,55 +155,42 @@ def from_tables(
     split_at = None if label is None else label.split_times(times)
     left_out: dict[str, int] = {}
     if dangling == "add":
-        columns, added = with_added_rows(columns, keys, references)
-        left_out |= {f"columns of rows of {table} that only foreign keys name": n for table, n in added.items()}
-        times = {table: time.lengthened(added.get(table, 0), beginning(times)) for table, time in times.items()}
+        columns, times = _with_rows_of_keys(columns, keys, references, times, left_out)
     edges, dangled = edges_of(columns, keys, references, dangling)
     left_out |= {f"edges {' -> '.join(r)}, whose key no row has": n for r, n in dangled.items()}
     if missing_times == "drop":
-        left_out |= {f"rows of {table} without a time": int(time.missing.sum()) for table, time in times.items()}
-        columns, times, edges = _without_rows_of_no_time(columns, times, edges)
-    late = {
-        table: {by: TimeColumn.of(f"{table}.{by}", columns[table][by]) for by in sorted(set(of.values()))}
-        for table, of in known_at.items()
-    }
-    unit = common_unit([*times.values(), *(time for of in late.values() for time in of.values())])
-    counts = {table: _rows_of(found) for table, found in columns.items()}
-    begin = beginning(times)
-    own = {table: np.where(time.missing, begin, time.values) for table, time in times.items()}
-    known = known_from(own, counts, edges, begin)
-    shown_at = {table: _shown_at(known[table], of) for table, of in late.items()}
+        columns, times, edges = _without_rows_of_no_time(columns, times, edges, left_out)
+    known = KnownTimes.of(columns, times, edges, known_at)
 
     if fit_before is not None:
         every = np.concatenate([np.zeros(0, np.int64), *(time.values[~time.missing] for time in times.values())])
-        fit_before = boundary("from_tables must have a `fit_before`", fit_before, every, unit, "the time columns")
+        fit_before = boundary("from_tables must have a `fit_before`", fit_before, every, known.unit, "the time columns")
     elif split_at is not None:
         fit_before = split_at[0]
-    reader = _ColumnReader(keys, references, time_columns, known_at, kinds, fit_before, max_categories, unit)
+    reader = _ColumnReader(keys, references, time_columns, known_at, kinds, fit_before, max_categories, known.unit)
     typed = {
-        table: reader.read(table, found, known[table], shown_at.get(table, {})) for table, found in columns.items()
+        table: reader.read(table, found, known.rows[table], known.values.get(table, {}))
+        for table, found in columns.items()
     }
     features = {}
     if fixed_features:
         not_features = {*time_columns.items(), *([(label.table, label.column)] if label else ())}
-        fitted = {table: _before(fit_before, rows) for table, rows in known.items()}
+        fitted = {table: _before(fit_before, rows) for table, rows in known.rows.items()}
         features = _features(typed, not_features, fitted, max_categories, text_width)
-    # A row is known no earlier than the rows that it refers to: it is the end of each edge that is known last.
-    of_edges = {relation: known[relation[0]][ends[0]] for relation, ends in edges.items()}
     data = HeteroDataset(
         name,
-        counts,
+        {table: _rows_of(found) for table, found in columns.items()},
         edges,
         features=features,
-        node_times={**{table: rows for table, rows in known.items() if (rows > begin).any()}, **own},
-        edge_times={relation: found for relation, found in of_edges.items() if (found > begin).any()},
+        node_times=known.late_rows | known.own,
+        edge_times=known.late_edges(edges),
         left_out={what: count for what, count in left_out.items() if count},
         columns=typed,
         keys={table: _key_array(columns[table][key]) for table, key in keys.items()},
-        known_from={table: rows for table, rows in known.items() if (rows > begin).any()},
-        time_unit=unit,
+        known_from=known.late_rows,
+        time_unit=known.unit,
     ).with_reverse()
-    data = _with_events(data, shown_at)
+    data = _with_events(data, known.values)
     return data if label is None else labelled(data, columns, label, split_at)
 
 
@@ -226,10 +211,27 @@ def _rows_of(columns: Columns) -> int:
     return len(next(iter(columns.values()), ()))
 
 
+def _with_rows_of_keys(
+    columns: Mapping[str, Columns],
+    keys: Mapping[str, str],
+    references: Sequence[ForeignKey],
+    times: Mapping[str, TimeColumn],
+    left_out: dict[str, int],
+) -> tuple[dict[str, Columns], dict[str, TimeColumn]]:
+    """Columns and times with a row more for each key that only foreign keys name; `left_out` counts these rows."""
+    longer, added = with_added_rows(columns, keys, references)
+    left_out |= {f"columns of rows of {table} that only foreign keys name": n for table, n in added.items()}
+    return longer, {table: time.lengthened(added.get(table, 0), beginning(times)) for table, time in times.items()}
+
+
 def _without_rows_of_no_time(
-    columns: Mapping[str, Columns], times: Mapping[str, TimeColumn], edges: Mapping[Relation, Ends]
+    columns: Mapping[str, Columns],
+    times: Mapping[str, TimeColumn],
+    edges: Mapping[Relation, Ends],
+    left_out: dict[str, int],
 ) -> tuple[dict[str, Columns], dict[str, TimeColumn], dict[Relation, Ends]]:
-    """Columns, times and edges without the rows that have no time, in the tables that have times."""
+    """Columns, times and edges without the rows that have no time, in the tables that have times; `left_out` counts."""
+    left_out |= {f"rows of {table} without a time": int(time.missing.sum()) for table, time in times.items()}
     kept = {t: ~times[t].missing if t in times else np.ones(_rows_of(found), bool) for t, found in columns.items()}
     left = {t: {name: values[kept[t]] for name, values in found.items()} for t, found in columns.items()}
     dated = {
@@ -238,19 +240,6 @@ def _without_rows_of_no_time(
     }
     between = {relation: _renumbered(ends, kept[relation[0]], kept[relation[2]]) for relation, ends in edges.items()}
     return left, dated, between
-
-
-def _shown_at(known: np.ndarray, late: Mapping[str, TimeColumn]) -> dict[str, np.ndarray]:
-    """From when on the values of each row are known that are known at the times of a column, by that column."""
-    found = {}
-    for column, time in late.items():
-        if "f" in (time.values.dtype.kind, known.dtype.kind):
-            raise ValueError(
-                f"known_at must name columns of whole numbers or times, got {time.name}, which has fractions; round "
-                "them"
-            )
-        found[column] = np.where(time.missing, NEVER, np.maximum(time.values, known))
-    return found
 
 
 def _with_events(data: HeteroDataset, shown_at: Mapping[str, Mapping[str, np.ndarray]]) -> HeteroDataset:
@@ -347,28 +336,23 @@ def _renumbered(ends: Ends, kept: np.ndarray, kept_others: np.ndarray) -> Ends:
     return numbers[0][ends[0][there]], numbers[1][ends[1][there]]
 
 
-def _check_names(
-    columns: Mapping[str, Columns],
-    keys: Mapping[str, str],
-    references: Sequence[ForeignKey],
-    others: Mapping[str, Iterable[tuple[str, str]]],
-    label: Label | None,
-) -> None:
-    """Raises if an argument names a table or a column that does not exist."""
-    named = [(what, *pair) for what, pairs in others.items() for pair in pairs]
+def _check_references(keys: Mapping[str, str], references: Sequence[ForeignKey]) -> None:
+    """Raises if a foreign key is no triple, or refers to a table without a primary key."""
     for reference in references:
         if len(reference) != 3:
             raise ValueError(f"foreign_keys must be (table, column, other table), got {reference}")
-        named.append(("foreign_keys", reference[0], reference[1]))
         if reference[2] not in keys:
             raise ValueError(
                 f"primary_keys must have a key of the table {reference[2]!r}, to which the foreign key "
                 f"{'.'.join(reference[:2])} refers, got keys of {', '.join(map(repr, keys)) or 'no table'}"
             )
-    if label is not None:
-        named.append(("label", label.table, label.column))
-    for what, table, column in named:
-        if table not in columns:
-            raise ValueError(f"{what} must name tables, {', '.join(map(repr, columns))}; got {table!r}")
-        if column not in columns[table]:
-            raise ValueError(f"{what} must name a column of {table!r}, {', '.join(columns[table])}; got {column!r}")
+
+
+def _check_names(columns: Mapping[str, Columns], **named: Iterable[tuple[str, str]]) -> None:
+    """Raises if an argument of `from_tables`, given by its name, names a table or a column that does not exist."""
+    for what, pairs in named.items():
+        for table, column in pairs:
+            if table not in columns:
+                raise ValueError(f"{what} must name tables, {', '.join(map(repr, columns))}; got {table!r}")
+            if column not in columns[table]:
+                raise ValueError(f"{what} must name a column of {table!r}, {', '.join(columns[table])}; got {column!r}")
