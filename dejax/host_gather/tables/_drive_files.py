@@ -85,23 +85,17 @@ def open_reader(files: DriveLayout, spec: TableSpec, options: ReadingOptions, de
         raise (ValueError if "must have" in str(error) else OSError)(f"{what}: {error}") from error
     number = np.array([native.number], np.int64)
     memory.copy_in(0, number.ctypes.data, number.nbytes)
-    _MEMORIES[native.number] = memory.address
     leaf = array_of(memory, spec, device_or_default(device))
     keep_reader(leaf)
     return leaf
-
-
-_MEMORIES: dict[int, int] = {}
-"""By the number of each reader the address of its memory, as long as which it lives."""
 
 
 def keep_reader(leaf: Array) -> None:
     """Keeps the reader for a copy of its number, such as one on another device, as long as the copy lives."""
     if is_kept_for(leaf) or leaf.is_deleted() or memory_of(leaf.block_until_ready()) is not None:
         return
-    number = _number_of(leaf)
-    if number in _MEMORIES and _native.extension("DriveTable").RowReader.find(number) is not None:
-        keep_for(leaf, _native.extension("DriveTable").HostMemory.find(_MEMORIES[number]))
+    if (reader := reader_of(leaf)) is not None:
+        keep_for(leaf, _native.extension("DriveTable").HostMemory.find(reader.cache - _NUMBER_BYTES))
 
 
 def reader_of(leaf: Array) -> Any:

@@ -89,6 +89,7 @@ void DefineRowReader(nb::module_& m) {
                      const TableLayout& layout = reader.options().layout;
                      return nb::make_tuple(layout.first, layout.stripe_rows, layout.stripe_bytes);
                    })
+      .def_prop_ro("cache", [](const RowReader& reader) { return reinterpret_cast<uintptr_t>(reader.options().cache); })
       .def_prop_ro("slots", [](const RowReader& reader) { return reader.options().slots; })
       .def("stats", &StatsOfReader)
       .def("read_ahead", &ReadAhead, Release())
