@@ -8,6 +8,7 @@ so the same parameters and the same dropout key give the same values in both.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -44,7 +45,7 @@ def zeros_of(*shape: int) -> ParamSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerSpec:
+class LayerSpec(abc.ABC):
     """A layer's settings, parameters and program.
 
     A field whose type is a `Literal` must have one of its values; a field of integers, at least 1; a field whose name
@@ -104,9 +105,9 @@ class LayerSpec:
         counts = {name: getattr(self, name, None) for name in ("num_edge_types", "num_node_types")}
         return {name: count for name, count in counts.items() if count is not None}
 
+    @abc.abstractmethod
     def params(self) -> ParamSpecs:
         """The parameters, by the names that the program has for them."""
-        raise NotImplementedError
 
     def __call__(
         self, graph: RelGraph, x: Any, params: dict[str, Array], key: Array | None = None, edge_features: Any = None

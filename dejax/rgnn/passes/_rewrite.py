@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ def rebuild(program: OpProgram, visit: Visit, new: dict[int, int] | None = None)
     return builder.build_from(program, (new[o] for o in program.outputs))
 
 
-class Rewrite:
+class Rewrite(abc.ABC):
     """A pass of several steps that `visit` each operator; `new` has the new value of each old one."""
 
     def __init__(self, program: OpProgram, counts: Counts) -> None:
@@ -47,9 +48,9 @@ class Rewrite:
         """Whether exactly one operator reads a value, and the value is no output of the program."""
         return len(self.users[value]) == 1 and value not in self.program.outputs
 
+    @abc.abstractmethod
     def visit(self, builder: Builder, op: Op, args: tuple[int, ...], index: int) -> int | None:
         """See `Visit`."""
-        raise NotImplementedError
 
 
 def live(program: OpProgram, outputs: Iterable[int], within: Container[int] | None = None) -> set[int]:

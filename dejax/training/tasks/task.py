@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,7 +74,7 @@ class Runner(Protocol):
         """The state without a mesh."""
 
 
-class TrainingTask:
+class TrainingTask(abc.ABC):
     """A task. A subclass sets the attributes and defines the methods.
 
     Attributes:
@@ -115,13 +116,13 @@ class TrainingTask:
         """Fan-outs of its samples, as `sample_blocks` takes them."""
         return list(self.settings.fan_outs)
 
+    @abc.abstractmethod
     def model(self, key: Array) -> Any:
         """A new model, an nnx.Module."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def order(self, seed: int, epoch: int) -> Any:
         """The seeds of an epoch's steps: a pytree of integers [steps_per_epoch, ...], -1 for padding."""
-        raise NotImplementedError
 
     def sample(self, key: Array, topology: HeteroTopology, seeds: Any) -> SampledBlocks:
         """The sampled neighbourhood of a step's seeds, none of it later than they are."""
@@ -135,9 +136,9 @@ class TrainingTask:
             options=self.sample_options,
         )
 
+    @abc.abstractmethod
     def view(self, topology: HeteroTopology | None, data: Any, seeds: Any, sample: SampledBlocks | None) -> StepView:
         """What the model runs on; without a sample, the whole graph."""
-        raise NotImplementedError
 
     def seen(
         self, trainer: Runner, key: Array, embeddings: FeatureStore, world: World, seeds: Any
@@ -148,6 +149,7 @@ class TrainingTask:
         own = embeddings.gather({kind: view.ids[kind] for kind in embeddings.types}, dtype=jnp.float32)
         return view, {**x, **own}
 
+    @abc.abstractmethod
     def loss(
         self, model: Any, view: StepView, x: dict[str, Array], seeds: Any, data: Any, key: Array
     ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
@@ -161,19 +163,18 @@ class TrainingTask:
             data: `world.data`.
             key: the random key for dropout.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def measures(self, trainer: Runner, state: TrainState, *, last: bool) -> dict[str, float]:
         """Points of the curves after an epoch, by split. `last`: no epoch follows."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def final(self, trainer: Runner, state: TrainState, *, inference: str | None = None) -> dict[str, float]:
         """The results of a finished run, by split or by measure."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def counts(self) -> dict[str, Any]:
         """The sizes of the graph, for the report."""
-        raise NotImplementedError
 
     def majority(self) -> float | None:
         """Test accuracy of the most frequent class of the training nodes; None without classes."""
