@@ -78,13 +78,11 @@ def test_no_two_classes_share_a_name() -> None:
     assert not shared, f"{', '.join(sorted(shared))}: two classes have one name: give the new one a name of its own"
 
 
-# docs/architecture.md has the reason: what several parts share lies in dejax/ itself, and each file is another thing.
-LARGER_ROOMS = {"dejax": 20}
 SOURCE = {".py", ".pyi", ".h", ".cc", ".cu"}
 
 
 def test_no_folder_has_more_than_15_files() -> None:
     files = [path for room in ("dejax", "native") for path in (PACKAGE.parent / room).rglob("*")]
     counts = Counter(path.parent.relative_to(PACKAGE.parent).as_posix() for path in files if path.suffix in SOURCE)
-    full = {room: count for room, count in counts.items() if count > LARGER_ROOMS.get(room, 15)}
+    full = {room: count for room, count in counts.items() if count > 15}
     assert not full, f"{full}: name a part of the room and give it a folder"

@@ -12,9 +12,8 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from dejax import _compat
-from dejax._int32 import entering_jit
+from dejax._dtypes import entering_jit, narrowed, wide, zeros
 from dejax._pytrees import pytree
-from dejax._sums import narrowed, wide, zeros
 from dejax.distributed._placing import all_on_mesh, check_axis, spec_of
 from dejax.host_gather import RowGradient
 

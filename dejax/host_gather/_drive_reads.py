@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from dejax import _compat
-from dejax._ffi import ffi_call
+from dejax._native import ffi_call
 from dejax.host_gather._ids import in_range, nearest
 from dejax.host_gather._native_call import GatherCall, memory_gather, native_arguments
 

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax._byte_order import native_order
-from dejax._int32 import INT32_MAX, clipped_to_int32
+from dejax._dtypes import INT32_MAX, clipped_to_int32, native_order
 
 
 def checked_ids(what: str, ids: Any, rows: int, name: str = "ids", form: str = "integers") -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from dejax import _compat
-from dejax._ffi import ffi_call
+from dejax._native import ffi_call
 from dejax.host_gather import _kernels, _spec
 from dejax.host_gather._spec import TableSpec
 

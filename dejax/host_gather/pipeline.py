@@ -17,8 +17,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax import _compat
-from dejax._ffi import ffi_call
-from dejax._int32 import entering_jit
+from dejax._dtypes import entering_jit
+from dejax._native import ffi_call
 from dejax._pytrees import pytree
 from dejax.host_gather._drive_reads import drive_gather, drive_start
 from dejax.host_gather._ids import checked_ids

@@ -15,8 +15,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax import _native
-from dejax._byte_order import native_order
-from dejax._ffi import ffi_call
+from dejax._dtypes import native_order
+from dejax._native import ffi_call
 from dejax._pytrees import named_pytree
 from dejax.host_gather import _kernels, _spec
 from dejax.host_gather._ids import checked_ids

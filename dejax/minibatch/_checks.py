@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dejax._int32 import INT32_MAX
+from dejax._dtypes import INT32_MAX
 
 EdgeType: TypeAlias = tuple[str, str, str]
 """A relation: (source type, name, destination type)."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from dejax._html import STYLE, page
 from dejax.reporting._figures import Figures
+from dejax.reporting._page import STYLE, page
 from dejax.reporting._picture import picture
 from dejax.reporting._text import plan
 from dejax.reporting._units import count, milliseconds, size

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dejax._byte_order import native_order
+from dejax._dtypes import native_order
 from dejax.segment._grouping import EdgePlan, SegmentPlan, as_ids, checked_ids, group
 from dejax.segment._plans import both_known
 from dejax.segment._primitives import ReadEdges, gather_reduce, in_scales, reduce, rows_at, spread, wide

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax._byte_order import native_order
-from dejax._int32 import clipped_to_int32
+from dejax._dtypes import clipped_to_int32, native_order
 from dejax._pytrees import pytree
 from dejax.pallas.segments.reduce import SegmentBounds
 from dejax.pallas.segments.search import segment_offsets

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax._byte_order import native_order
+from dejax._dtypes import native_order
 from dejax.segment._grouping import SegmentPlan
 from dejax.segment._primitives import rows_at, spread, wide
 from dejax.segment._reductions import extremum, mean_of, summed

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax._byte_order import native_order
+from dejax._dtypes import native_order
 from dejax.segment import _cost
 from dejax.segment._grouping import Grouping, SegmentPlan, as_ids, checked_ids, group
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from dejax import offload
-from dejax._int32 import entering_jit
+from dejax._dtypes import entering_jit
 from dejax.distributed import ShardedTable, make_mesh, share
 from dejax.host_gather import DeviceTable, HostTable, PeerTable, adam
 from dejax.minibatch import (

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from dejax._int32 import entering_jit
-from dejax._promotion import broadcasting
+from dejax._dtypes import broadcasting, entering_jit
 from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.minibatch._checks import EdgeType

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from dejax._int32 import INT32_MAX, entering_jit
+from dejax._dtypes import INT32_MAX, entering_jit
 from dejax._pytrees import pytree
 from dejax.datasets import HeteroDataset
 from dejax.minibatch._checks import EdgeType

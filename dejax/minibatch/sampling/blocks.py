@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dejax._promotion import broadcasting
+from dejax._dtypes import broadcasting
 from dejax._pytrees import pytree
 from dejax.minibatch.features._joined import JoinedFeatures
 from dejax.minibatch.sampling._layout import SampleLayout

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from dejax._promotion import broadcasting
+from dejax._dtypes import broadcasting
 from dejax.host_gather._ids import checked_ids
 from dejax.minibatch.sampling._layout import SampleLayout
 from dejax.minibatch.sampling.blocks import Block

@@ -14,7 +14,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax._compiling import note
-from dejax._promotion import broadcasting
+from dejax._dtypes import broadcasting
 from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.minibatch._checks import EdgeType, of_the_only

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dejax import _compat
-from dejax._int32 import entering_jit
+from dejax._dtypes import entering_jit
 from dejax.host_gather import shardings
 from dejax.host_gather.tables.table import is_table_of_host
 

@@ -4,7 +4,7 @@ XLA takes them for functions without side effects. So a tensor that nobody fetch
 may recompute them, and data flow orders them: `store` returns a handle, and `fetch` takes it.
 
 A call that XLA makes twice, because it has folded a slice into it, would fail: the tensor's memory is reused once it is
-fetched. So each call is behind barriers (`dejax._ffi`), and a batch of calls has them inside of its loop.
+fetched. So each call is behind barriers (`ffi_call`), and a batch of calls has them inside of its loop.
 
 Under `vmap`, a tensor that is not batched is stored and fetched once. A batch is stored one example at a time and
 fetched in reverse, so that the last examples never leave the device.
@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array
 
 from dejax import _compat, _native
-from dejax._ffi import ffi_call
+from dejax._native import ffi_call
 from dejax.offload.activations import shards
 
 HANDLE = jax.ShapeDtypeStruct((2,), jnp.uint32)

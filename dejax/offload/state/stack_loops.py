@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from dejax import _native
-from dejax._sums import narrowed, wide, zeros
+from dejax._dtypes import narrowed, wide, zeros
 from dejax.offload.activations import calls
 from dejax.offload.activations.store import binding_of
 from dejax.offload.state.disk_shards import divided

@@ -37,7 +37,7 @@ class KernelSchedule:
 def apart(call: Callable[..., Sequence[Any]], *operands: Any) -> Sequence[Any]:
     """`call(*operands)`, whose kernel is compiled while the rest of a program is traced.
 
-    Barriers keep it apart from the slices around it, as all calls of native code (`dejax._ffi` says why).
+    Barriers keep it apart from the slices around it, as all calls of native code (`dejax._native.ffi_call` says why).
     """
     traced = jax.make_jaxpr(call)(*operands)
     capability = compute_capability()

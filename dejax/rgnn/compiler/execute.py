@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from dejax import _compat
-from dejax._promotion import broadcasting
+from dejax._dtypes import broadcasting
 from dejax._pytrees import pytree
 from dejax.pallas import label
 from dejax.pallas.formats.column_powers import column_powers, of_array

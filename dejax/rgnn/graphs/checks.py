@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dejax._int32 import clipped_to_int32
+from dejax._dtypes import clipped_to_int32
 
 MAX_ENTRIES = 2**31 - 2
 """The most nodes, edges or types of a graph: ids, and the bound itself as the padding id, are int32."""

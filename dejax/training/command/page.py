@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from dejax._html import page
 from dejax._optional import new_figure
 from dejax.datasets import Task
+from dejax.reporting._page import page
 from dejax.training.command.predictions import labels_of
 from dejax.training.metrics import Ranking, interval, measure
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax._int32 import entering_jit
+from dejax._dtypes import entering_jit
 from dejax._optional import optional
 from dejax.datasets import HeteroDataset
 from dejax.minibatch import (

@@ -23,7 +23,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dejax import _compat, _native
-from dejax._ffi import ffi_call
+from dejax._native import ffi_call
 from dejax.offload.state import disk_shards
 from dejax.offload.state.store import DiskArray, is_on_disk
 

@@ -1,14 +1,24 @@
-"""Integers of any width as int32."""
+"""Numbers of dejax and of its callers: byte order, integers as int32, promotion by jax's defaults, dtypes of sums."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 INT32_MAX = 2**31 - 1
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def native_order(array: Any) -> Any:
+    """A numpy array in this machine's byte order; other values unchanged."""
+    if isinstance(array, np.ndarray | np.generic) and not array.dtype.isnative:
+        return np.asarray(array, array.dtype.newbyteorder("="))
+    return array
 
 
 def clipped_to_int32(ids: Any) -> Any:
@@ -58,3 +68,41 @@ def entering_jit(what: str, tree: Any, *, ids_or_times: bool = False) -> Any:
 
 def _is_wide(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "iu" and leaf.dtype.itemsize > 4
+
+
+def broadcasting(function: _Function) -> _Function:
+    """A function of dejax that runs no code of the caller, and may promote ranks and dtypes.
+
+    `jax_numpy_rank_promotion="raise"` and `jax_numpy_dtype_promotion="strict"` find the caller's own mistakes. Without
+    this a comparison of [n, 1] and [n] in dejax would raise, too.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **keywords: Any) -> Any:
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return function(*args, **keywords)
+
+    return run  # type: ignore[return-value]
+
+
+def wide(tree: Any) -> Any:
+    """Arrays in the dtype in which many of them are added: float32 for narrower floats, otherwise their own.
+
+    A sum of 256 arrays of bfloat16 in bfloat16 loses three of its eight bits.
+    """
+    return jax.tree.map(lambda x: x.astype(wide_dtype(x.dtype)), tree)
+
+
+def wide_dtype(dtype: Any) -> Any:
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if narrow else dtype
+
+
+def narrowed(tree: Any, like: Any) -> Any:
+    """Sums of `wide` arrays in the dtypes of `like`, rounded once."""
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+
+
+def zeros(shapes: Any) -> Any:
+    """Where sums of arrays of these shapes begin."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), shapes)
