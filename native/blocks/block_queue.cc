@@ -85,7 +85,7 @@ void BlockQueue::StartRings(const char* name, std::vector<std::unique_ptr<ReadRi
 }
 
 void BlockQueue::Push(const BlockIoPtr& io) {
-  for (size_t i = 0; i < io->chunks->size(); ++i) (io->write ? writes_ : reads_).push_back({io, i});
+  if (!io->chunks->empty()) (io->write ? writes_ : reads_).push_back({io, 0});
   ready_.notify_all();
 }
 
@@ -111,9 +111,9 @@ bool BlockQueue::Pop(ChunkJob* job) {
   while (!reads_.empty() || (!writes_.empty() && writing_ < most_writes_)) {
     auto& queue = reads_.empty() ? writes_ : reads_;
     *job = ChunkJob();
-    job->io = std::move(queue.front().io);
-    job->chunk = queue.front().chunk;
-    queue.pop_front();
+    job->io = queue.front().io;
+    job->chunk = queue.front().next++;
+    if (queue.front().next == job->io->chunks->size()) queue.pop_front();
     job->write = job->io->write;
     job->id = next_id_++;
     ++running_;
@@ -205,38 +205,67 @@ void BlockQueue::Work() {
   }
 }
 
-// The reads of one ring: each has a place, with memory of its own.
+// The reads of one ring: each that is under way has a place, with memory of its own.
 struct BlockQueue::Flight {
   std::vector<ChunkJob> jobs;
-  std::vector<size_t> free, fresh;  // places without a job, and those whose job has not begun
-  std::vector<std::pair<size_t, std::string>> ended;
+  std::vector<size_t> free;  // places without a job
+  // Jobs without a place. When reads end, the thread hands these to the ring at once, and only then does what it needs the
+  // mutex for: else the drive would have nothing to do meanwhile.
+  std::deque<ChunkJob> next;
+  std::vector<std::pair<ChunkJob, std::string>> ended;
+  char* memory = nullptr;          // of the places
   double watched = 0, worked = 0;  // when the thread was last watched, and its processor time then; 0: it has had no reads
 
-  bool empty() const { return free.size() == jobs.size(); }
+  size_t under_way() const { return jobs.size() - free.size(); }
+  // An eighth of the reads at a time goes to the ring, or is waited for: a call of the kernel for each would cost as much as
+  // the read.
+  size_t together() const { return std::max<size_t>(1, jobs.size() / 8); }
 };
 
-// Hands new jobs to the ring, without the mutex. What the ring does not take ends at once.
+// Hands jobs to the ring as far as it has places, without the mutex. What the ring does not take ends at once.
 void BlockQueue::BeginFlights(ReadRing* ring, Flight* flight) {
-  for (const size_t place : flight->fresh) {
-    const ChunkJob& job = flight->jobs[place];
+  while (!flight->next.empty() && !flight->free.empty()) {
+    const size_t place = flight->free.back();
+    ChunkJob job = std::move(flight->next.front());
+    flight->next.pop_front();
+    if (job.data == nullptr) job.data = flight->memory + static_cast<int64_t>(place) * options_.chunk_bytes;
     const int file = job.write ? -1 : source_->Descriptor(ChunkOf(job));
+    std::string error;
     if (file < 0) {
-      flight->ended.emplace_back(place, Do(job));
-      continue;
+      error = Do(job);
+    } else {
+      try {
+        Begin(job);
+      } catch (const std::exception& caught) {
+        error = caught.what();
+      }
     }
-    try {
-      Begin(job);
-    } catch (const std::exception& error) {
-      flight->ended.emplace_back(place, error.what());
+    if (file < 0 || !error.empty()) {
+      flight->ended.emplace_back(std::move(job), error);
       continue;
     }
     ring->Prepare(file, job.data, static_cast<unsigned>(job.bytes), ChunkOf(job).offset, place);
+    flight->jobs[place] = std::move(job);
+    flight->free.pop_back();
   }
-  flight->fresh.clear();
-  // An eighth of the reads at a time: a call of the kernel for each would cost as much as the read.
-  const size_t under_way = flight->jobs.size() - flight->free.size() - flight->ended.size();
-  const size_t wait = flight->ended.empty() ? std::min(under_way, std::max<size_t>(1, under_way / 8)) : 0;
-  if (!ring->Submit(static_cast<unsigned>(wait))) std::this_thread::sleep_for(kPoll);  // the kernel has no room: it makes some
+}
+
+// Takes reads that have ended, without the mutex, and hands others to the ring in their place.
+void BlockQueue::LandFlights(ReadRing* ring, Flight* flight) {
+  uint64_t place = 0;
+  size_t landed = 0;
+  for (int result = 0; ring->Take(&place, &result);) {
+    ChunkJob job = std::move(flight->jobs[place]);
+    flight->jobs[place] = ChunkJob();
+    std::string error = Land(job, result);
+    flight->ended.emplace_back(std::move(job), std::move(error));
+    flight->free.push_back(place);
+    if (++landed % flight->together() != 0 || flight->next.empty()) continue;
+    BeginFlights(ring, flight);
+    ring->Submit(0);
+  }
+  BeginFlights(ring, flight);
+  ring->Submit(0);
 }
 
 // A read of the ring has ended. Returns what went wrong.
@@ -271,19 +300,14 @@ void BlockQueue::WorkRing(size_t number) {
   ReadRing* const ring = rings_[number].get();
   const Pages memory(options_.chunk_bytes * ring->depth());
   Flight flight;
+  flight.memory = memory.data();
   flight.jobs.resize(ring->depth());
   for (size_t place = ring->depth(); place-- > 0;) flight.free.push_back(place);
   Lock lock(monitor_->mutex);
   while (true) {
     ChunkJob job;
-    while (number < rings_open_ && !flight.free.empty() && Pop(&job)) {
-      const size_t place = flight.free.back();
-      if (job.data == nullptr) job.data = memory.data() + static_cast<int64_t>(place) * options_.chunk_bytes;
-      flight.jobs[place] = std::move(job);
-      flight.free.pop_back();
-      flight.fresh.push_back(place);
-    }
-    if (flight.empty()) {
+    while (number < rings_open_ && flight.next.size() < ring->depth() && Pop(&job)) flight.next.push_back(std::move(job));
+    if (flight.under_way() == 0 && flight.next.empty()) {
       if (closing_ && (number >= rings_open_ || (reads_.empty() && writes_.empty()))) return;
       flight.watched = 0;
       ready_.wait(lock);
@@ -292,16 +316,11 @@ void BlockQueue::WorkRing(size_t number) {
     BalanceRings(number, &flight);
     lock.unlock();
     BeginFlights(ring, &flight);
-    uint64_t place = 0;
-    for (int result = 0; ring->Take(&place, &result);) {
-      flight.ended.emplace_back(place, Land(flight.jobs[place], result));
-    }
+    const size_t wait = flight.ended.empty() ? std::min(flight.under_way(), flight.together()) : 0;
+    if (!ring->Submit(static_cast<unsigned>(wait))) std::this_thread::sleep_for(kPoll);  // the kernel has no room: it makes some
+    LandFlights(ring, &flight);
     lock.lock();
-    for (auto& [ended, error] : flight.ended) {
-      End(flight.jobs[ended], error);
-      flight.jobs[ended] = ChunkJob();
-      flight.free.push_back(ended);
-    }
+    for (auto& [ended, error] : flight.ended) End(ended, error);
     flight.ended.clear();
   }
 }

@@ -84,9 +84,9 @@ class BlockQueue {
   void Finish(int64_t id, const std::string& error);
 
  private:
-  struct QueuedChunk {
+  struct QueuedBlock {
     BlockIoPtr io;
-    size_t chunk;
+    size_t next;  // the first chunk that nobody has taken
   };
 
   struct Flight;
@@ -96,6 +96,7 @@ class BlockQueue {
   void WorkRing(size_t number);
   void BalanceRings(size_t number, Flight* flight);
   void BeginFlights(ReadRing* ring, Flight* flight);
+  void LandFlights(ReadRing* ring, Flight* flight);
   bool Pop(ChunkJob* job);
   void Begin(const ChunkJob& job);
   std::string Do(const ChunkJob& job);
@@ -109,7 +110,7 @@ class BlockQueue {
   const int most_writes_;
   bool closing_ = false;
   std::condition_variable ready_;
-  std::deque<QueuedChunk> writes_, reads_;
+  std::deque<QueuedBlock> writes_, reads_;
   std::unordered_map<int64_t, ChunkJob> external_;  // that engines outside have
   int64_t next_id_ = 1;
   int running_ = 0, writing_ = 0;

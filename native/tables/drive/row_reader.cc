@@ -19,7 +19,7 @@ using offload::kPage;
 using offload::Lock;
 
 constexpr int64_t kChunkBytes = 128 << 10;  // of one read, at most: drives reach their rate for long runs with less
-constexpr int64_t kIdsAtOnce = 4096;        // looked up while the mutex is held
+constexpr int64_t kIdsAtOnce = 1024;        // looked up while the mutex is held
 constexpr size_t kMostKept = 256;
 constexpr int kThreads = 32;  // without a ring each thread has one read in flight
 
@@ -43,8 +43,8 @@ std::shared_ptr<char> AllocatePages(int64_t bytes) {
 
 }  // namespace
 
-// Reads of missing rows. A chunk has whole pages of one file, and some of the rows. Until it has ended, a load pins the
-// slots that it fills: a request may be released before.
+// Reads of a request's missing rows. A chunk has whole pages of one file, and some of the rows. A request that is released
+// before its load has ended keeps its pins until then: the load fills its slots.
 struct RowReader::Load : offload::BlockIo {
   char* MemoryOf(size_t chunk, int64_t) override { return into[chunk]; }
   void Arrived(size_t chunk, const char* data) override;
@@ -52,24 +52,27 @@ struct RowReader::Load : offload::BlockIo {
   char* WholeRows(size_t chunk, int64_t row_bytes) const;
 
   RowReader* reader = nullptr;  // it ends its queue before it ends itself
+  int64_t number = 0;
   std::vector<Missing> rows;  // in the order of files and offsets
   std::vector<Chunk> of;      // `chunks` points to it
   std::vector<std::pair<size_t, size_t>> within;  // of each chunk: the first of its rows, and the one after the last
   std::vector<char*> into;                        // of each chunk: where its rows go as they lie; null: row by row
-  std::vector<int64_t> slots;                     // that it fills
   std::shared_ptr<char> more;                     // the request's, which it fills
   // With the monitor's mutex.
   size_t left = 0;
   int64_t read_bytes = 0, reads = 0;
   bool done = false;
   std::string error;
+  // With the reader's `mutex_`.
+  bool ended = false;
+  RequestPtr released;  // the request that was released before
 };
 
 RowReader::RowReader(Options options)
     : options_(std::move(options)), number_(next_number++), process_(getpid()),
       files_(options_.paths, options_.layout, options_.direct),
       cache_(options_.layout.rows, options_.slots, options_.wanted),
-      loading_(static_cast<size_t>(options_.slots)) {}
+      filled_by_(static_cast<size_t>(options_.slots)) {}
 
 std::shared_ptr<RowReader> RowReader::Open(Options options) {
   std::shared_ptr<RowReader> reader(new RowReader(std::move(options)));
@@ -152,8 +155,14 @@ void RowReader::LookUp(const Id* ids, int64_t count, bool clip, bool ahead, Requ
   std::vector<int64_t> beyond;  // rows without a slot
   std::unordered_map<int64_t, int64_t> numbers;
   int64_t hits = 0, on_device = 0;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    load->number = ++last_load_;
+    open_loads_.push_back(load);
+  }
   for (int64_t begin = 0; begin < count; begin += kIdsAtOnce) {
     std::lock_guard<std::mutex> lock(mutex_);
+    const int64_t first_open = open_loads_.front()->number;
     for (int64_t i = begin; i < std::min(count, begin + kIdsAtOnce); ++i) {
       int64_t row = ids[i];
       if (ids[i] == kOnDevice<Id>) {
@@ -170,22 +179,29 @@ void RowReader::LookUp(const Id* ids, int64_t count, bool clip, bool ahead, Requ
       if (slot >= 0) {
         cache_.Pin(slot);
         hits += !ahead && cache_.Touch(slot);
-        const auto other = loading_[slot].lock();  // who reads it: this request, another one, or nobody any more
-        if (other && other != load && (request->loads.empty() || request->loads.back() != other)) {
-          request->loads.push_back(other);
+        if (filled_by_[slot] >= first_open && filled_by_[slot] != load->number) {
+          const auto reads = [by = filled_by_[slot]](const auto& open) { return open->number == by; };
+          const auto other = std::find_if(open_loads_.begin(), open_loads_.end(), reads);
+          if (other != open_loads_.end() && (request->loads.empty() || request->loads.back() != *other)) {
+            request->loads.push_back(*other);
+          }
         }
       } else if (const auto known = numbers.find(row); known != numbers.end()) {
         slot = cache_.slots() + known->second;
-      } else if ((slot = cache_.Insert(row)) >= 0) {  // with the load's pin
-        loading_[slot] = load;
-        load->slots.push_back(slot);
-        cache_.Pin(slot);
-        if (ahead) cache_.MarkAhead(slot);
-        load->rows.push_back({row, files_.PlaceOf(row), options_.cache + slot * row_bytes});
-      } else if (!ahead) {
-        slot = cache_.slots() + static_cast<int64_t>(beyond.size());
-        numbers[row] = static_cast<int64_t>(beyond.size());
-        beyond.push_back(row);
+      } else {
+        load->rows.push_back({row, files_.PlaceOf(row), nullptr});  // first: a slot that nobody reads must not be found
+        if ((slot = cache_.Insert(row)) >= 0) {
+          filled_by_[slot] = load->number;
+          if (ahead) cache_.MarkAhead(slot);
+          load->rows.back().to = options_.cache + slot * row_bytes;
+        } else {
+          load->rows.pop_back();
+          if (!ahead) {
+            slot = cache_.slots() + static_cast<int64_t>(beyond.size());
+            numbers[row] = static_cast<int64_t>(beyond.size());
+            beyond.push_back(row);
+          }
+        }
       }
       request->places[i] = slot;
     }
@@ -213,8 +229,13 @@ RowReader::RequestPtr RowReader::Begin(const Id* ids, int64_t count, bool clip, 
   try {
     LookUp(ids, count, clip, ahead, request.get(), load);
     Plan(load.get());
-    if (load->rows.empty()) return request;
+    if (load->rows.empty()) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      LeaveOpenLoads(load.get());
+      return request;
+    }
     request->loads.push_back(load);
+    request->own = load;
     Push(load);
   } catch (const std::exception& error) {  // others may wait for the load
     Fail(load.get(), error.what());
@@ -298,7 +319,16 @@ void RowReader::Release(const RequestPtr& request) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!request->pinned) return;
   request->pinned = false;
-  for (const int64_t place : request->places) {
+  if (request->own && !request->own->ended) {
+    request->own->released = request;
+  } else {
+    UnpinPlaces(*request);
+  }
+}
+
+// With `mutex_`.
+void RowReader::UnpinPlaces(const Request& request) {
+  for (const int64_t place : request.places) {
     if (place >= 0 && place < cache_.slots()) cache_.Unpin(place);
   }
 }
@@ -408,16 +438,29 @@ void RowReader::Ended(Load* load) {
     std::lock_guard<std::mutex> lock(mutex_);
     stats_.read_bytes += load->read_bytes;
     stats_.reads += load->reads;
-    for (const int64_t slot : load->slots) {
-      loading_[slot].reset();
-      cache_.Unpin(slot);
-      if (!load->error.empty()) cache_.Forget(slot);
-    }
+    if (!load->error.empty()) ForgetRows(*load);
+    LeaveOpenLoads(load);
   }
   load->done = true;
-  load->slots = {};
   load->more = nullptr;
   loaded_.notify_all();
+}
+
+// With `mutex_`: no request finds rows of a load that failed.
+void RowReader::ForgetRows(const Load& load) {
+  for (const Missing& row : load.rows) {
+    const int64_t slot = (row.to - options_.cache) / options_.layout.row_bytes;
+    if (row.to >= options_.cache && slot < cache_.slots()) cache_.Forget(slot);
+  }
+}
+
+// With `mutex_`: all reads of a load have ended, or it has none.
+void RowReader::LeaveOpenLoads(Load* load) {
+  load->ended = true;
+  if (load->released) UnpinPlaces(*load->released);
+  load->released = nullptr;
+  const auto same = [load](const std::shared_ptr<Load>& open) { return open.get() == load; };
+  open_loads_.erase(std::remove_if(open_loads_.begin(), open_loads_.end(), same), open_loads_.end());
 }
 
 }  // namespace dejax

@@ -57,6 +57,7 @@ class RowReader {
     int64_t outside = -1;  // an id out of range
     bool has_outside = false;
     std::vector<std::shared_ptr<Load>> loads;  // that must end: its own, and others that read rows it needs
+    std::shared_ptr<Load> own;                 // that reads the rows which nobody read before; null: none
     bool pinned = true;
   };
   using RequestPtr = std::shared_ptr<Request>;
@@ -116,6 +117,9 @@ class RowReader {
   void Push(const std::shared_ptr<Load>& load);
   void Fail(Load* load, const std::string& why);
   void Ended(Load* load);
+  void ForgetRows(const Load& load);
+  void LeaveOpenLoads(Load* load);
+  void UnpinPlaces(const Request& request);
   void RequireSums(const offload::Chunk& chunk, const char* data) const;
 
   const Options options_;
@@ -129,7 +133,9 @@ class RowReader {
 
   std::mutex mutex_;  // of what follows
   RowCache cache_;
-  std::vector<std::weak_ptr<Load>> loading_;  // by slot
+  std::vector<std::shared_ptr<Load>> open_loads_;  // in the order of their numbers
+  std::vector<int64_t> filled_by_;                 // of each slot: the number of the load that filled it, or does
+  int64_t last_load_ = 0;
   Stats stats_;
   std::map<int64_t, RequestPtr> kept_;
   int64_t next_kept_ = 1;
