@@ -1,17 +1,16 @@
-"""Tables on a drive, next to a plain loop of reads of the same blocks, in turns: rates as shares of the drive's own.
+"""Tables on a drive, in short turns with a plain loop of reads of blocks: rates as shares of the drive's own.
 
     python -m benchmarks drive --folder /fast/drive --gib 16
 
 The file is written first, where it is not there. Reads go past the page cache; a virtual machine's host may still keep
-blocks, so the file should be larger than what such a host keeps, and the loop reads the same blocks as the table. The
-loop, benchmarks/peers/drive_loop.cc, needs a C++ compiler.
+blocks, so the file should be larger than what such a host keeps, and no block is read twice, by the loop or a table,
+before all have been read. The loop, benchmarks/peers/drive_loop.cc, needs a C++ compiler.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import functools
 import json
 import mmap
 import os
@@ -125,41 +124,45 @@ def table_rate(table: DriveTable, batches: list[np.ndarray]) -> tuple[float, flo
 
 def cold(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
     """Random rows, none of which is in the cache."""
-    rng, found = np.random.default_rng(1), []
-    cached = 4 * args.batch
-    for _ in range(args.turns):
-        order = cached + rng.permutation(drive.blocks - cached)[: args.batch * (args.batches + 1)]
-        order = order.reshape(-1, args.batch)
-        with drive.table(cached) as table:
-            fill(table, np.arange(cached), args.batch)
-            taken = beside(drive, order[1:].reshape(-1), ROW, functools.partial(table_rate, table, list(order)))
-            found.append(taken)
-            engine = table.stats()["engine"]
-    return {"engine": engine, **median(found)}
+    batches, cached = args.batches // 2, 4 * args.batch
+    given = shuffled(drive, args.turns, batches * args.batch, cached, seed=1)
+    with drive.table(cached) as table:
+        fill(table, np.arange(cached), args.batch)
+        table_rate(table, [np.arange(args.batch)] * (batches + 1))  # compiles
+        found = interleaved(
+            args.turns,
+            lambda turn: drive.loop_rate(given[2 * turn]),
+            lambda turn: table_rate(table, [np.arange(args.batch), *given[2 * turn + 1].reshape(batches, -1)]),
+        )
+        return {"engine": table.stats()["engine"], **median(found)}
 
 
 def sequential(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
     """All rows in order, as inference over all nodes reads them."""
-    found, blocks = [], min(drive.blocks, args.batch * args.batches * 4) // 32 * 32
-    for turn in range(args.turns):
-        first = turn * blocks % max(1, drive.blocks - blocks + 1) // 32 * 32
-        ids = np.arange(first, first + blocks)
-        batches = [ids[-args.batch :], *np.split(ids, range(args.batch, blocks, args.batch))]
-        with drive.table(4 * args.batch) as table:
-            runs = np.arange(first // 32, (first + blocks) // 32)
-            found.append(beside(drive, runs, RUN, functools.partial(table_rate, table, batches)))
+    parts = parts_in_order(drive, args.turns, args.batches * args.batch)
+    with drive.table(4 * args.batch) as table:
+        fill(table, np.arange(4 * args.batch), args.batch)
+        table_rate(table, [np.arange(args.batch)] * (args.batches + 1))  # compiles
+        found = interleaved(
+            args.turns,
+            lambda turn: drive.loop_rate(parts[2 * turn][::32] // 32, RUN),
+            lambda turn: table_rate(table, [np.arange(args.batch), *parts[2 * turn + 1].reshape(args.batches, -1)]),
+        )
     return median(found)
 
 
 def inference(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
     """All rows in order through `infer_layers`, with a layer of next to no work."""
+    rows = 2 * args.batches * args.batch
+    parts = parts_in_order(drive, args.turns, rows)
 
     def layer(_: Any, batch: Any) -> jax.Array:
         first: jax.Array = batch.own[:, :8]
         return first
 
-    def once(first: int) -> tuple[float, float]:
-        """Bytes per second, and processor seconds per GB, of the rows from `first` on."""
+    def once(part: np.ndarray) -> tuple[float, float]:
+        """Bytes per second, and processor seconds per GB."""
+        first = int(part[0])
         shape, options = (rows, ROW), {"cache_bytes": 4 * args.batch * ROW, "offset": first * ROW}
         with DriveTable.from_file(drive.path, shape, np.uint8, **options) as table:
             store = FeatureStore().with_table("node", table)
@@ -170,42 +173,45 @@ def inference(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
         assert np.array_equal(got, np.arange(first, first + rows)), "wrong rows"
         return rows * ROW / seconds, used / (rows * ROW / 1e9)
 
-    found, rows = [], min(drive.blocks, args.batch * args.batches * 4) // 32 * 32
-    starts = [turn * rows % max(1, drive.blocks - rows + 1) // 32 * 32 for turn in range(args.turns)]
-    once(starts[-1])  # compiles
-    for first in starts:
-        runs = np.arange(first // 32, (first + rows) // 32)
-        found.append(beside(drive, runs, RUN, functools.partial(once, first)))
-    return median(found)
+    once(parts[-1])  # compiles
+    return median(
+        interleaved(
+            args.turns,
+            lambda turn: drive.loop_rate(parts[2 * turn][::32] // 32, RUN),
+            lambda turn: once(parts[2 * turn + 1]),
+        )
+    )
 
 
 def mostly_cached(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
     """Batches of which nine rows in ten are in the cache, next to batches of rows that all are."""
-    rng, found = np.random.default_rng(2), []
-    hot, misses = args.batch * 4, args.batch // 10
-    for _ in range(args.turns):
-        order = rng.permutation(drive.blocks)
-        warm, fresh = order[:hot], order[hot : hot + misses * (args.batches + 1)].reshape(-1, misses)
-        others = order[-4 * args.batch :]
-        visits = np.zeros(drive.blocks)
-        visits[warm] = 1
-        some = [rng.choice(warm, args.batch, replace=False) for _ in range(args.batches + 1)]
-        mixed = [np.concatenate([ids[misses:], new]) for ids, new in zip(some, fresh, strict=True)]
-        own, _ = drive.loop_rate(fresh[1:].reshape(-1))
-        cache = hot + 4 * args.batch
-        stored = DriveTable.from_file(drive.path, (drive.blocks, ROW), np.uint8, cache_bytes=cache * ROW, visits=visits)
-        with stored as table:
-            fill(table, np.concatenate([warm, others]), args.batch)
+    rng, batches, misses = np.random.default_rng(2), 2 * args.batches, args.batch // 10
+    hot, others = np.split(rng.permutation(drive.blocks)[: 8 * args.batch], 2)
+    visits = np.zeros(drive.blocks)
+    visits[hot] = 1
+    fresh = shuffled(drive, args.turns, batches * misses, np.concatenate([hot, others]), seed=3)
+    cache_bytes = (len(hot) + len(others)) * ROW
+    stored = DriveTable.from_file(drive.path, (drive.blocks, ROW), np.uint8, cache_bytes=cache_bytes, visits=visits)
+    found = []
+    with stored as table:
+        fill(table, np.concatenate([hot, others]), args.batch)
+        some = [rng.choice(hot, args.batch, replace=False) for _ in range(batches + 1)]
+        table_rate(table, some)  # compiles
+        before = drive.loop_rate(fresh[0])[0]
+        for turn in range(args.turns):
             cached = args.batch * ROW / table_rate(table, some)[0]
-            before = table.stats()
-            took = args.batch * ROW / table_rate(table, mixed)[0]
-            after = table.stats()
-        bound = max(cached, misses * ROW / own)
-        rows = after["drive_rows"] - before["drive_rows"]
-        found.append(
-            {"cached_ms": 1e3 * cached, "drive_ms": 1e3 * misses * ROW / own, "mixed_ms": 1e3 * took,
-             "times_bound": took / bound, "missed": rows / (len(mixed) * args.batch)}
-        )  # fmt: skip
+            new = fresh[2 * turn + 1].reshape(batches, -1)
+            mixed = [np.concatenate([ids[misses:], own]) for ids, own in zip(some[1:], new, strict=True)]
+            read = table.stats()["drive_rows"]
+            took = args.batch * ROW / table_rate(table, [some[0], *mixed])[0]
+            missed = (table.stats()["drive_rows"] - read) / (batches * args.batch)
+            after = drive.loop_rate(fresh[2 * turn + 2])[0]
+            own = misses * ROW * (1 / before + 1 / after) / 2
+            found.append(
+                {"cached_ms": 1e3 * cached, "drive_ms": 1e3 * own, "mixed_ms": 1e3 * took,
+                 "times_bound": took / max(cached, own), "missed": missed}
+            )  # fmt: skip
+            before = after
     return median(found)
 
 
@@ -307,22 +313,58 @@ def memory(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def beside(
-    drive: Drive, blocks: np.ndarray, block_bytes: int, measure: Callable[[], tuple[float, float]]
-) -> dict[str, float]:
-    """A table's rate and processor time with those of the loop: the faster one of before and after the table.
+def shuffled(drive: Drive, turns: int, count: int, without: Any, seed: int) -> np.ndarray:
+    """Rows in random order, [2 * turns + 1, count]: the loop reads the even ones, a table the others.
 
-    A host that keeps blocks gives them faster the second time.
+    No row comes twice before all have come.
+
+    Args:
+        without: rows that do not come; an integer: the first ones.
     """
-    before = drive.loop_rate(blocks, block_bytes)
-    rate, cpu = measure()
-    own, own_cpu = max(before, drive.loop_rate(blocks, block_bytes))
-    return {"loop": own, "table": rate, "share": rate / own, "cpu_s_per_gb": cpu, "loop_cpu_s_per_gb": own_cpu}
+    free = np.setdiff1d(np.arange(drive.blocks), np.arange(without) if np.ndim(without) == 0 else without)
+    order = np.random.default_rng(seed).permutation(free)
+    return np.resize(order, (2 * turns + 1, count))
+
+
+def parts_in_order(drive: Drive, turns: int, count: int) -> list[np.ndarray]:
+    """Rows of 2 * turns + 1 parts of the file, one after the other, and again from its beginning."""
+    parts = drive.blocks // count
+    if parts < 2:
+        raise ValueError(f"the file must have at least {2 * count * ROW / 2**30:g} GiB; give a larger --gib")
+    numbers = np.arange(2 * turns + 1)
+    # What the loop read in one round, a table reads in the next one.
+    numbers = (numbers + (numbers // parts if parts % 2 == 0 else 0)) % parts
+    return [np.arange(number * count, (number + 1) * count) for number in numbers]
+
+
+def interleaved(
+    turns: int, loop: Callable[[int], tuple[float, float]], table: Callable[[int], tuple[float, float]]
+) -> list[dict[str, float]]:
+    """Rates and processor times of a table and the loop, which read in turns: loop, table, loop, table, ..., loop.
+
+    A virtual drive's rate wavers within seconds, so turns are short, and a table's share is that of the mean of the
+    loop's turns before and after it.
+    """
+    found, (before, _) = [], loop(0)
+    for turn in range(turns):
+        rate, cpu = table(turn)
+        after, own_cpu = loop(turn + 1)
+        own = 2 / (1 / before + 1 / after)
+        found.append(
+            {"loop": own, "table": rate, "share": rate / own, "cpu_s_per_gb": cpu, "loop_cpu_s_per_gb": own_cpu}
+        )
+        before = after
+    return found
 
 
 def median(found: list[dict[str, float]]) -> dict[str, Any]:
-    """The median of each figure over the turns, with all turns."""
-    return {name: float(np.median([each[name] for each in found])) for name in found[0]} | {"turns": found}
+    """The median and the quartiles of each figure over the turns, with all turns."""
+    quartiles = {name: np.quantile([each[name] for each in found], [0.25, 0.5, 0.75]) for name in found[0]}
+    return (
+        {name: float(values[1]) for name, values in quartiles.items()}
+        | {"quartiles": {name: [float(values[0]), float(values[2])] for name, values in quartiles.items()}}
+        | {"turns": found}
+    )
 
 
 CASES = {
@@ -340,7 +382,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gib", type=float, default=4, help="size of the file")
     parser.add_argument("--batch", type=int, default=16384, help="rows of a gather")
     parser.add_argument("--batches", type=int, default=8, help="gathers of a turn")
-    parser.add_argument("--turns", type=int, default=3, help="how often each figure is taken; its median counts")
+    parser.add_argument("--turns", type=int, default=9, help="how often each figure is taken; its median counts")
     parser.add_argument("--memory-calls", type=int, default=40, help="calls of 8 steps, of the case `memory`")
     parser.add_argument("--graphbolt", type=Path, help="GraphBolt's library, beside which `skewed` is measured")
     parser.add_argument("--python", default=sys.executable, help="the interpreter with torch, for --graphbolt")
@@ -355,6 +397,6 @@ def run(args: argparse.Namespace, save: Save) -> None:
     found: dict[str, Any] = {"gib": args.gib, "batch": args.batch, "depth": DEPTH, "cores": os.cpu_count()}
     for name in args.cases:
         found[name] = CASES[name](drive, args)
-        print(name, {key: value for key, value in found[name].items() if key != "turns"}, flush=True)
+        print(name, {key: value for key, value in found[name].items() if key not in ("turns", "quartiles")}, flush=True)
         save(found)
     path.unlink()
