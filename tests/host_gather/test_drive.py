@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -29,6 +30,7 @@ from dejax.host_gather import (
     gather_start,
     prefetched_scan,
     scatter,
+    shardings,
 )
 from dejax.minibatch import FeatureStore, infer_layers
 from tests.host_gather.rows import IDS, ROWS, file_of, on_drive
@@ -448,16 +450,33 @@ def test_a_mesh_shares_the_reader() -> None:
     assert table.stats()["drive_rows"] >= 40
 
 
-def test_a_table_lives_as_long_as_a_copy_of_it() -> None:
-    """Such as jax makes of the result of a step, or for another device of the CPU than the first."""
-    for passed_on in (jax.jit(lambda table: table), lambda table: jax.device_put(table, jax.devices()[-1])):
-        copy = passed_on(on_drive(ROWS, 3))
-        gc.collect()
-        np.testing.assert_array_equal(jax.jit(gather)(copy, np.arange(50)), ROWS)
-        reader = copy.stats()["reader"]
-        del copy
-        gc.collect()
-        assert _native.extension("tests").RowReader.find(reader) is None
+@pytest.mark.parametrize(
+    "copy_of",
+    [
+        lambda table: jax.jit(lambda table: table, out_shardings=shardings(table))(table),
+        pytest.param(
+            lambda table: jax.device_put(table, jax.devices()[-1]),
+            marks=pytest.mark.cpu_only("on a GPU device_put of a table in host memory is an error"),
+        ),
+    ],
+    ids=["of a step", "of another device"],
+)
+def test_a_table_lives_as_long_as_a_copy_of_it(copy_of: Callable[[DriveTable], DriveTable]) -> None:
+    copy = copy_of(on_drive(ROWS, 3))
+    gc.collect()
+    np.testing.assert_array_equal(jax.jit(gather)(copy, np.arange(50)), ROWS)
+    reader = copy.stats()["reader"]
+    del copy
+    gc.collect()
+    assert _native.extension("tests").RowReader.find(reader) is None
+
+
+@pytest.mark.gpu
+def test_a_copy_in_the_memory_of_a_gpu_is_an_error() -> None:
+    table = on_drive(ROWS, 3)
+    on_gpu = jax.device_put(table, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    with pytest.raises(Exception, match="must be read through its array in host memory"):
+        jax.block_until_ready(jax.jit(gather)(on_gpu, np.arange(50)))
 
 
 @pytest.mark.devices(2)

@@ -162,12 +162,26 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
     assert f(given, ids).shape == (2, 64)
 
 
+def test_device_put_does_not_move_a_table_out_of_host_memory() -> None:
+    device = jax.devices()[0]
+    given = HostTable.from_numpy(ROWS)
+    pinned = jax.device_put(given._leaf, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"))
+    given = given._of(pinned, given._spec)  # as it lies on a GPU
+    tree = {"table": given, "x": np.ones(3, np.float32)}
+    with pytest.raises(ValueError, match=r"must not have tables in host memory.*shardings\(tree\)"):
+        jax.device_put(tree, device)
+    passed_on = jax.device_put(tree, shardings(tree))
+    np.testing.assert_array_equal(passed_on["table"].numpy(), ROWS)
+    assert passed_on["table"].sharding == given.sharding
+
+
 def test_a_copy_of_a_table_on_several_devices_keeps_their_rows() -> None:
     rows = np.random.default_rng(0).normal(size=(600, 64)).astype(np.float32)
     hot, cold = np.arange(0, 600, 2), np.arange(1, 600, 2)
     blocks = [DeviceTable.from_numpy(rows[hot[number::2]].copy()) for number in range(2)]
     table = PeerTable.from_parts(HostTable.from_numpy(rows[cold]), blocks, hot)
-    passed_on = jax.device_put(table, jax.devices()[0])
+    passed_on = jax.jit(lambda table: table, out_shardings=shardings(table))(table)
+    assert passed_on._hot is not table._hot
     del table, blocks
     gc.collect()
     others = [DeviceTable.from_numpy(np.full((150, 64), 7.0, np.float32)) for _ in range(20)]  # where the blocks lay

@@ -41,6 +41,21 @@ def flattened_by_user(frame: FrameType | None) -> bool:
     return file == _RAVEL_FILE or not file.startswith(_TRUSTED)
 
 
+def given_a_device(frame: FrameType | None) -> bool:
+    """Whether `frame`, which flattens a table, does so for `jax.device_put(tree, device)`."""
+    while frame is not None and frame.f_code.co_filename in _TREE_FILES:
+        frame = frame.f_back
+    if frame is None or frame.f_code is not jax.device_put.__code__:
+        return False
+    return isinstance(frame.f_locals.get("device"), jax.Device)
+
+
+DEVICE_PUT = (
+    "jax.device_put(tree, device): `tree` must not have tables in host memory, got one: all of it would be copied to "
+    "the device. Give jax.device_put(tree, dejax.host_gather.shardings(tree)), which leaves tables where they lie, or "
+    "put the other leaves of the tree on the device and the table beside them"
+)
+
 _REMEDY = (
     "HostTable: jax.tree and optax cannot compute with a table: it lies in host memory, as bits. Use "
     "host_gather.scatter_add or host_gather.sgd, adagrad or adam for tables, and optax for the other parameters; or "
@@ -113,7 +128,7 @@ class TableLeaf:
 
 
 class GoneLeaf:
-    """The leaf that jax gets of a closed table: it raises `error` when jax looks at its type.
+    """The leaf that jax gets of a closed table, or of one to copy: it raises `error` when jax looks at its type.
 
     If flattening itself raised, jaxlib would lose a level of recursion for each container around the table; after some
     hundred such errors the thread would have none left.

@@ -21,7 +21,7 @@ from dejax.host_gather.gather import gather, read_rows
 from dejax.host_gather.pipeline import begin_read
 from dejax.host_gather.tables import _sharing, _storage
 from dejax.host_gather.tables._drive_files import RowsAhead, keep_reader
-from dejax.host_gather.tables._leaf import GoneLeaf, TableLeaf, flattened_by_user
+from dejax.host_gather.tables._leaf import DEVICE_PUT, GoneLeaf, TableLeaf, flattened_by_user, given_a_device
 from dejax.host_gather.tables._lifetime import (
     TableClosedError,
     check_alive,
@@ -372,6 +372,8 @@ class LocalTable(Table):
                 check_alive(leaf, self._spec, "HostTable")
             except (TableClosedError, OSError) as error:
                 return GoneLeaf(leaf, error)
+            if leaf.sharding.memory_kind == "pinned_host" and given_a_device(caller):
+                return GoneLeaf(leaf, ValueError(DEVICE_PUT))
         return leaf
 
     # -------------------------------------------------------------------------------------------- for dejax itself
