@@ -305,6 +305,6 @@ def _scaled(rows: Any, factors: Array) -> Any:
                 f"data_parallel: `rows` must have ids int[n] and values [n, *row], got {ids.shape[1:]} and "
                 f"{values.shape[1:]}"
             )
-        return RowGradient(ids.reshape(-1), values.reshape(-1, *values.shape[2:]))
+        return RowGradient(ids.reshape(-1), values.reshape(ids.size, *values.shape[2:]))
 
     return {name: joined(gradient) for name, gradient in rows.items()}

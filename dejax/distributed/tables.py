@@ -351,7 +351,7 @@ class ShardedTable(Table):
         rows = jnp.asarray(rows)
         if rows.shape != (*shape, *spec.row):
             raise ValueError(f"{what}: rows for these ids must have shape {(*shape, *spec.row)}, got {rows.shape}")
-        rows = rows.reshape(-1, *spec.row)
+        rows = rows.reshape(ids.size, *spec.row)
         there = in_range(ids, spec.rows)
         if spec.devices == 1:
             return jnp.where(there, ids, -1), rows, jnp.zeros((), jnp.int32)

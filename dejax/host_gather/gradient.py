@@ -216,7 +216,7 @@ def _collected(table: LocalTable, found: list[tuple[Array, Array]]) -> RowGradie
     row = table.shape[1:]
     return RowGradient(
         jnp.concatenate([ids.reshape(-1) for ids, _ in found] or [jnp.zeros(0, jnp.int32)]),
-        jnp.concatenate([values.reshape(-1, *row) for _, values in found] or [jnp.zeros((0, *row), np.float32)]),
+        jnp.concatenate([rows.reshape(ids.size, *row) for ids, rows in found] or [jnp.zeros((0, *row), np.float32)]),
     )
 
 

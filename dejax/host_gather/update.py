@@ -303,7 +303,7 @@ def _write(
     spec = table._spec.plain
     hyper = jnp.zeros((7,), jnp.float32) if hyper is None else hyper
     leaves = tuple(part._operands(what).leaf for part in (table, *moments))
-    arrays = (ids.reshape(-1), rows.reshape(-1, *spec.row), hyper)
+    arrays = (ids.reshape(-1), rows.reshape(ids.size, *spec.row), hyper)
     if any(isinstance(x, jax.core.Tracer) for x in (*leaves, *arrays)):
         written = _native_update(call.op, spec, call.num_sms, leaves, *arrays)
         if spec.shared and spec.sharers > 1:

@@ -20,6 +20,7 @@ from dejax.host_gather import (
     scatter_add,
     sgd,
     shardings,
+    value_and_grad,
 )
 
 RNG = np.random.default_rng(0)
@@ -217,3 +218,15 @@ def test_wide_integers_are_not_cut() -> None:
     np.testing.assert_allclose(floats.numpy()[1], rows[0], rtol=1e-6)
     with pytest.raises(TypeError, match="64-bit mode"):
         scatter(HostTable.zeros((2, 2), np.int64), np.array([1]), rows)
+
+
+def test_rows_without_elements() -> None:
+    """Reshaping to -1 rows of no elements has no meaning: each update raised a ZeroDivisionError."""
+    ids = jnp.array([[0, 2], [2, 9]])
+    table = HostTable.zeros((3, 0))
+    table = scatter_add(scatter(table, ids, np.zeros((2, 2, 0))), ids, np.zeros((2, 2, 0)))
+    state = (rule := adam(0.1)).init(table)
+    _, gradient = value_and_grad(lambda table: table[ids].sum())(table)
+    assert gradient.values.shape == (4, 0)
+    table, state = rule.update(gradient, state, table)
+    assert table.shape == (3, 0) and int(state.step) == 1

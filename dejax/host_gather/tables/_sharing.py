@@ -93,7 +93,7 @@ def of_all_devices(what: str, ids: Array, rows: Array, row: tuple[int, ...]) -> 
             f"{what}: a table that is shared for writing must be written inside of jax.shard_map over its mesh, got a "
             "call outside; dejax.distributed.data_parallel makes such a step"
         )
-    ids, rows = ids.reshape(-1), rows.reshape(-1, *row)
+    ids, rows = ids.reshape(-1), rows.reshape(ids.size, *row)
     return jax.lax.all_gather(ids, axes, tiled=True), jax.lax.all_gather(rows, axes, tiled=True)
 
 

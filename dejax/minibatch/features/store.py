@@ -414,7 +414,7 @@ class FeatureStore:
                 raise ValueError(
                     f"{what}: the gradients of type {name!r} must have shape {expected}, got {values.shape}"
                 )
-            gradient = RowGradient(of_type.reshape(-1), values.reshape(-1, *node.table.shape[1:]))
+            gradient = RowGradient(of_type.reshape(-1), values.reshape(of_type.size, *node.table.shape[1:]))
             with naming(name):
                 types[name], after[name], more = node.update(optimizer, gradient, state[name], capacity.get(name))
             lost += more

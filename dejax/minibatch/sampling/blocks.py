@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -122,7 +123,7 @@ class Block:
                 f"Block.edge_values: `values` must have an entry for each of the sample's {len(self.layout.pieces)} "
                 f"pieces, got {len(values)}"
             )
-        flat = [jnp.asarray(some).reshape(-1, *some.shape[2:]) for some in values]
+        flat = [jnp.asarray(some).reshape(math.prod(some.shape[:2]), *some.shape[2:]) for some in values]
         none = flat[0][:0] if flat else jnp.zeros(0, jnp.float32)  # a block may have no edges
         of_slots = jnp.concatenate([flat[n] for n in _pieces(self.layout, self.hops)] or [none])
         found = of_slots if self.edge_slots is None else of_slots[self.edge_slots]

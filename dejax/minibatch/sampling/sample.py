@@ -171,7 +171,8 @@ def sample_blocks(
             numbers of edges of blocks (`find_capacities`). By default everything fits.
         exclude: edges that the sample must not contain, by relation, such as the edges to predict: int[pairs] senders
             and int[pairs] receivers, which excludes all edges between these nodes. Or int[edges], positions of edges in
-            the edge list that the topology was made from. If an excluded edge is drawn, its slot stays empty.
+            the edge list that the topology was made from (with `keep_edge_ids=False`, in its own sorted list). If an
+            excluded edge is drawn, its slot stays empty.
         seed_times: int[seeds] times, in the form of `seeds`. None: edges of all times are used. By default, a topology
             with times raises an error, so that times are not forgotten.
         options: replacement, most recent edges, bounds on degrees.
@@ -242,6 +243,8 @@ def sample_blocks(
 @broadcasting
 def edge_ids(topology: HeteroTopology, sample: SampledBlocks) -> tuple[Array, ...]:
     """The positions of sampled edges in the edge lists that the topology was made from, to read edge features.
+
+    A topology that was made with `keep_edge_ids=False` gives positions in its own sorted lists.
 
     Returns an array int[receivers, fan_out] for each entry of `SampledBlocks.edges`; -1 for empty slots.
 

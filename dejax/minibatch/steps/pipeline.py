@@ -49,7 +49,8 @@ class MiniBatch:
     Attributes:
         sample: the sampled neighbourhood of the seeds.
         x: for each node type of the feature store [nodes, *row], the features of the sample's nodes; zeros for padding.
-            A dict, or JoinedFeatures if the step was made with `joined=True`.
+            A type that no edge of the topology leads to has no entry. A dict, or JoinedFeatures if the step was made
+            with `joined=True`.
         seeds: the seeds, as they were given to the step.
         key: a random key for the step, for example for dropout. The sample was drawn with another key.
         extra: what the function `sample` returned besides the sample, or None.
