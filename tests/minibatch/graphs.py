@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.special import chdtrc
 
-from dejax.minibatch import HeteroTopology, sample_blocks
+from dejax.minibatch import HeteroTopology, edge_ids, sample_blocks
 
 WRITES, REV = ("author", "writes", "paper"), ("paper", "rev_writes", "author")
 CITES, LIKES = ("paper", "cites", "paper"), ("author", "likes", "author")
@@ -47,6 +47,12 @@ def jitted(topology, seeds, fan_outs, key=None, **keywords):
     return run(key, topology, jax.tree.map(jnp.asarray, seeds, is_leaf=lambda leaf: isinstance(leaf, list)), traced)
 
 
+@jax.jit
+def ids_and_senders(topology, sample):
+    """The places of a sample's edges in the lists that the topology was made from, and their senders, by piece."""
+    return edge_ids(topology, sample), sample.senders
+
+
 def p_value(counts, share):
     """Of the hypothesis that the counts are in proportion to the shares."""
     expected = counts.sum() * share / share.sum()
@@ -57,7 +63,8 @@ def sampled_edges(sample):
     """The sampled edges by relation, in the graph's node numbers: {edge type: [(sender, receiver, position)]}."""
     found = {edge_type: [] for edge_type in sample.layout.edge_types}
     layout = sample.layout
-    for piece, senders, edges in zip(layout.pieces, sample.senders, sample.edges, strict=True):
+    of_pieces = jax.jit(lambda sample: (sample.senders, sample.edges))(sample)
+    for piece, senders, edges in zip(layout.pieces, *of_pieces, strict=True):
         edge_type = layout.edge_types[piece.relation]
         source = np.asarray(sample.node_ids[edge_type[0]])
         target = np.asarray(sample.node_ids[edge_type[2]])

@@ -16,7 +16,6 @@ from dejax.minibatch import (
     NegativePool,
     SampleOptions,
     TrueEdges,
-    edge_ids,
     infer_layers,
     link_batch,
     link_ranks,
@@ -35,6 +34,7 @@ from tests.minibatch.graphs import (
     REV,
     WRITES,
     edge_lists,
+    ids_and_senders,
     jitted,
     neighbours,
     p_value,
@@ -70,8 +70,7 @@ def test_all_neighbours_of_two_hops(on_host):
     for edge_type in edges:
         want = [e for kind, node in expanded if kind == edge_type[2] for e in neighbours(edges, edge_type, node)]
         assert sorted((s, r) for s, r, _ in found[edge_type]) == sorted((s, r) for s, r, _ in want)
-    ids = edge_ids(topology, sample)
-    for piece, own, senders in zip(sample.layout.pieces, ids, sample.senders, strict=True):
+    for piece, own, senders in zip(sample.layout.pieces, *ids_and_senders(topology, sample), strict=True):
         edge_type = sample.layout.edge_types[piece.relation]
         source = np.asarray(sample.node_ids[edge_type[0]])
         mask = np.asarray(senders) >= 0
@@ -95,9 +94,8 @@ def test_no_edge_is_later_than_its_seed(recent, on_host):
     seeds, limits = jnp.array([1, 1, 4, 6, -1]), jnp.array([80, 20, 50, -5, 90])
     options = SampleOptions(recent=recent)
     sample = jitted(topology, ("paper", seeds), [2, 2], seed_times=limits, options=options)
-    ids = edge_ids(topology, sample)
     count = 0
-    for piece, own, senders in zip(sample.layout.pieces, ids, sample.senders, strict=True):
+    for piece, own, senders in zip(sample.layout.pieces, *ids_and_senders(topology, sample), strict=True):
         kind = sample.layout.edge_types[piece.relation]
         first = sample.layout.first(piece.hop, piece.target)
         for row, (some, local) in enumerate(zip(np.asarray(own), np.asarray(senders), strict=True)):
@@ -421,10 +419,12 @@ def test_links_in_time():
     np.testing.assert_array_equal(batch.seed_times["paper"], np.concatenate([when[order], np.repeat(when[order], 6)]))
     # By place in the list: the edges of the batch are left out, and all others of their ends stay, up to their time.
     found = {name: [] for name in lists}
-    for piece, some, ids in zip(sample.layout.pieces, sample.senders, edge_ids(topology, sample), strict=True):
+    for piece, ids, some in zip(sample.layout.pieces, *ids_and_senders(topology, sample), strict=True):
         rows, slots = np.nonzero(np.asarray(some) >= 0)
         nodes = (rows + sample.layout.first(piece.hop, piece.target)).tolist()
-        found[sample.layout.edge_types[piece.relation]] += zip(nodes, ids[rows, slots].tolist(), strict=True)
+        found[sample.layout.edge_types[piece.relation]] += zip(
+            nodes, np.asarray(ids)[rows, slots].tolist(), strict=True
+        )
     again = 0
     for name, kind, ends in ((WRITES, "paper", receivers), (REV, "author", senders)):
         seeds = zip(batch.seeds[kind].tolist(), batch.seed_times[kind].tolist(), strict=True)

@@ -112,8 +112,13 @@ def test_vectors_against_all_nodes(decoder):
     assert not task.sampled and settings.reciprocal
     seeds = {name: jnp.asarray(some[0]) for name, some in task.order(0, 0).items()}
     nodes, relations = state.embeddings["node"].table.numpy().copy(), np.asarray(state.params["relations"][...])
-    view, model = task.view(None, task.world.data, seeds, None), trainer.merged(state.params)
-    loss, _ = task.loss(model, view, {"node": jnp.asarray(nodes)}, seeds, task.world.data, jax.random.key(0))
+    view = task.view(None, task.world.data, seeds, None)
+
+    @jax.jit
+    def loss_of(params, nodes):
+        return task.loss(trainer.merged(params), view, {"node": nodes}, seeds, task.world.data, jax.random.key(0))[0]
+
+    loss = loss_of(state.params, nodes)
     graph, half, expected = task.graph, relations.shape[1] // 2, []
     base = DECODERS[decoder]
     for n in np.flatnonzero(np.asarray(seeds["kept"]) >= 0):

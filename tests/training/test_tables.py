@@ -405,7 +405,7 @@ def test_mistakes_are_named():
 def test_the_command_trains_evaluates_and_predicts_for_a_new_time(tmp_path, capsys):
     with_labels(shop(customers=10, visits=34), "regression").save(tmp_path / "shop")
     out = tmp_path / "run"
-    words = ["--out", str(out), "--epochs", "1", "--hidden", "8", "--fan-outs", "1,2", "--batch-size", "64"]
+    words = ["--out", str(out), "--epochs", "1", "--hidden", "8", "--fan-outs", "2", "--batch-size", "64"]
     assert cli.main(["tables", str(tmp_path / "shop"), *words, "--importance", "0"]) == 0
     assert "mae, test" in capsys.readouterr().out
     found = json.loads((out / "results.json").read_text())
