@@ -192,6 +192,21 @@ def test_ties_and_nan() -> None:
     assert link_ranks("dot", entities, None, entities, [[0, 0, 1]], sides=["tail"]).tail.tolist() == [3.5]
 
 
+def test_equal_embeddings_tie_wherever_they_stand() -> None:
+    """Products on a CPU add in another order in the last columns: with 4,097 equal entities the last one was apart."""
+    entities = np.tile(RNG.standard_normal(64).astype(np.float32), (4097, 1))
+    relations, triples = RNG.standard_normal((40, 64)).astype(np.float32), RNG.integers(0, [4097, 40, 4097], (40, 3))
+    assert set(link_ranks("distmult", entities, relations, entities, triples, batch_size=5).ranks) == {2049}
+
+
+def test_scores_of_embeddings_of_16_bits_are_float32() -> None:
+    entities = RNG.standard_normal((300, 8)).astype(jnp.bfloat16)
+    triples = RNG.integers(0, 300, (20, 3)) * [1, 0, 1]
+    wide = entities.astype(np.float32)
+    want = link_ranks("dot", wide, None, wide, triples)
+    np.testing.assert_array_equal(link_ranks("dot", entities, None, entities, triples).ranks, want.ranks)
+
+
 @pytest.mark.slow
 def test_a_planted_structure_is_found_after_training() -> None:
     """DistMult on a symmetric block structure: most filtered test ranks are near the best after some steps."""

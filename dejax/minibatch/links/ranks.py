@@ -17,6 +17,8 @@ from dejax.datasets.files._work import Progress
 from dejax.minibatch.links.decoders import DECODERS, Decoder
 
 _SCORES = 1 << 27  # of a batch against all candidates, by default: 512 MiB in float32
+# A product on the CPU adds in another order in columns that do not fill a vector: equal candidates had unequal scores.
+_CANDIDATES = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +133,7 @@ class _Arrays:
 
     @classmethod
     def checked(cls, decoder: Decoder, heads: ArrayLike, relations: ArrayLike | None, tails: ArrayLike) -> _Arrays:
-        h, t = jnp.asarray(heads), jnp.asarray(tails)
+        h, t = _wide(heads), _wide(tails)
         if h.ndim != 2 or t.ndim != 2 or h.shape[1] != t.shape[1]:
             raise ValueError(
                 f"link_ranks: `heads` and `tails` must be [entities, d] of one width, got {h.shape} and {t.shape}"
@@ -141,7 +143,7 @@ class _Arrays:
             if width:
                 raise ValueError(f"link_ranks: `relations` must be [relations, {width}] for {decoder.name}, got None")
             return cls(h, None, t)
-        r = jnp.asarray(relations)
+        r = _wide(relations)
         if not width:
             raise ValueError(f"link_ranks: `relations` must be None for {decoder.name}, got {r.shape}")
         if r.ndim != 2 or r.shape[1] != width:
@@ -151,6 +153,12 @@ class _Arrays:
     @property
     def num_relations(self) -> int:
         return 1 if self.relations is None else self.relations.shape[0]
+
+
+def _wide(embeddings: ArrayLike) -> Array:
+    """Embeddings in float32 at least: scores of 16 bits would be equal for entities that are not."""
+    given = jnp.asarray(embeddings)
+    return given.astype(jnp.promote_types(given.dtype, jnp.float32))
 
 
 def _checked_triples(name: str, given: ArrayLike, counts: tuple[int, int, int]) -> np.ndarray:
@@ -181,7 +189,8 @@ def _ranks_of(
     room = 1 << max(0, most - 1).bit_length()
     out = np.empty(len(rows))
     # Not kept for later calls: what the functions of a decoder close over may have changed.
-    counted = jax.jit(functools.partial(_batch_counts, decoder, side))
+    on_cpu = all(device.platform == "cpu" for device in arrays.heads.devices())
+    counted = jax.jit(functools.partial(_batch_counts, decoder, side, on_cpu))
     for number, batch in enumerate(batches):
         padded = np.concatenate([batch, np.repeat(batch[:1], size - len(batch), axis=0)])
         row, entity = filters.pairs(batch)
@@ -194,11 +203,11 @@ def _ranks_of(
     return out
 
 
-def _batch_counts(decoder: Decoder, side: str, arrays: _Arrays, rows: Array, filtered: Array) -> Array:
+def _batch_counts(decoder: Decoder, side: str, on_cpu: bool, arrays: _Arrays, rows: Array, filtered: Array) -> Array:
     """int32[2, n]: how many entities have a better score, and an equal one.
 
     Args:
-        decoder, side, arrays: static parts and embeddings.
+        decoder, side, on_cpu, arrays: static parts and embeddings.
         rows: int32[n, 3].
         filtered: int32[2, m], (row, entity) pairs that do not count; rows out of range are padding.
     """
@@ -207,10 +216,13 @@ def _batch_counts(decoder: Decoder, side: str, arrays: _Arrays, rows: Array, fil
         query, candidates, target = decoder.query_tail(arrays.heads[rows[:, 0]], relation), arrays.tails, rows[:, 2]
     else:
         query, candidates, target = decoder.query_head(arrays.tails[rows[:, 2]], relation), arrays.heads, rows[:, 0]
+    count = candidates.shape[0]
+    candidates = jnp.pad(candidates, ((0, -count % _CANDIDATES), (0, 0))) if on_cpu else candidates
     scores = decoder.score_all(query, candidates)
     # From the same product: a score that is computed in another way may differ in its last bit, and break a tie.
     own = jnp.take_along_axis(scores, target[:, None], axis=1)
-    counts = jnp.ones(scores.shape, bool).at[filtered[0], filtered[1]].set(False, mode="drop")
+    counts = jnp.broadcast_to(jnp.arange(scores.shape[1]) < count, scores.shape)
+    counts = counts.at[filtered[0], filtered[1]].set(False, mode="drop")
     counts = counts.at[jnp.arange(rows.shape[0]), target].set(False)
     better = (counts & ~(scores <= own)).sum(1, dtype=jnp.int32)
     equal = (counts & (scores == own)).sum(1, dtype=jnp.int32)
