@@ -397,7 +397,7 @@ def test_bad_arguments(tmp_path):
     for how in ({"path": tmp_path, "params": "disk"}, {"params": "host", "streams": True}, {"path": tmp_path}):
         with pytest.raises(ValueError, match=r"`layers` must be divided along other axes than the first one, because"):
             make(**how).init(outer, four)
-        with pytest.raises(ValueError, match="stack_step: `params` must lie on one mesh with .*, got Mesh"):
+        with pytest.raises(ValueError, match="stack_step: `params` must be of one mesh with .*, got arrays of Mesh"):
             make(**how).init(outer, model("data and tensor")[1])
     step = make(path=tmp_path)
     state = step.init(outer, layers)

@@ -402,7 +402,7 @@ class TestRefusals:
     @pytest.mark.parametrize("place", ["with a path", "with streams=True"])
     def test_of_both_places(self, place, tmp_path):
         away = optimizer(ADAM, **SMALL, **({"path": tmp_path} if "path" in place else {"streams": True}))
-        with pytest.raises(ValueError, match=f"`params` must lie on one mesh {place}, got Mesh"):
+        with pytest.raises(ValueError, match=f"`params` must be of one mesh {place}, got arrays of Mesh"):
             away.init({"a": params_of("fsdp")["w"], "b": params_of("data and tensor")["w"]})
         params = params_of("replicated")
         with pytest.raises(ValueError, match="must be called outside of jax.shard_map where a mesh divides the state"):

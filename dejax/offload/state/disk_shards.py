@@ -9,50 +9,15 @@ from another mesh, is an error and never a wrong number.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dejax import _compat
-
-
-def divided(sharding: Any) -> bool:
-    """Whether a sharding has several devices."""
-    return sharding is not None and bool(sharding.num_devices > 1)
-
-
-def why_not_one_mesh(shardings: Sequence[NamedSharding]) -> str | None:
-    """A text that names the meshes that divide the arrays of a state; None if it is a single mesh."""
-    meshes = list(dict.fromkeys(at.mesh for at in shardings))
-    return None if len(meshes) == 1 else f"`state` must be of one mesh, got arrays of {meshes[0]} and {meshes[1]}"
-
-
-def require_one_mesh(params: Any, caller: str, why: str) -> None:
-    """Raises ValueError where parameters on several devices have no mesh in common.
-
-    Args:
-        params: a pytree.
-        caller: for the message.
-        why: when the rule holds, as "with a path".
-    """
-    shardings = [x.sharding for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and _is_concrete(x)]
-    if not any(map(divided, shardings)):
-        return
-    for sharding in shardings:
-        if divided(sharding) and not isinstance(sharding, NamedSharding):
-            raise ValueError(
-                f"{caller}: `params` on several devices must have a NamedSharding {why}, got "
-                f"{type(sharding).__name__}; place them with jax.device_put(params, NamedSharding(mesh, spec))"
-            )
-    meshes = list(dict.fromkeys(x.mesh for x in shardings if isinstance(x, NamedSharding)))
-    if len(meshes) > 1:
-        raise ValueError(
-            f"{caller}: `params` must lie on one mesh {why}, got {meshes[0]} and {meshes[1]}; place all of them on one"
-        )
+from dejax.offload.state.meshes import divided
 
 
 def mark_of(sharding: NamedSharding, shape: Sequence[int]) -> int:
@@ -66,13 +31,6 @@ def mark_of(sharding: NamedSharding, shape: Sequence[int]) -> int:
 def ticket_sharding(mesh: Any) -> NamedSharding:
     """The sharding of tickets [devices, 5]: a row on each device."""
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-
-
-def placed_as(mesh: Any, values: Sequence[Any], specs: Sequence[PartitionSpec]) -> list[Any]:
-    """Divides values as a `shard_map` takes them, if axes of the mesh are explicit. Otherwise XLA divides them."""
-    if AxisType.Explicit not in mesh.axis_types:
-        return list(values)
-    return [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(values, specs, strict=True)]
 
 
 def put_shards(store: Any, array: Any, sharding: NamedSharding, write: Callable[[Any, int], int]) -> Any:
@@ -165,13 +123,3 @@ def read_rows(parts: dict[Any, tuple[Any, Any]], shape: tuple[int, ...], dtype: 
         if first < last:
             out[(slice(first - begin, last - begin), *others)] = shard[first - rows.start : last - rows.start]
     return out
-
-
-def shard_bytes(sharding: Any, shape: Sequence[int], dtype: Any) -> int:
-    """Number of bytes of one device's shard, or of an array that is not divided."""
-    shape = sharding.shard_shape(tuple(shape)) if divided(sharding) else shape
-    return math.prod(shape) * np.dtype(dtype).itemsize
-
-
-def _is_concrete(x: Any) -> bool:
-    return not isinstance(x, jax.core.Tracer)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import core
 
 from dejax.offload._evaluation import Demand, inlined, is_elementwise
-from dejax.offload.state.disk_shards import divided
+from dejax.offload.state.meshes import divided
 from dejax.offload.state.placements import Tier, is_on_host, shardings_of, tier_of
 from dejax.offload.state.store import StateStore
 

@@ -14,11 +14,10 @@ import numpy as np
 from dejax import _native
 from dejax._optional import optional
 from dejax.offload._evaluation import inlined
-from dejax.offload.state import disk_shards
 from dejax.offload.state.first_state import first_state, in_place
+from dejax.offload.state.meshes import divided, require_one_mesh, why_no_shards
 from dejax.offload.state.placements import Placements, Tier, explicit_shardings, is_on_host
 from dejax.offload.state.store import StateStore, is_on_disk, store_at
-from dejax.offload.state.stream.calls import why_no_shards
 from dejax.offload.state.stream.cut import PIECE_BYTES, StateUpdate, unit_of
 from dejax.offload.state.stream.pieces import stream_state
 
@@ -106,7 +105,7 @@ def optimizer(
     def init(params: Any) -> Any:
         if path is not None or streams:
             why = "with streams=True" if path is None else "with a path"
-            disk_shards.require_one_mesh(params, "offload.optimizer", why)
+            require_one_mesh(params, "offload.optimizer", why)
         state = first_state(tx.init, params, moved.tiers, moved.put, piece_bytes)
         copies.note(state, params)
         return state
@@ -167,7 +166,7 @@ class _Moved:
             return x if sharding is None or not hasattr(x, "dtype") else in_place(x, tier, sharding)
         if tier == "disk" and isinstance(x, jax.core.Tracer):
             raise ValueError("offload.optimizer: `init` must run outside of jax.jit with a path, got traced arrays")
-        shape = sharding.shard_shape(tuple(x.shape)) if disk_shards.divided(sharding) else x.shape
+        shape = sharding.shard_shape(tuple(x.shape)) if divided(sharding) else x.shape
         unit = unit_of(shape, x.dtype, self.piece_bytes)
         return in_place(x, tier, sharding, disk=lambda: self.disk, unit_bytes=unit)
 
@@ -189,7 +188,7 @@ class _Copies:
         if any(isinstance(x, jax.core.Tracer) for x in (*leaves, *given)):
             return
         shardings = [getattr(x, "sharding", None) for x in given]
-        if len({getattr(at, "mesh", None) for at in shardings if disk_shards.divided(at)}) <= 1:
+        if len({getattr(at, "mesh", None) for at in shardings if divided(at)}) <= 1:
             self._seen.note(leaves)
 
     def of(self, state: Sequence[Any], away: Sequence[bool], inside: bool) -> tuple[list[bool], Sequence[Any]]:
@@ -209,13 +208,13 @@ class _Copies:
         if jax.device_count() == 1:
             return host, nowhere
         found = self._known(state, host)
-        divided = [at for at in found if any(map(disk_shards.divided, _chosen(at, host)))]
+        on_meshes = [at for at in found if any(map(divided, _chosen(at, host)))]
         if self._streams is None:
-            can = len(found) == len(divided) == 1
+            can = len(found) == len(on_meshes) == 1
             if can and why_no_shards("`update`", _chosen(state, host), _chosen(found[0], host)) is None:
                 return host, found[0]
             return nothing, nowhere
-        if not divided:
+        if not on_meshes:
             return host, nowhere
         if len(found) > 1:
             raise ValueError(

@@ -17,12 +17,12 @@ from dejax import _native
 from dejax._dtypes import narrowed, wide, zeros
 from dejax.offload.activations import calls
 from dejax.offload.activations.store import binding_of
-from dejax.offload.state.disk_shards import divided
+from dejax.offload.state.meshes import divided, why_no_rows
 from dejax.offload.state.mixing import why_not_by_layers
 from dejax.offload.state.placements import Shardings, tier_of
 from dejax.offload.state.stack_settings import StackSettings, StackState
 from dejax.offload.state.store import is_on_disk
-from dejax.offload.state.stream.rows import HostRows, Walk, why_no_rows
+from dejax.offload.state.stream.rows import HostRows, Walk
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _SITE = 1 << 41

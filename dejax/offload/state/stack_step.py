@@ -25,14 +25,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dejax import _compat
 from dejax.offload.activations.store import ActivationStore
-from dejax.offload.state.disk_shards import divided, require_one_mesh, shard_bytes
 from dejax.offload.state.first_state import first_state, in_place
+from dejax.offload.state.meshes import divided, require_one_mesh, require_whole_rows, shard_bytes
 from dejax.offload.state.placements import Placements, Shardings, Tier, shardings_of
 from dejax.offload.state.stack_loops import Run, count
 from dejax.offload.state.stack_settings import Kept, Place, StackSettings, StackState
 from dejax.offload.state.store import StateStore, is_on_disk
 from dejax.offload.state.stream.cut import PIECE_BYTES
-from dejax.offload.state.stream.rows import require_whole_rows
 
 _DEVICE = jax.memory.Space.Device
 

@@ -24,6 +24,7 @@ from dejax import _native
 from dejax._pytrees import of_this_process
 from dejax.offload._resources import StoreResources, check_sizes
 from dejax.offload.state import disk_shards
+from dejax.offload.state.meshes import divided, shard_bytes
 
 _REMEDY = "read the array first: np.asarray(array), with is_leaf=lambda x: isinstance(x, DiskArray) in jax.tree.map"
 
@@ -330,9 +331,9 @@ class StateStore:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
             raise ValueError(f"StateStore: `array` must have elements, got shape {shape}")
-        nbytes = disk_shards.shard_bytes(sharding, shape, dtype)
+        nbytes = shard_bytes(sharding, shape, dtype)
         unit = min(nbytes, unit_bytes or nbytes)
-        if disk_shards.divided(sharding):
+        if divided(sharding):
             sharding = sharding.with_memory_kind(None)
             ticket = disk_shards.put_shards(self, array, sharding, lambda part, lane: self._write(part, unit, lane))
             return DiskArray(ticket, shape, dtype, unit, self, sharding)

@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from dejax import _compat, _native
 from dejax._native import ffi_call
 from dejax.offload.state import disk_shards
+from dejax.offload.state.meshes import divided, placed_as
 from dejax.offload.state.store import DiskArray, is_on_disk
 
 REGISTER, BEGIN, FINISH, LOOP, OPEN, COMMIT = range(6)  # native/state/pieces.h
@@ -101,7 +102,7 @@ class Stream:
         _native.extension(use.feature)
         self.arrays = list(arrays)
         self.shards = shapes_of_shards(arrays, shardings)
-        self.mesh = shardings[0].mesh if any(map(disk_shards.divided, shardings)) else None
+        self.mesh = shardings[0].mesh if any(map(divided, shardings)) else None
         self.specs = [PartitionSpec() if self.mesh is None else sharding.spec for sharding in shardings]
         self._each = PartitionSpec(() if self.mesh is None else self.mesh.axis_names)
         self._use = use
@@ -263,7 +264,7 @@ class Stream:
         mapped = jax.shard_map(
             body, mesh=self.mesh, in_specs=specs, out_specs=(self._each, list(results)), check_vma=False
         )
-        ticket, made = mapped(*disk_shards.placed_as(self.mesh, (ticket, *values), specs))
+        ticket, made = mapped(*placed_as(self.mesh, (ticket, *values), specs))
         return ticket, made
 
     def _operands(self) -> list[Any]:
@@ -332,36 +333,9 @@ class Stream:
 
 def shapes_of_shards(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     """The shape and dtype of one device's shard of each array; an array on one device is its own shard."""
-    if not any(map(disk_shards.divided, shardings)):
+    if not any(map(divided, shardings)):
         return list(arrays)
     return [
         x.shard(None) if is_on_disk(x) else jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
         for x, sharding in zip(arrays, shardings, strict=True)
     ]
-
-
-def why_no_shards(caller: str, arrays: Sequence[Any], shardings: Sequence[Any]) -> str | None:
-    """The reason why the devices of a mesh cannot copy their shards, and the remedy; None if they can.
-
-    Args:
-        caller: in the message, as "`update`".
-        arrays: the arrays, some of which lie on several devices.
-        shardings: the sharding of each array.
-    """
-    if _compat.on_several_devices():
-        return (
-            f"{caller} must be called outside of jax.shard_map where a mesh divides the state, got a call inside of "
-            "one; it makes its own"
-        )
-    for x, sharding in zip(arrays, shardings, strict=True):
-        if not disk_shards.divided(sharding):
-            return (
-                f"`state` must be of one mesh, got an array of shape {tuple(x.shape)} on one device; place all "
-                "parameters on the mesh with jax.device_put(params, NamedSharding(mesh, spec)) before init"
-            )
-        if not isinstance(sharding, NamedSharding):
-            return (
-                f"`state` must have a NamedSharding, got {type(sharding).__name__}; place parameters with "
-                "jax.device_put(params, NamedSharding(mesh, spec)) before init"
-            )
-    return disk_shards.why_not_one_mesh(shardings)

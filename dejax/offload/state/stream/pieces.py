@@ -16,14 +16,13 @@ from jax import Array
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from dejax.offload.state import disk_shards
+from dejax.offload.state.meshes import divided, why_no_shards
 from dejax.offload.state.stream.calls import (
     ArrayPiece,
     Stream,
     StreamUse,
     shapes_of_shards,
     staging_bytes,
-    why_no_shards,
 )
 from dejax.offload.state.stream.cut import StateGroup, StatePiece, StateUpdate, groups_of, pieces_of, read_by, wide_of
 
@@ -54,7 +53,7 @@ def stream_state(
     """
     numbers = [i for i, yes in enumerate(streamed) if yes]
     arrays, where = [update.state[i] for i in numbers], [shardings[i] for i in numbers]
-    several = any(map(disk_shards.divided, where))
+    several = any(map(divided, where))
     if several and (why := why_no_shards("`update`", arrays, where)):
         raise ValueError(f"offload.optimizer: {why}")
     at = {number: position for position, number in enumerate(numbers)}

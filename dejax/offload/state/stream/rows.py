@@ -16,8 +16,8 @@ import jax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dejax.offload.state import disk_shards
-from dejax.offload.state.stream.calls import ArrayPiece, Stream, StreamUse, staging_bytes, why_no_shards
+from dejax.offload.state.meshes import divided, shard_bytes, why_no_rows
+from dejax.offload.state.stream.calls import ArrayPiece, Stream, StreamUse, staging_bytes
 
 _USE = StreamUse(
     feature="offload.stack_step",
@@ -58,10 +58,10 @@ class HostRows(Stream):
     """
 
     def __init__(self, arrays: Sequence[Any], shardings: Sequence[Any], ahead: int) -> None:
-        if any(map(disk_shards.divided, shardings)) and (why := why_no_rows(arrays, shardings)):
+        if any(map(divided, shardings)) and (why := why_no_rows(arrays, shardings)):
             raise ValueError(f"stack_step: {why}")
         pairs = zip(arrays, shardings, strict=True)
-        row = [disk_shards.shard_bytes(at, x.shape, x.dtype) // x.shape[0] for x, at in pairs]
+        row = [shard_bytes(at, x.shape, x.dtype) // x.shape[0] for x, at in pairs]
         super().__init__(_USE, arrays, shardings, staging_bytes(row, ahead, arrays[0].shape[0]))
 
     def first_rows(self, ticket: Array, walk: Walk) -> Array:
@@ -137,26 +137,3 @@ class HostRows(Stream):
 
     def _row_specs(self, arrays: Sequence[int]) -> list[PartitionSpec]:
         return [PartitionSpec(*self.specs[i][1:]) for i in arrays]
-
-
-def why_no_rows(arrays: Sequence[Any], shardings: Sequence[Any]) -> str | None:
-    """The reason why the devices of a mesh cannot copy rows of arrays, and the remedy; None if they can."""
-    if why := why_no_shards("the step", arrays, shardings):
-        return why
-    found = (_why_no_whole_rows(x, at) for x, at in zip(arrays, shardings, strict=True))
-    return next((why for why in found if why), None)
-
-
-def require_whole_rows(x: Any, sharding: NamedSharding) -> None:
-    """Raises ValueError if the devices do not all hold the same rows."""
-    if why := _why_no_whole_rows(x, sharding):
-        raise ValueError(f"stack_step: {why}")
-
-
-def _why_no_whole_rows(x: Any, sharding: NamedSharding) -> str | None:
-    if sharding.shard_shape(tuple(x.shape))[0] == x.shape[0]:
-        return None
-    return (
-        "`layers` must be divided along other axes than the first one, because layers travel one by one, got "
-        f"{sharding.spec} for an array of shape {tuple(x.shape)}; place it with PartitionSpec(None, ...)"
-    )
