@@ -116,7 +116,7 @@ LAYERS = (
     ("dejax.rgnn.passes",),
     ("dejax.rgnn.cost",),
     ("dejax.rgnn.graphs", "dejax.rgnn.ir"),
-    ("dejax.segment",),
+    ("dejax.cuda", "dejax.segment"),
     ("dejax.pallas",),
     (
         "dejax._compiling",

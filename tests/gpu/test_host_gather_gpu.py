@@ -264,16 +264,17 @@ def test_overlap() -> None:
 
 
 def test_kernels_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dejax.cuda import nvrtc
     from dejax.host_gather import _kernels
 
     monkeypatch.setenv("DEJAX_CACHE_DIR", str(tmp_path))
     definitions = tuple(sorted({"ID": "int", "UNIT": 4, "OP": 0, "TABLE": -1, "VALUES": -1}.items()))
-    first = _kernels._compiled("update.cu", definitions, (9, 0))
+    first = nvrtc.compiled("update.cu", _kernels._source("update.cu"), definitions, (9, 0))
     (kept,) = (tmp_path / "kernels").iterdir()
     kept.write_bytes(kept.read_bytes()[:-1])  # cut short: compiled again
-    assert _kernels._compiled("update.cu", definitions, (9, 0)) == first
-    with pytest.raises(_kernels.KernelError, match="error"):
-        _kernels.compile_source(_kernels._nvrtc(), "not C++", "x.cu", (), (9, 0))
+    assert nvrtc.compiled("update.cu", _kernels._source("update.cu"), definitions, (9, 0)) == first
+    with pytest.raises(nvrtc.KernelError, match="error"):
+        nvrtc.compile_source(nvrtc.nvrtc(), "not C++", "x.cu", (), (9, 0))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax.cuda import ordering
 from dejax.host_gather._ids import in_range
 from dejax.rgnn.graphs.building.sorting_traced import begins_run, cumulative_sum, put, put_where, sort_pairs, take
 from dejax.rgnn.graphs.building.static_tables import on_device
@@ -71,6 +72,7 @@ class Nodes:
     trees: Array | None = None
 
 
+_MOST_NODES = 2**31 - 1  # of all types, that one int32 counts, with one for none
 # Numbering by a table of all nodes moves about 20 bytes for each node of the graph, by sorting about 100 for each node
 # that was found.
 _TABLE_NODES_PER_FOUND = 4
@@ -91,9 +93,33 @@ def number_found(known: Nodes, found: Nodes, places: NumberRanges) -> tuple[Node
         new nodes there are, those that did not fit included.
     """
     one_type = len(places.counts) == 1 and known.trees is None
+    size = known.nodes.shape[0] + found.nodes.shape[0]
+    small = sum(places.counts) < _MOST_NODES and len(places.counts) <= ordering.MOST_TYPES
+    if known.trees is None and small and ordering.available(size):
+        return by_one_kernel(known, found, places)
     if one_type and 0 < places.counts[0] <= _TABLE_NODES_PER_FOUND * found.nodes.shape[0]:
         return by_table(known, found, places)
     return by_sort(known, found, places)
+
+
+def by_one_kernel(known: Nodes, found: Nodes, places: NumberRanges) -> tuple[Nodes, Array, Array]:
+    """`number_found` by one kernel on a GPU, and by a sort on other devices."""
+
+    def on_gpu(old: Array, new: Array, types: Array) -> tuple[Array, Array, Array]:
+        bases = np.cumsum([0, *places.counts]).tolist()
+        nodes = jnp.concatenate([old, new])
+        kinds = jnp.concatenate([jnp.asarray(on_device(np.asarray(known.types))[0]), types])
+        keys = jnp.where(nodes >= 0, nodes + take(np.array(bases[:-1], np.int32), kinds), bases[-1])
+        counted = old.shape[0], bases[:-1], bases[-1], places.first, places.sizes, old.shape[0] + sum(places.sizes)
+        return ordering.number(keys.astype(jnp.uint32), *counted)
+
+    def elsewhere(old: Array, new: Array, types: Array) -> tuple[Array, Array, Array]:
+        after, local, added = by_sort(Nodes(old, known.types), Nodes(new, types), places)
+        return after.nodes, local, added
+
+    given = known.nodes, found.nodes, jnp.asarray(found.types)
+    nodes, local, added = jax.lax.platform_dependent(*given, cuda=on_gpu, default=elsewhere)
+    return Nodes(nodes, _all_types(known, places.sizes)), local, added
 
 
 def by_table(known: Nodes, found: Nodes, places: NumberRanges) -> tuple[Nodes, Array, Array]:
@@ -158,7 +184,7 @@ def _ordered(
     """Nodes, types and trees in the stable order by (type, node, tree), and positions; padding has the last type."""
     bases = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
     total = int(bases[-1])
-    if total >= 2**31 - 1:  # more than 31 bits
+    if total >= _MOST_NODES:
         kind = jnp.where(nodes >= 0, kinds, len(counts))
         keys = (kind, nodes, position) if trees is None else (kind, nodes, trees, position)
         kind, node, *rest = jax.lax.sort(keys, num_keys=len(keys) - 1, is_stable=True)
@@ -167,7 +193,7 @@ def _ordered(
     key = jnp.where(nodes >= 0, nodes + take(base, kinds), total)
     tree = None
     if trees is None:
-        key, at = sort_pairs(key, total + 1, position)
+        key, at = sort_pairs(key, total + 1)
     else:
         key, tree, at = jax.lax.sort((key, trees, position), num_keys=2, is_stable=True)
     key = key.astype(jnp.int32)

@@ -1,14 +1,15 @@
 """Sorting and grouping of many small integers inside `jax.jit`: the operations of `build` in static sizes.
 
 `sorting` has the same operations for numpy, in exact sizes. Operators are chosen for what XLA does fast on a GPU:
-- A sort of one unsigned key with one value is a radix sort, with one pass per byte of the key. Several keys, or signed
-  keys of 8 or 16 bits, are sorted by comparisons.
-- A cumulative sum is a few kernels; on a CPU it is one for each factor of 16.
+- A sort of one unsigned key with one value is a radix sort, with one pass per byte of the key: three kernels each, or one
+  for all up to `ordering.LONGEST` entries. Several keys, or signed keys of 8 or 16 bits, are sorted by comparisons.
+- A cumulative sum is one kernel up to that size, else a few; on a CPU it is one for each factor of 16.
 - A scatter to distinct places is one kernel. A scatter-add where many entries share a place is sequential.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -17,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+from dejax.cuda import ordering
 
 xp = jnp
 EXACT = False
@@ -82,19 +85,33 @@ def put(base: Array, place: Array, values: Any, unique: bool = False) -> Array:
     return jax.lax.scatter(base, place, values, _WRITE, unique_indices=unique, mode=mode)
 
 
+# Up to this number of entries, XLA sorts by one kernel.
+_FEW = 1 << 11
+
+
 def sort_pairs(key: Array, bound: int, values: Array | None = None) -> tuple[Array, Array]:
-    """Keys and values in the stable order by key; keys in the shortest unsigned dtype that holds them.
+    """Keys and values in the stable order by key: uint32 and as `values`.
 
     Args:
         key: non-negative integers, [size].
         bound: an exclusive upper bound of the keys, at most 2^32.
-        values: [size]; None: the positions, int32.
+        values: int32[size]; None: the positions.
     """
-    if values is None:
-        values = jnp.arange(key.shape[0], dtype=jnp.int32)
-    dtype = next(t for t in (jnp.uint8, jnp.uint16, jnp.uint32) if bound - 1 <= jnp.iinfo(t).max)
-    sorted_key, sorted_values = jax.lax.sort((key.astype(dtype), values), num_keys=1, is_stable=True)
-    return sorted_key, sorted_values
+
+    def by_xla(key: Array, *values: Array) -> tuple[Array, Array]:
+        dtype = next(t for t in (jnp.uint8, jnp.uint16, jnp.uint32) if bound - 1 <= jnp.iinfo(t).max)
+        order = values[0] if values else jnp.arange(key.shape[0], dtype=jnp.int32)
+        sorted_key, sorted_values = jax.lax.sort((key.astype(dtype), order), num_keys=1, is_stable=True)
+        return sorted_key.astype(jnp.uint32), sorted_values
+
+    def by_one_kernel(key: Array, *values: Array) -> tuple[Array, Array]:
+        own = values[0] if values else None
+        return ordering.sort_pairs(key.astype(jnp.uint32), own, (bound - 1).bit_length())
+
+    given = [key] if values is None else [key, values]
+    if key.shape[0] <= _FEW or not ordering.available(key.shape[0]):
+        return by_xla(*given)
+    return jax.lax.platform_dependent(*given, cuda=by_one_kernel, default=by_xla)
 
 
 def stable_sort(
@@ -121,9 +138,7 @@ def stable_sort(
         word = jnp.zeros(columns[0].shape[0], jnp.uint32)
         for column in group:
             word = word * jnp.uint32(bounds[column]) + columns[column].astype(jnp.uint32)
-        if order is None:
-            order = jnp.arange(word.shape[0], dtype=jnp.int32)
-        else:
+        if order is not None:
             word = take(word, order)
         word, order = sort_pairs(word, prod(bounds[c] for c in group), order)
     assert order is not None
@@ -169,8 +184,11 @@ def cumulative_sum(x: Array) -> Array:
     x, size = x.astype(jnp.int32), x.shape[-1]
     front: list[tuple[int, int, int]] = [(0, 0, 0)] * (x.ndim - 1)
     if jax.default_backend() != "cpu":
+        by_xla = functools.partial(jax.lax.cumsum, axis=x.ndim - 1)
+        if size > _WINDOW * _WINDOW and ordering.available(size):
+            return jax.lax.platform_dependent(x, cuda=ordering.sums, default=by_xla)
         if size > _SHORT:
-            return jax.lax.cumsum(x, axis=x.ndim - 1)
+            return by_xla(x)
         step = 1
         while step < size:
             x = x + jax.lax.pad(x, np.int32(0), [*front, (step, -step, 0)])

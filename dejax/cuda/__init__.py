@@ -1,0 +1,1 @@
+"""CUDA kernels in CUDA C++: compiled by NVRTC, and called by programs."""

@@ -1,0 +1,297 @@
+// Sorting, sums and numbering of some hundred thousand integers, each by one kernel.
+//
+// A cluster of kParts blocks works on one row. Its blocks run at the same time on neighbouring multiprocessors and wait for
+// each other at barriers in hardware, so that what takes many kernels elsewhere takes one here. Its blocks exchange
+// numbers through device memory, which they read past the first-level cache. `sizes` are numbers in device memory, too.
+
+#ifdef __CUDACC__
+#define DEJAX_SHARED(type, name, at) __shared__ type name
+#define DEJAX_MEET_CLUSTER() \
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory")
+#endif
+
+constexpr int kParts = PARTS;  // blocks of a cluster
+constexpr int kThreads = THREADS;
+constexpr int kWarps = kThreads / 32;
+constexpr int kBins = 256;
+constexpr unsigned kAll = ~0u;
+
+struct Shared {
+  unsigned counts[kWarps][kBins];
+  unsigned base[kBins];
+  int warps[kWarps];
+};
+
+struct OfTypes {
+  static constexpr int kMost = 64;
+  int numbers[3 * kMost];
+};
+
+// Waits for all blocks of the cluster; each then sees what the others have written.
+__device__ inline void MeetCluster() { DEJAX_MEET_CLUSTER(); }
+
+struct Sum {
+  static constexpr int kNone = 0;
+  __device__ static int Of(int a, int b) { return a + b; }
+};
+struct Largest {
+  static constexpr int kNone = -1;
+  __device__ static int Of(int a, int b) { return a > b ? a : b; }
+};
+
+// Of the values of the threads before this one, and of all threads of the block.
+struct Scanned {
+  int before, all;
+};
+
+template <typename Op>
+__device__ Scanned ScanBlock(int value, Shared& shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int up_to = value;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(kAll, up_to, step);
+    if (lane >= step) up_to = Op::Of(up_to, other);
+  }
+  int before = __shfl_up_sync(kAll, up_to, 1);
+  if (lane == 0) before = Op::kNone;
+  __syncthreads();  // `warps` may still be read
+  if (lane == 31) shared.warps[warp] = up_to;
+  __syncthreads();
+  Scanned found{before, Op::kNone};
+  for (int w = 0; w < kWarps; ++w) {
+    if (w == warp) found.before = Op::Of(found.all, before);
+    found.all = Op::Of(found.all, shared.warps[w]);
+  }
+  return found;
+}
+
+// The same among all threads of the cluster. `totals` has a number of each block.
+template <typename Op>
+__device__ int ScanCluster(int value, int* totals, Shared& shared) {
+  const int part = blockIdx.x % kParts;
+  const Scanned own = ScanBlock<Op>(value, shared);
+  if (threadIdx.x == 0) totals[part] = own.all;
+  MeetCluster();
+  int before = Op::kNone;
+  for (int p = 0; p < part; ++p) before = Op::Of(before, __ldcg(&totals[p]));
+  return Op::Of(before, own.before);
+}
+
+struct Pairs {
+  unsigned* keys;
+  int* values;
+};
+
+// Sorts keys of so many bits with their values, stably, by the lowest digit first. `from.values` may be null: positions.
+// `bins` has kParts * kBins elements. The result lies in `into`; `spare` is overwritten, `from` is not.
+__device__ void SortPairs(Pairs from, Pairs into, Pairs spare, unsigned* bins, int size, int bits, Shared& shared) {
+  constexpr int kAtOnce = 4;  // entries that a lane reads before it writes any
+  const int part = blockIdx.x % kParts, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int passes = (bits + 7) / 8, width = (bits + passes - 1) / passes;
+  const int of_warp = (size + kParts * kWarps * 32 - 1) / (kParts * kWarps * 32) * 32;
+  const int first = min(size, (part * kWarps + warp) * of_warp), last = min(size, first + of_warp);
+  unsigned* const counts = shared.counts[warp];
+  for (int pass = 0; pass < passes; ++pass) {
+    const int shift = pass * width;
+    const unsigned mask = (1u << width) - 1;
+    const Pairs to = (passes - 1 - pass) % 2 == 0 ? into : spare;
+    for (int i = threadIdx.x; i < kWarps * kBins; i += kThreads) shared.counts[i / kBins][i % kBins] = 0;
+    __syncthreads();
+    for (int i = first + lane; i < last; i += 32 * kAtOnce) {
+      unsigned keys[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        if (i + 32 * n < last) keys[n] = __ldcg(&from.keys[i + 32 * n]);
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        if (i + 32 * n < last) atomicAdd(&counts[keys[n] >> shift & mask], 1u);
+      }
+    }
+    __syncthreads();
+    for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
+      unsigned sum = 0;
+      for (int w = 0; w < kWarps; ++w) {
+        const unsigned own = shared.counts[w][bin];
+        shared.counts[w][bin] = sum;
+        sum += own;
+      }
+      bins[part * kBins + bin] = sum;
+    }
+    MeetCluster();
+    unsigned before = 0, all = 0;
+    if (threadIdx.x < kBins) {
+      for (int p = 0; p < kParts; ++p) {
+        const unsigned own = __ldcg(&bins[p * kBins + threadIdx.x]);
+        if (p < part) before += own;
+        all += own;
+      }
+    }
+    const Scanned of_bins = ScanBlock<Sum>(static_cast<int>(all), shared);
+    if (threadIdx.x < kBins) shared.base[threadIdx.x] = static_cast<unsigned>(of_bins.before) + before;
+    __syncthreads();
+    for (int i = threadIdx.x; i < kWarps * kBins; i += kThreads) shared.counts[i / kBins][i % kBins] += shared.base[i % kBins];
+    __syncthreads();
+    for (int begin = first; begin < last; begin += 32 * kAtOnce) {
+      unsigned keys[kAtOnce];
+      int values[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const int i = begin + 32 * n + lane;
+        if (i < last) {
+          keys[n] = __ldcg(&from.keys[i]);
+          values[n] = from.values == nullptr ? i : __ldcg(&from.values[i]);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const bool there = begin + 32 * n + lane < last;
+        const unsigned digit = there ? keys[n] >> shift & mask : kBins;
+        const unsigned same = __match_any_sync(kAll, digit);
+        const unsigned rank = __popc(same & ((1u << lane) - 1));
+        const unsigned at = there ? counts[digit] + rank : 0;
+        __syncwarp();
+        if (there && rank == 0) counts[digit] += __popc(same);
+        __syncwarp();
+        if (there) {
+          to.keys[at] = keys[n];
+          to.values[at] = values[n];
+        }
+      }
+    }
+    MeetCluster();
+    from = to;
+  }
+}
+
+#ifdef SORT_PAIRS
+// Rows of keys and values in the stable order by key. sizes: entries of a row, bits of a key, whether there are values; else
+// they are the positions in the row, and `values` is not read.
+extern "C" __global__ void __cluster_dims__(kParts) __launch_bounds__(kThreads)
+    dejax_sort_pairs(unsigned* keys, int* values, const int* sizes, unsigned* sorted_keys, int* sorted_values,
+                     unsigned* spare_keys, int* spare_values, unsigned* bins) {
+  DEJAX_SHARED(Shared, shared, 0);
+  const int row = blockIdx.x / kParts, size = sizes[0];
+  const long long begin = static_cast<long long>(row) * size;
+  SortPairs({keys + begin, sizes[2] ? values + begin : nullptr}, {sorted_keys + begin, sorted_values + begin},
+            {spare_keys + begin, spare_values + begin}, bins + row * kParts * kBins, size, sizes[1], shared);
+}
+#endif
+
+#ifdef SUMS
+// Sums along rows, up to each entry and with it. sizes: entries of a row.
+extern "C" __global__ void __cluster_dims__(kParts) __launch_bounds__(kThreads)
+    dejax_sums(const int* x, const int* sizes, int* sums, int* totals) {
+  constexpr int kOfThread = 4;
+  DEJAX_SHARED(Shared, shared, 0);
+  const int row = blockIdx.x / kParts, part = blockIdx.x % kParts, size = sizes[0];
+  const int of_part = (size + kParts - 1) / kParts;
+  const int first = min(size, part * of_part), last = min(size, first + of_part);
+  x += static_cast<long long>(row) * size;
+  sums += static_cast<long long>(row) * size;
+  int own = 0;
+#pragma unroll 8
+  for (int i = first + threadIdx.x; i < last; i += kThreads) own += x[i];
+  const int own_part = ScanBlock<Sum>(own, shared).all;
+  if (threadIdx.x == 0) totals[blockIdx.x] = own_part;
+  MeetCluster();
+  int before = 0;
+  for (int p = 0; p < part; ++p) before += __ldcg(&totals[row * kParts + p]);
+  for (int begin = first; begin < last; begin += kThreads * kOfThread) {
+    const int i = begin + threadIdx.x * kOfThread;
+    int entries[kOfThread];
+    int sum = 0;
+#pragma unroll
+    for (int n = 0; n < kOfThread; ++n) {
+      if (i + n < last) sum += x[i + n];
+      entries[n] = sum;
+    }
+    const Scanned found = ScanBlock<Sum>(sum, shared);
+#pragma unroll
+    for (int n = 0; n < kOfThread; ++n) {
+      if (i + n < last) sums[i + n] = before + found.before + entries[n];
+    }
+    before += found.all;
+  }
+}
+#endif
+
+#ifdef NUMBER
+// The numbers of nodes of several types, as `number_found` of dejax/minibatch/sampling/_numbering.py gives them.
+//
+// keys: of the known nodes, then of the found ones: the first key of the type plus the node; `none` for no node.
+// sizes: keys, bits of a key, known nodes, `none`, places for nodes, types; of each type its first key, then the first
+//   number of new nodes, then the number after the last.
+// nodes: of each place. numbers: of each found node. added: new nodes of each type.
+// The rest are results that nobody reads: two int32 of each key twice, a number of each key, and the bins.
+extern "C" __global__ void __cluster_dims__(kParts) __launch_bounds__(kThreads)
+    dejax_number(unsigned* keys, const int* sizes, int* nodes, int* numbers, int* added, unsigned* sorted_keys, int* order,
+                 unsigned* spare_keys, int* codes, unsigned* bins) {
+  DEJAX_SHARED(Shared, shared, 0);
+  DEJAX_SHARED(OfTypes, types_of, sizeof(Shared));
+  int* const of_types = types_of.numbers;
+  const int size = sizes[0], bits = sizes[1], known = sizes[2], none = sizes[3], places = sizes[4], types = sizes[5];
+  const int part = blockIdx.x % kParts, thread = part * kThreads + threadIdx.x;
+  for (int i = threadIdx.x; i < 3 * types; i += kThreads) of_types[i] = sizes[6 + i];
+  __syncthreads();
+  const int *first_keys = of_types, *first_numbers = of_types + types, *ends = of_types + 2 * types;
+  const auto type_of = [&](int key) {  // `types` for `none`
+    if (key >= none) return types;
+    int type = 0;
+    while (type + 1 < types && first_keys[type + 1] <= key) ++type;
+    return type;
+  };
+  for (int i = thread; i < places; i += kParts * kThreads) {
+    const int key = i < known ? static_cast<int>(keys[i]) : none;
+    nodes[i] = key < none ? key - first_keys[type_of(key)] : -1;
+  }
+  SortPairs({keys, nullptr}, {sorted_keys, order}, {spare_keys, codes}, bins, size, bits, shared);
+  // Each thread has consecutive entries. The first of a run of equal keys is a known node, or else makes a new one.
+  const int of_thread = (size + kParts * kThreads - 1) / (kParts * kThreads);
+  const int begin = min(size, thread * of_thread), end = min(size, begin + of_thread);
+  const int key_before = begin > 0 ? static_cast<int>(__ldcg(&sorted_keys[begin - 1])) : -1;
+  int made = 0, last_first = -1;
+  for (int i = begin, before = key_before; i < end; ++i) {
+    const int key = static_cast<int>(__ldcg(&sorted_keys[i]));
+    if (key != before) {
+      last_first = i;
+      made += key < none && __ldcg(&order[i]) >= known;
+    }
+    before = key;
+  }
+  int* const totals = reinterpret_cast<int*>(bins);
+  int* const made_before = totals + 2 * kParts;  // new nodes before each type, and at the end all
+  int rank = ScanCluster<Sum>(made, totals, shared);
+  const int first_before = ScanCluster<Largest>(last_first, totals + kParts, shared);
+  for (int i = begin, before = key_before; i < end; ++i) {
+    const int key = static_cast<int>(__ldcg(&sorted_keys[i])), type = type_of(key);
+    for (int t = before < 0 ? 0 : type_of(before) + 1; t <= type; ++t) made_before[t] = rank;
+    if (key != before) {
+      const int at = __ldcg(&order[i]);
+      codes[i] = key < none && at >= known ? rank++ : ~at;  // a new node's rank, or a known one's number
+    }
+    if (i == size - 1) {
+      for (int t = type + 1; t <= types; ++t) made_before[t] = rank;
+    }
+    before = key;
+  }
+  MeetCluster();
+  int code = first_before >= 0 ? __ldcg(&codes[first_before]) : 0;
+  for (int i = begin, before = key_before; i < end; ++i) {
+    const int key = static_cast<int>(__ldcg(&sorted_keys[i])), at = __ldcg(&order[i]), type = type_of(key);
+    const bool begins = key != before;
+    if (begins) code = codes[i];
+    before = key;
+    int number = -1;
+    if (type < types) {
+      number = code < 0 ? ~code : first_numbers[type] + code - __ldcg(&made_before[type]);
+      if (number >= ends[type]) number = -1;
+    }
+    if (begins && code >= 0 && number >= 0) nodes[number] = key - first_keys[type];
+    if (at >= known) numbers[at - known] = number;
+  }
+  for (int t = thread; t < types; t += kParts * kThreads) {
+    added[t] = __ldcg(&made_before[t + 1]) - __ldcg(&made_before[t]);
+  }
+}
+#endif
