@@ -86,6 +86,7 @@ def compile_source(
 
 @functools.cache
 def nvrtc() -> ctypes.CDLL:
+    """The library. Raises KernelError where there is none."""
     tried = []
     for path in _nvrtc_paths():
         try:

@@ -142,7 +142,7 @@ def number(
     """The numbers of nodes of several types; `number_found` of `dejax.minibatch` says what they are.
 
     Args:
-        keys: uint32[size], of known nodes, then of found ones: the first key of the type plus the node; `none` for none.
+        keys: uint32[size], of known nodes, then of found ones: the first key of the type plus the node, or `none`.
         known: how many known nodes there are.
         first_keys: of each type.
         none: the number of nodes of all types.
