@@ -46,9 +46,9 @@ def available(size: int) -> bool:
 
 
 @functools.cache
-def _kernel(name: str, capability: int) -> tuple[int, str]:
+def _kernel(name: str, parts: int, capability: int) -> tuple[int, str]:
     """The key of a kernel among those that a process has loaded, and its machine code in base64."""
-    definitions = tuple(sorted({name.removeprefix("dejax_").upper(): 1, "PARTS": _PARTS, "THREADS": _THREADS}.items()))
+    definitions = tuple(sorted({name.removeprefix("dejax_").upper(): 1, "PARTS": parts, "THREADS": _THREADS}.items()))
     source = _SOURCE.read_text(encoding="utf-8")
     image = compiled(_SOURCE.name, source, definitions, divmod(capability, 10))
     return int.from_bytes(hashlib.sha256(image).digest()[:8], "little", signed=True), base64.b64encode(image).decode()
@@ -65,7 +65,7 @@ def _call(
     """The results of a kernel that gets `operands`, `sizes`, `results` and `scratch`, with a cluster for each row."""
     capability = compute_capability()
     assert capability is not None
-    key, image = _kernel(name, capability)
+    key, image = _kernel(name, _PARTS, capability)
     found = ffi_call(
         "dejax_kernel",
         [*results, *scratch],

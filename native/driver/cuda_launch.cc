@@ -167,6 +167,7 @@ bool HasKernel(int64_t key, const std::vector<int>& ordinals) {
 Function LoadKernel(int64_t key, Context context, const std::function<std::string()>& image, const std::string& name,
                     int64_t shared_bytes) {
   constexpr int kMaxDynamicSharedBytes = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+  constexpr int kLargeClusters = 14;             // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
   constexpr int64_t kSharedBytesWithoutAsking = 48 * 1024;
   static auto* const mutex = new std::mutex;
   static auto* const loaded = new std::map<std::pair<int64_t, Context>, Function>;
@@ -182,6 +183,7 @@ Function LoadKernel(int64_t key, Context context, const std::function<std::strin
   if (shared_bytes > kSharedBytesWithoutAsking) {
     Check(driver.func_set_attribute(found, kMaxDynamicSharedBytes, static_cast<int>(shared_bytes)), "cuFuncSetAttribute");
   }
+  driver.func_set_attribute(found, kLargeClusters, 1);  // refused where blocks form no clusters
   return function = found;
 }
 
