@@ -114,12 +114,18 @@ def sums(x: Array) -> Array:
 
 
 def sort_pairs(key: Array, values: Array | None, bits: int) -> tuple[Array, Array]:
-    """uint32[size] keys of so many bits and int32[size] values, in the stable order by key. None: the positions."""
+    """Keys and values in the stable order by key.
+
+    Args:
+        key: uint32[size] or int32[size], not negative.
+        values: int32[size]; None: the positions.
+        bits: of a key.
+    """
 
     @_by_rows
     def of_rows(key: Array, *values: Array) -> tuple[Array, Array]:
         rows, size = key.shape
-        pair = [jax.ShapeDtypeStruct(key.shape, dtype) for dtype in (jnp.uint32, jnp.int32)]
+        pair = [jax.ShapeDtypeStruct(key.shape, dtype) for dtype in (key.dtype, jnp.int32)]
         scratch = [*pair, jax.ShapeDtypeStruct((rows, _PARTS * _BINS), jnp.uint32)]
         sizes = [size, max(bits, 1), len(values)]
         found = _call("dejax_sort_pairs", [key, *(values or [key])], sizes, pair, scratch, rows)
@@ -142,7 +148,7 @@ def number(
     """The numbers of nodes of several types; `number_found` of `dejax.minibatch` says what they are.
 
     Args:
-        keys: uint32[size], of known nodes, then of found ones: the first key of the type plus the node, or `none`.
+        keys: int32[size], of known nodes, then of found ones: the first key of the type plus the node, or `none`.
         known: how many known nodes there are.
         first_keys: of each type.
         none: the number of nodes of all types.

@@ -12,7 +12,9 @@ from jax import Array
 
 from dejax import _compat
 from dejax._native import ffi_call
+from dejax.cuda import ordering
 from dejax.host_gather import _kernels, _spec
+from dejax.host_gather._ids import in_range
 from dejax.host_gather._spec import TableSpec
 
 _LINE = 128  # bytes of one request over the bus
@@ -61,7 +63,7 @@ def native_arguments(
     ordered = call.ordered and flat.size > 1
     perm = jnp.zeros((0,), jnp.int32)
     if ordered:
-        flat, perm = jax.lax.sort((flat, jnp.arange(flat.size, dtype=jnp.int32)), num_keys=1)
+        flat, perm = _sorted(flat, None if call.clip or call.raises else spec.rows)
     source = _spec.ELEMENT_CODES[spec.dtype.name] if call.convert else _spec.MOVE_BYTES
     result = _spec.RESULT_CODES[call.out_dtype.name] if call.convert else _spec.MOVE_BYTES
     kernel = 0
@@ -101,6 +103,27 @@ def native_arguments(
     }
     shape = (flat.size // fan_out, *spec.row) if call.mean else (flat.size, *spec.row)
     return NativeArguments(flat, perm, attributes, shape)
+
+
+def _sorted(ids: Array, num_rows: int | None) -> tuple[Array, Array]:
+    """Ids in ascending order, and int32[ids], the place of each before.
+
+    Args:
+        ids: int[ids].
+        num_rows: ids out of this range may become others; None: no id may change.
+    """
+
+    def by_xla(ids: Array) -> tuple[Array, Array]:
+        found, place = jax.lax.sort((ids, jnp.arange(ids.size, dtype=jnp.int32)), num_keys=1)
+        return found, place
+
+    def by_one_kernel(ids: Array) -> tuple[Array, Array]:
+        assert num_rows is not None
+        return ordering.sort_pairs(jnp.where(in_range(ids, num_rows), ids, num_rows), None, num_rows.bit_length())
+
+    if num_rows is None or ids.dtype != jnp.int32 or num_rows >= 2**31 - 1 or not ordering.available(ids.size):
+        return by_xla(ids)
+    return jax.lax.platform_dependent(ids, cuda=by_one_kernel, default=by_xla)
 
 
 def memory_gather(

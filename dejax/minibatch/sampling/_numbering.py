@@ -111,7 +111,7 @@ def by_one_kernel(known: Nodes, found: Nodes, places: NumberRanges) -> tuple[Nod
         kinds = jnp.concatenate([jnp.asarray(on_device(np.asarray(known.types))[0]), types])
         keys = jnp.where(nodes >= 0, nodes + take(np.array(bases[:-1], np.int32), kinds), bases[-1])
         counted = old.shape[0], bases[:-1], bases[-1], places.first, places.sizes, old.shape[0] + sum(places.sizes)
-        return ordering.number(keys.astype(jnp.uint32), *counted)
+        return ordering.number(keys, *counted)
 
     def elsewhere(old: Array, new: Array, types: Array) -> tuple[Array, Array, Array]:
         after, local, added = by_sort(Nodes(old, known.types), Nodes(new, types), places)
