@@ -217,7 +217,7 @@ extern "C" __global__ void __cluster_dims__(kParts) __launch_bounds__(kThreads)
 #endif
 
 #ifdef NUMBER
-// The numbers of nodes of several types, as `number_found` of dejax/minibatch/sampling/_numbering.py gives them.
+// The numbers of nodes of several types, as `number_found` of dejax/minibatch/sampling/_numbering.py gives them; a row each.
 //
 // keys: of the known nodes, then of the found ones: the first key of the type plus the node; `none` for no node.
 // sizes: keys, bits of a key, known nodes, `none`, places for nodes, types; of each type its first key, then the first
@@ -231,7 +231,12 @@ extern "C" __global__ void __cluster_dims__(kParts) __launch_bounds__(kThreads)
   DEJAX_SHARED(OfTypes, types_of, sizeof(Shared));
   int* const of_types = types_of.numbers;
   const int size = sizes[0], bits = sizes[1], known = sizes[2], none = sizes[3], places = sizes[4], types = sizes[5];
-  const int part = blockIdx.x % kParts, thread = part * kThreads + threadIdx.x;
+  const int row = blockIdx.x / kParts, part = blockIdx.x % kParts, thread = part * kThreads + threadIdx.x;
+  const long long begin_of_keys = static_cast<long long>(row) * size;
+  keys += begin_of_keys, sorted_keys += begin_of_keys, order += begin_of_keys;
+  spare_keys += begin_of_keys, codes += begin_of_keys, bins += row * kParts * kBins;
+  nodes += static_cast<long long>(row) * places, numbers += begin_of_keys - static_cast<long long>(row) * known;
+  added += row * types;
   for (int i = threadIdx.x; i < 3 * types; i += kThreads) of_types[i] = sizes[6 + i];
   __syncthreads();
   const int *first_keys = of_types, *first_numbers = of_types + types, *ends = of_types + 2 * types;

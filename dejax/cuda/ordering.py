@@ -1,4 +1,8 @@
-"""Sorts, sums and numbers integers on a GPU, each by one kernel (`ordering.cu`) where XLA takes four to twelve."""
+"""Sorts, sums and numbers integers, each by one kernel of a GPU or one call on a CPU.
+
+XLA takes four to twelve kernels of a GPU, and compiles a dozen loops for a CPU. The kernels are in `ordering.cu`, the
+calls in `native/ordering`. Results are XLA's, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +44,20 @@ def _compiles() -> bool:
 
 
 def available(size: int) -> bool:
-    """Whether programs that are traced now may have the kernels of this module, for rows of this size."""
+    """Whether programs that are traced now may have kernels of a GPU for rows of this size."""
     capability = compute_capability()
     return capability is not None and capability >= _CLUSTERS_SINCE and 0 < size <= LONGEST and _compiles()
+
+
+def by_platform(
+    size: int, on_gpu: Callable[..., Any], on_cpu: Callable[..., Any], by_xla: Callable[..., Any], *operands: Any
+) -> Any:
+    """The result of `on_gpu` or `on_cpu` where the platform has what they call for rows of this size, else of `by_xla`."""
+    if available(size):
+        return jax.lax.platform_dependent(*operands, cuda=on_gpu, default=by_xla)
+    if jax.default_backend() == "cpu" and compute_capability() is None and _native.unavailable_reason() is None:
+        return on_cpu(*operands)
+    return by_xla(*operands)
 
 
 @functools.cache
@@ -93,8 +108,8 @@ def _by_rows(call: Callable[..., Any]) -> Callable[..., Any]:
             for x, is_mapped in zip(arrays, batched, strict=True)
         ]
         rows = many[0].shape[1]
-        found = mapped(*(x.reshape(size * rows, -1) for x in many))
-        found = jax.tree.map(lambda x: x.reshape(size, rows, -1), found)
+        found = mapped(*(x.reshape(size * rows, *x.shape[2:]) for x in many))
+        found = jax.tree.map(lambda x: x.reshape(size, rows, *x.shape[1:]), found)
         return found, jax.tree.map(lambda _: True, found)
 
     return mapped
@@ -108,32 +123,54 @@ def _row_sums(x: Array) -> Array:
     return found
 
 
-def sums(x: Array) -> Array:
-    """int32[..., size]: sums along the last axis, up to each entry and with it."""
-    return _row_sums(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+@_by_rows
+def _row_sums_on_cpu(x: Array) -> Array:
+    (found,) = ffi_call("dejax_sums", [jax.ShapeDtypeStruct(x.shape, jnp.int32)], [x])
+    return found
 
 
-def sort_pairs(key: Array, values: Array | None, bits: int) -> tuple[Array, Array]:
+def sums(x: Array, by_xla: Callable[[Array], Array]) -> Array:
+    """int32[..., size]: sums of int32 along the last axis, up to each entry and with it."""
+
+    def of_rows(call: Callable[[Array], Array], x: Array) -> Array:
+        return call(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+
+    on_gpu, on_cpu = (functools.partial(of_rows, call) for call in (_row_sums, _row_sums_on_cpu))
+    return by_platform(x.shape[-1], on_gpu, on_cpu, by_xla, x)
+
+
+def sort_pairs(
+    key: Array, values: Array | None, bits: int, by_xla: Callable[..., tuple[Array, Array]]
+) -> tuple[Array, Array]:
     """Keys and values in the stable order by key.
 
     Args:
         key: uint32[size] or int32[size], not negative.
         values: int32[size]; None: the positions.
         bits: of a key.
+        by_xla: the same of `key` and the values, if there are any.
     """
+    given = [key] if values is None else [key, values]
+    types = [jax.ShapeDtypeStruct((1, *key.shape), dtype) for dtype in (key.dtype, jnp.int32)]
 
-    @_by_rows
-    def of_rows(key: Array, *values: Array) -> tuple[Array, Array]:
+    def of_rows(call: Callable[..., Sequence[Array]], *given: Array) -> tuple[Array, Array]:
+        sorted_key, sorted_values = _by_rows(call)(*(x[None] for x in given))
+        return sorted_key[0], sorted_values[0]
+
+    def on_gpu(key: Array, *values: Array) -> Sequence[Array]:
         rows, size = key.shape
-        pair = [jax.ShapeDtypeStruct(key.shape, dtype) for dtype in (key.dtype, jnp.int32)]
+        pair = [jax.ShapeDtypeStruct(key.shape, x.dtype) for x in types]
         scratch = [*pair, jax.ShapeDtypeStruct((rows, _PARTS * _BINS), jnp.uint32)]
         sizes = [size, max(bits, 1), len(values)]
-        found = _call("dejax_sort_pairs", [key, *(values or [key])], sizes, pair, scratch, rows)
-        return found[0], found[1]
+        return tuple(_call("dejax_sort_pairs", [key, *(values or [key])], sizes, pair, scratch, rows))
 
-    given = [key] if values is None else [key, values]
-    sorted_key, sorted_values = of_rows(*(x[None] for x in given))
-    return sorted_key[0], sorted_values[0]
+    def on_cpu(key: Array, *values: Array) -> Sequence[Array]:
+        pair = [jax.ShapeDtypeStruct(key.shape, x.dtype) for x in types]
+        return tuple(ffi_call("dejax_sort_pairs", pair, [key, *values], bits=np.int64(bits)))
+
+    calls = (functools.partial(of_rows, call) for call in (on_gpu, on_cpu))
+    found: tuple[Array, Array] = by_platform(key.shape[0], *calls, by_xla, *given)
+    return found
 
 
 def number(
@@ -144,6 +181,7 @@ def number(
     first_numbers: Sequence[int],
     counts: Sequence[int],
     places: int,
+    by_xla: Callable[[Array], tuple[Array, Array, Array]],
 ) -> tuple[Array, Array, Array]:
     """The numbers of nodes of several types; `number_found` of `dejax.minibatch` says what they are.
 
@@ -154,16 +192,33 @@ def number(
         none: the number of nodes of all types.
         first_numbers, counts: of new nodes of each type.
         places: of known and new nodes.
+        by_xla: the same of `keys`.
 
     Returns:
         int32[places], the node of each number, -1 for none; int32[found], the number of each found node, -1 for none;
         int32[types], how many new nodes there are, those that did not fit included.
     """
     size, types = keys.shape[0], len(first_keys)
-    assert types <= MOST_TYPES
     ends = [first + count for first, count in zip(first_numbers, counts, strict=True)]
-    sizes = [size, none.bit_length(), known, none, places, types, *first_keys, *first_numbers, *ends]
-    results = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (places, size - known, types)]
-    scratch = [jax.ShapeDtypeStruct((n,), jnp.uint32) for n in (size, size, size, size, _PARTS * _BINS)]
-    nodes, numbers, added = _call("dejax_number", [keys], sizes, results, scratch, 1)
-    return nodes, numbers, added
+    of_types = [*first_keys, *first_numbers, *ends]
+    lengths = places, size - known, types
+
+    def results(rows: int) -> list[Any]:
+        return [jax.ShapeDtypeStruct((rows, n), jnp.int32) for n in lengths]
+
+    def of_rows(call: Callable[[Array], Any], keys: Array) -> tuple[Array, ...]:
+        return tuple(x[0] for x in _by_rows(call)(keys[None]))
+
+    def on_gpu(keys: Array) -> Sequence[Array]:
+        rows = keys.shape[0]
+        sizes = [size, none.bit_length(), known, none, places, types, *of_types]
+        scratch = [jax.ShapeDtypeStruct((rows, n), jnp.uint32) for n in (size, size, size, size, _PARTS * _BINS)]
+        return tuple(_call("dejax_number", [keys], sizes, results(rows), scratch, rows))
+
+    def on_cpu(keys: Array) -> Sequence[Array]:
+        sizes = np.array([known, none, *of_types], np.int64)
+        return tuple(ffi_call("dejax_number", results(keys.shape[0]), [keys], sizes=sizes))
+
+    calls = (functools.partial(of_rows, call) for call in (on_gpu, on_cpu))
+    found: tuple[Array, Array, Array] = by_platform(size if types <= MOST_TYPES else 0, *calls, by_xla, keys)
+    return found

@@ -117,13 +117,9 @@ def _sorted(ids: Array, num_rows: int | None) -> tuple[Array, Array]:
         found, place = jax.lax.sort((ids, jnp.arange(ids.size, dtype=jnp.int32)), num_keys=1)
         return found, place
 
-    def by_one_kernel(ids: Array) -> tuple[Array, Array]:
-        assert num_rows is not None
-        return ordering.sort_pairs(jnp.where(in_range(ids, num_rows), ids, num_rows), None, num_rows.bit_length())
-
-    if num_rows is None or ids.dtype != jnp.int32 or num_rows >= 2**31 - 1 or not ordering.available(ids.size):
+    if num_rows is None or ids.dtype != jnp.int32 or num_rows >= 2**31 - 1:
         return by_xla(ids)
-    return jax.lax.platform_dependent(ids, cuda=by_one_kernel, default=by_xla)
+    return ordering.sort_pairs(jnp.where(in_range(ids, num_rows), ids, num_rows), None, num_rows.bit_length(), by_xla)
 
 
 def memory_gather(

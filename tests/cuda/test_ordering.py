@@ -136,7 +136,7 @@ def test_a_gpu_numbers_as_by_a_sort(counts, found):
         known, more = old[1], new[1]
         one, many = (
             jax.jit(functools.partial(lambda a, b, how: run(a, b, known, more, how), how=how))  # noqa: B023
-            for how in (_numbering.by_one_kernel, _numbering.by_sort)
+            for how in (_numbering.number_found, _numbering.by_sort)
         )
         assert "dejax_number" in one.lower(old[0], new[0]).as_text()
         for _ in range(3):

@@ -92,34 +92,28 @@ def number_found(known: Nodes, found: Nodes, places: NumberRanges) -> tuple[Node
         The known nodes and the new ones; int32[n], the number of each of `found`, -1 for none; int32[types], how many
         new nodes there are, those that did not fit included.
     """
-    one_type = len(places.counts) == 1 and known.trees is None
-    size = known.nodes.shape[0] + found.nodes.shape[0]
-    small = sum(places.counts) < _MOST_NODES and len(places.counts) <= ordering.MOST_TYPES
-    if known.trees is None and small and ordering.available(size):
-        return by_one_kernel(known, found, places)
-    if one_type and 0 < places.counts[0] <= _TABLE_NODES_PER_FOUND * found.nodes.shape[0]:
-        return by_table(known, found, places)
-    return by_sort(known, found, places)
+    if known.trees is not None or sum(places.counts) >= _MOST_NODES:
+        return by_sort(known, found, places)
+    one_type = len(places.counts) == 1
+    in_table = one_type and 0 < places.counts[0] <= _TABLE_NODES_PER_FOUND * found.nodes.shape[0]
 
-
-def by_one_kernel(known: Nodes, found: Nodes, places: NumberRanges) -> tuple[Nodes, Array, Array]:
-    """`number_found` by one kernel on a GPU, and by a sort on other devices."""
-
-    def on_gpu(old: Array, new: Array, types: Array) -> tuple[Array, Array, Array]:
-        bases = np.cumsum([0, *places.counts]).tolist()
-        nodes = jnp.concatenate([old, new])
-        kinds = jnp.concatenate([jnp.asarray(on_device(np.asarray(known.types))[0]), types])
-        keys = jnp.where(nodes >= 0, nodes + take(np.array(bases[:-1], np.int32), kinds), bases[-1])
-        counted = old.shape[0], bases[:-1], bases[-1], places.first, places.sizes, old.shape[0] + sum(places.sizes)
-        return ordering.number(keys, *counted)
-
-    def elsewhere(old: Array, new: Array, types: Array) -> tuple[Array, Array, Array]:
-        after, local, added = by_sort(Nodes(old, known.types), Nodes(new, types), places)
+    def by_xla(_: Array) -> tuple[Array, Array, Array]:
+        after, local, added = (by_table if in_table else by_sort)(known, found, places)
         return after.nodes, local, added
 
-    given = known.nodes, found.nodes, jnp.asarray(found.types)
-    nodes, local, added = jax.lax.platform_dependent(*given, cuda=on_gpu, default=elsewhere)
-    return Nodes(nodes, _all_types(known, places.sizes)), local, added
+    nodes, kinds = _together(known, found)
+    bases = np.cumsum([0, *places.counts]).tolist()
+    keys = jnp.where(nodes >= 0, nodes + take(np.array(bases[:-1], np.int32), kinds), bases[-1])
+    old = known.nodes.shape[0]
+    counted = old, bases[:-1], bases[-1], places.first, places.sizes, old + sum(places.sizes)
+    after, local, added = ordering.number(keys, *counted, by_xla)
+    return Nodes(after, _all_types(known, places.sizes)), local, added
+
+
+def _together(known: Nodes, found: Nodes) -> tuple[Array, Array]:
+    """The nodes of both, and their types."""
+    kinds = jnp.asarray(on_device(np.asarray(known.types))[0]), jnp.asarray(found.types)
+    return jnp.concatenate([known.nodes, found.nodes]), jnp.concatenate(kinds)
 
 
 def by_table(known: Nodes, found: Nodes, places: NumberRanges) -> tuple[Nodes, Array, Array]:
@@ -139,8 +133,7 @@ def by_table(known: Nodes, found: Nodes, places: NumberRanges) -> tuple[Nodes, A
 def by_sort(known: Nodes, found: Nodes, places: NumberRanges) -> tuple[Nodes, Array, Array]:
     """`number_found` with one sort of the known and the found nodes."""
     types, old = len(places.counts), known.nodes.shape[0]
-    nodes = jnp.concatenate([known.nodes, found.nodes])
-    kinds = jnp.concatenate([jnp.asarray(on_device(np.asarray(known.types))[0]), jnp.asarray(found.types)])
+    nodes, kinds = _together(known, found)
     position = jnp.arange(nodes.shape[0], dtype=jnp.int32)
     trees = None
     if known.trees is not None and found.trees is not None:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -104,14 +103,10 @@ def sort_pairs(key: Array, bound: int, values: Array | None = None) -> tuple[Arr
         sorted_key, sorted_values = jax.lax.sort((key.astype(dtype), order), num_keys=1, is_stable=True)
         return sorted_key.astype(jnp.uint32), sorted_values
 
-    def by_one_kernel(key: Array, *values: Array) -> tuple[Array, Array]:
-        own = values[0] if values else None
-        return ordering.sort_pairs(key.astype(jnp.uint32), own, (bound - 1).bit_length())
-
-    given = [key] if values is None else [key, values]
-    if key.shape[0] <= _FEW or not ordering.available(key.shape[0]):
+    given = [key.astype(jnp.uint32)] if values is None else [key.astype(jnp.uint32), values]
+    if key.shape[0] <= _FEW:
         return by_xla(*given)
-    return jax.lax.platform_dependent(*given, cuda=by_one_kernel, default=by_xla)
+    return ordering.sort_pairs(given[0], values, (bound - 1).bit_length(), by_xla)
 
 
 def stable_sort(
@@ -181,14 +176,16 @@ _WINDOW = 16
 
 def cumulative_sum(x: Array) -> Array:
     """int32[..., size]: sums of integers or flags along the last axis, up to each entry and with it."""
-    x, size = x.astype(jnp.int32), x.shape[-1]
+    x = x.astype(jnp.int32)
+    return ordering.sums(x, _sums_by_xla) if x.shape[-1] > _WINDOW * _WINDOW else _sums_by_xla(x)
+
+
+def _sums_by_xla(x: Array) -> Array:
+    size = x.shape[-1]
     front: list[tuple[int, int, int]] = [(0, 0, 0)] * (x.ndim - 1)
     if jax.default_backend() != "cpu":
-        by_xla = functools.partial(jax.lax.cumsum, axis=x.ndim - 1)
-        if size > _WINDOW * _WINDOW and ordering.available(size):
-            return jax.lax.platform_dependent(x, cuda=ordering.sums, default=by_xla)
         if size > _SHORT:
-            return by_xla(x)
+            return jax.lax.cumsum(x, axis=x.ndim - 1)
         step = 1
         while step < size:
             x = x + jax.lax.pad(x, np.int32(0), [*front, (step, -step, 0)])
@@ -201,8 +198,8 @@ def cumulative_sum(x: Array) -> Array:
         return jax.lax.reduce_sum(jax.lax.select(counts, entries, jax.lax.full_like(entries, 0)), (rank,))
     rows = -(-size // _WINDOW)
     x = jax.lax.pad(x, np.int32(0), [*front, (0, rows * _WINDOW - size, 0)]).reshape(*x.shape[:-1], rows, _WINDOW)
-    within = cumulative_sum(x)
-    before = cumulative_sum(jax.lax.pad(within[..., -1], np.int32(0), [*front, (1, -1, 0)]))
+    within = _sums_by_xla(x)
+    before = _sums_by_xla(jax.lax.pad(within[..., -1], np.int32(0), [*front, (1, -1, 0)]))
     return (within + before[..., None]).reshape(*within.shape[:-2], rows * _WINDOW)[..., :size]
 
 
