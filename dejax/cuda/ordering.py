@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from dejax import _native
-from dejax._ffi import ffi_call
+from dejax._native import ffi_call
 from dejax.cuda.nvrtc import KernelError, compiled, nvrtc
 from dejax.pallas.machine import compute_capability
 
@@ -52,7 +52,7 @@ def available(size: int) -> bool:
 def by_platform(
     size: int, on_gpu: Callable[..., Any], on_cpu: Callable[..., Any], by_xla: Callable[..., Any], *operands: Any
 ) -> Any:
-    """The result of `on_gpu` or `on_cpu` where the platform has what they call for rows of this size, else of `by_xla`."""
+    """The result of `on_gpu` or `on_cpu`, or of `by_xla` where the platform has no calls for rows of this size."""
     if available(size):
         return jax.lax.platform_dependent(*operands, cuda=on_gpu, default=by_xla)
     if jax.default_backend() == "cpu" and compute_capability() is None and _native.unavailable_reason() is None:

@@ -1,8 +1,8 @@
 """Sorting and grouping of many small integers inside `jax.jit`: the operations of `build` in static sizes.
 
 `sorting` has the same operations for numpy, in exact sizes. Operators are chosen for what XLA does fast on a GPU:
-- A sort of one unsigned key with one value is a radix sort: one kernel for all up to `ordering.LONGEST` entries, else some
-  three kernels for each byte of the key. Several keys, or signed keys of 8 or 16 bits, are sorted by comparisons.
+- A sort of one unsigned key with one value is a radix sort: one kernel for all up to `ordering.LONGEST` entries, else
+  some three for each byte of the key. Several keys, or signed keys of 8 or 16 bits, are sorted by comparisons.
 - A cumulative sum is one kernel up to that size, else a few; on a CPU it is one for each factor of 16.
 - A scatter to distinct places is one kernel. A scatter-add where many entries share a place is sequential.
 """
