@@ -290,6 +290,11 @@ def _of_links(counts: np.ndarray, found: Ranking, weights: Weights) -> dict[str,
 LOWER_IS_BETTER = ("mae", "rmse")
 
 
+def is_better(name: str, value: float, other: float) -> bool:
+    """Whether one value of a measure is better than another."""
+    return value < other if name in LOWER_IS_BETTER else value > other
+
+
 def interval(
     of: Callable[[np.ndarray], Mapping[str, float]], rows: int, *, draws: int = 200, share: float = 0.95, seed: int = 0
 ) -> dict[str, tuple[float, float]]:

@@ -449,6 +449,24 @@ FLIGHTS: dict[str, Any] = {
 }
 
 
+def test_times_that_time_columns_do_not_name() -> None:
+    """Rows of `reviews` came to be on the days `written`; dates of birth lie before all orders."""
+    days = np.datetime64("2024-01-01") + np.arange(3)
+    tables = {
+        "users": {"id": [1, 2, 3], "born": days - np.timedelta64(9000, "D")},
+        "orders": {"user": [1, 2, 3], "placed": days},
+        "reviews": {"user": [1, 2, 3], "written": days + np.timedelta64(1, "D")},
+    }
+    keys = {"users": "id"}, [("orders", "user", "users"), ("reviews", "user", "users")]
+    with pytest.warns(
+        UserWarning, match=r"in reviews\.written, in 3 of 3 rows: .* reviews = 'written' to time_columns"
+    ):
+        from_tables(tables, *keys, {"orders": "placed"})
+    from_tables(tables, *keys, {"orders": "placed", "reviews": "written"})
+    from_tables(tables, *keys, {"orders": "placed"}, kinds={"reviews": {"written": "ignore"}})
+    from_tables(tables, *keys)
+
+
 def test_late_columns_are_events() -> None:
     data = from_tables(**FLIGHTS, kinds={"flights": {"from": "ignore", "tail": "category"}})
     columns = data.columns["flights"]

@@ -84,6 +84,21 @@ def test_mistakes_in_a_task_of_a_file(shop):
         opened(shop, task.format("churn.csv", "who") + SPLIT + "wrong = 1\n")
 
 
+def test_cutoffs_as_a_grid(shop):
+    task = '[tasks.more]\nevents = ["orders", "customer"]\nwindow = "7 days"\n'
+    grid = 'cutoffs = {first = "2024-02-01", last = 2024-03-02, every = "15 days"}\n'
+    made = opened(shop, task + grid + 'valid_from = "2024-02-16"\ntest_from = "2024-03-01"\n').tasks["more"]
+    assert np.unique(made.times).astype("M8[s]").astype("M8[D]").astype(str).tolist() == [
+        "2024-02-01",
+        "2024-02-16",
+        "2024-03-02",
+    ]
+    with pytest.raises(ValueError, match=r"must have `cutoffs`.* got no `cutoffs`; for example cutoffs = {first"):
+        opened(shop, task + SPLIT)
+    with pytest.raises(ValueError, match=r"must be a list of times or have `first`, `last` and `every`, got first"):
+        opened(shop, task + 'cutoffs = {first = "2024-02-01"}\n' + SPLIT)
+
+
 def test_mistakes_in_the_database_and_in_settings(shop):
     task = f'[tasks.late]\ntable = "orders"\nlabel = "late"\nkind = "classes"\n{SPLIT}'
     for wrong, message in (

@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dejax.datasets import Column, HeteroDataset, Task, from_tables, task_of_rows
+from dejax.datasets import Column, HeteroDataset, Task, from_tables, task_from_columns, task_of_rows
 from dejax.datasets.columns import NEVER
 from dejax.training import Fitted, Trainer, fit, resolve
 from dejax.training.command import cli, predictions
 from dejax.training.command.page import calibration, write_page
 from dejax.training.command.report import summarise, table
 from dejax.training.fitting import best_report, stops
+from dejax.training.metrics import auroc
 from dejax.training.state import History
+from dejax.training.tables import history
 from dejax.training.tables.encoders import TableEncoder
+from dejax.training.tables.history import linear_baseline
 from dejax.training.tables.importance import importance
 from dejax.training.tables.rows import apart, as_days, pack
 from dejax.training.tables.seed_times import is_latest
@@ -333,10 +336,48 @@ def test_the_report_shows_measures_curves_calibration_and_what_contributes(train
     page = (tmp_path / "report.html").read_text()
     assert f"{final['auroc']:.4f}" in page and "orders.returned" in page and "calibration" in page
     assert page.count("data:image/png;base64,") == 2 and "auroc, test" in page
-    assert "average_precision" in table(results, {})
+    assert "average_precision" in table(results, {}) and "linear" not in table(results, {})
+    for better in (True, False):
+        results["baselines"]["linear"] = {"auroc": final["auroc"] + (0.01 if better else -0.01)}
+        shown = table(results, {})
+        assert "auroc, a linear model of counts and times" in shown
+        assert ("The linear model is better." in shown) == better
     assert sum(
         count for _, _, count in calibration(task.examples.labels[task.splits["test"]], predicted["test"])
     ) == len(predicted["test"])
+
+
+def test_the_linear_baseline_reads_counts_and_recency_up_to_the_cutoff():
+    rng = np.random.default_rng(0)
+    users = 200
+    last = rng.integers(100, 350, users)  # after that day a user has no events any more
+    rows = [(user, day) for user in range(users) for day in rng.integers(0, last[user], 12)]
+    events = {"user": np.array([user for user, _ in rows]), "day": np.array([day for _, day in rows])}
+    given = {"users": {"id": np.arange(users), "age": rng.normal(size=users)}}
+    keys = {"users": "id"}, [("events", "user", "users")], {"events": "day"}
+
+    def baseline(events):
+        data = from_tables({**given, "events": events}, *keys)
+        at = np.repeat([150, 200, 250, 300], users)
+        who = np.tile(np.arange(users), 4)
+        labels = (at > last[who]).astype(np.int32)
+        task = task_from_columns(data, "gone", "users", who, at, labels, valid_from=250, test_from=300)
+        return task.labels[task.splits["test"]], linear_baseline(data, task, task.splits["test"])
+
+    labels, found = baseline(events)
+    assert auroc(labels, found) > 0.8 and (0 <= found).all() and (found <= 1).all()
+    later = {**events, "day": np.where(events["day"] > 300, events["day"] + 40, events["day"])}
+    np.testing.assert_array_equal(baseline(later)[1], found)
+
+
+def test_counts_of_a_relation_by_time():
+    receivers, known = np.array([0, 2, 0, 0, 2]), np.array([5, 1, 2, 9, 7])
+    rows, cutoffs = np.array([0, 0, 1, 2]), np.array([5, 100, 9, 0])
+    (inputs,) = history._of_relation(receivers, known, rows, cutoffs, 1)
+    np.testing.assert_array_equal(np.expm1(inputs[:, 0]).round(), [2, 3, 0, 0])
+    np.testing.assert_allclose(np.expm1(inputs[:2, 2]), [0, 91])  # since the last edge
+    np.testing.assert_array_equal(np.expm1(inputs[:, 4]).round(), [2, 0, 0, 0])  # within 30
+    np.testing.assert_array_equal(np.expm1(inputs[:, 6]).round(), [2, 3, 0, 0])  # within 365
 
 
 def with_labels(data, kind):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dejax.datasets._hetero import ALWAYS, Ends, Relation
-from dejax.datasets.columns import NEVER
+from dejax.datasets.columns import NEVER, Column
 from dejax.datasets.tables._columns import Columns, as_numbers, check_zones, missing_in, moment_of, objects_of
 
 MISSING_TIMES = ("error", "drop", "always known")
@@ -306,3 +307,27 @@ def boundary(what: str, value: Any, times: np.ndarray, unit: str, of: str) -> in
             "in one split"
         )
     return found
+
+
+def warn_of_unnamed_times(columns: Mapping[str, Mapping[str, Column]], known: KnownTimes) -> None:
+    """Warns of tables whose rows have times that `time_columns` does not name.
+
+    Such rows are known from the beginning. Dates that lie before all events, as of birth, are no such times.
+    """
+    if not known.own:
+        return
+    first = min(int(times[times > known.beginning].min(initial=NEVER)) for times in known.own.values())
+    for table, found in columns.items():
+        if table in known.own:
+            continue
+        for name, column in found.items():
+            if column.kind != "time" or column.known_at is not None or column.unit != known.unit:
+                continue
+            there = ~column.missing & (column.values > np.maximum(first, known.rows[table]))
+            if there.any():
+                warnings.warn(
+                    f"rows of {table} count as known before the time that stands in {table}.{name}, in {there.sum():,} "
+                    f"of {len(there):,} rows: a model may see the future. Add {table} = {name!r} to time_columns if "
+                    f"a row came to be at that time; or {{{table!r}: {{{name!r}: 'ignore'}}}} to kinds",
+                    stacklevel=3,
+                )

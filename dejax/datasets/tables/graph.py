@@ -15,7 +15,15 @@ from dejax.datasets.columns import NEVER, Column
 from dejax.datasets.tables._column_kinds import RawColumn
 from dejax.datasets.tables._columns import Columns, ForeignKey, columns_of
 from dejax.datasets.tables._files import read_folder, read_sqlite, to_primary_keys
-from dejax.datasets.tables._known_from import KnownTimes, TimeColumn, beginning, boundary, read_times, since_1970
+from dejax.datasets.tables._known_from import (
+    KnownTimes,
+    TimeColumn,
+    beginning,
+    boundary,
+    read_times,
+    since_1970,
+    warn_of_unnamed_times,
+)
 from dejax.datasets.tables._labels import Label, labelled
 from dejax.datasets.tables._references import edges_of, with_added_rows, with_joined_keys
 from dejax.datasets.tables._row_features import features_of
@@ -110,6 +118,10 @@ def from_tables(
             this unit since 1970, as databases often store them.
         name: name of the data set.
 
+    Warns:
+        UserWarning: a table without a time column has a column of times that lie after the first time of the others: a
+            model might see its rows before they came to be.
+
     Raises:
         ValueError: a table or column does not exist; columns have different lengths; primary keys are missing or
             repeated; no row has a foreign key, or its type cannot be converted exactly to that of the primary key;
@@ -172,6 +184,7 @@ def from_tables(
         table: reader.read(table, found, known.rows[table], known.values.get(table, {}))
         for table, found in columns.items()
     }
+    warn_of_unnamed_times(typed, known)
     features = {}
     if fixed_features:
         not_features = {*time_columns.items(), *([(label.table, label.column)] if label else ())}

@@ -173,7 +173,9 @@ def _add_training(p: argparse.ArgumentParser) -> None:
     run.add_argument("--precision", choices=PRECISIONS, help="precision of products of float32 matrices")
     run.add_argument("--backend", choices=("auto", "pallas", "xla"), default="auto", help="backend of the compiler")
     run.add_argument("--eval-every", type=int, metavar="N", help="number of epochs between two evaluations")
-    run.add_argument("--no-baseline", action="store_true", help="skip the baseline, a model without edges")
+    run.add_argument(
+        "--no-baseline", action="store_true", help="skip the baseline: a model without edges; tables: a linear model"
+    )
 
 
 def _add_samples_and_links(p: argparse.ArgumentParser) -> None:

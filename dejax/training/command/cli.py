@@ -121,6 +121,7 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         skipped=[run.skipped for run in runs],
         inference=_inference_of(args, trainer),
         baseline=_baseline(args, settings, data),
+        linear={} if args.no_baseline or settings.task != "tables" else trainer.task.linear_measures(),
         total_seconds=time.perf_counter() - start,
         argv=argv,
     )

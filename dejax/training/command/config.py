@@ -30,6 +30,7 @@ import numpy as np
 from dejax.datasets import HeteroDataset, Task, from_tables, task_from_columns, task_of_events, task_of_rows
 from dejax.datasets.tables._columns import columns_of
 from dejax.datasets.tables._files import read_file
+from dejax.datasets.tasks._events import duration
 
 _SECTIONS = ("database", "tasks", "settings")
 
@@ -84,12 +85,38 @@ def _task(data: HeteroDataset, name: str, given: Mapping[str, Any], folder: Path
     arguments = {key: tuple(value) if key == "events" else value for key, value in given.items()}
     if "examples" in given:
         make, arguments = task_from_columns, _with_columns(name, arguments, folder)
+    elif "events" in given:
+        arguments["cutoffs"] = _cutoffs(name, given, data.time_unit)
     try:
         return make(data, name, **arguments)
     except TypeError as error:  # a missing or unknown argument
         raise ValueError(
             f"[tasks.{name}] must have the arguments of dejax.datasets.{make.__name__}, got an error: {error}"
         ) from None
+
+
+def _cutoffs(name: str, given: Mapping[str, Any], unit: str) -> Any:
+    """The cutoffs of a task of events: a list, or a grid `{first, last, every}`."""
+    lacking = [argument for argument in ("cutoffs", "window") if argument not in given]
+    if lacking:
+        raise ValueError(
+            f"[tasks.{name}] with `events` must have `cutoffs`, the times as of which labels are predicted, and "
+            f"`window`, the time after a cutoff in which events count, got no `{lacking[0]}`; for example cutoffs = "
+            '{first = "2024-01-01", last = "2024-10-01", every = "30 days"} and window = "30 days"'
+        )
+    cutoffs = given["cutoffs"]
+    if not isinstance(cutoffs, Mapping):
+        return cutoffs
+    if set(cutoffs) != {"first", "last", "every"}:
+        raise ValueError(
+            f"`cutoffs` of [tasks.{name}] must be a list of times or have `first`, `last` and `every`, got "
+            f"{', '.join(cutoffs) or 'nothing'}"
+        )
+    every = duration(cutoffs["every"], unit, f"`every` of [tasks.{name}]")
+    if unit != "s":
+        return np.arange(cutoffs["first"], cutoffs["last"] + 1, every)
+    first, last = (np.datetime64(cutoffs[end], "s") for end in ("first", "last"))
+    return np.arange(first, last + np.timedelta64(1, "s"), np.timedelta64(every, "s"))
 
 
 def _mapped(path: Path) -> np.ndarray:

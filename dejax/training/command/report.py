@@ -16,6 +16,7 @@ import numpy as np
 
 from dejax._optional import new_figure
 from dejax._origin import versions, without_paths
+from dejax.training.metrics import is_better
 from dejax.training.state import History
 from dejax.training.trainer import Trainer
 
@@ -50,6 +51,7 @@ def summarise(
     skipped: Sequence[int],
     inference: str | None = None,
     baseline: Sequence[float] = (),
+    linear: Mapping[str, float] | None = None,
     total_seconds: float,
     argv: Sequence[str],
 ) -> dict[str, Any]:
@@ -63,6 +65,7 @@ def summarise(
         skipped: steps of each seed whose gradients were not finite.
         inference: how accuracies at the end were computed: "layers" or "sampled"; None: from the whole graph.
         baseline: test accuracies of the model without edges.
+        linear: of tables, the test measures of `dejax.training.tables.history.linear_baseline`.
         total_seconds: time of the whole job, with reading the data and compiling.
         argv: the arguments after the program's name.
 
@@ -88,7 +91,11 @@ def summarise(
         "inference": inference,
         "accuracy" if task.classes else "test": results,
         "measure": task.measure,
-        "baselines": {"majority": majority, "no_edges": spread(baseline) if baseline else None},
+        "baselines": {
+            "majority": majority,
+            "no_edges": spread(baseline) if baseline else None,
+            "linear": dict(linear) if linear else None,
+        },
         "lost_nodes": list(lost),
         "skipped_steps": list(skipped),
         "time": {
@@ -158,6 +165,7 @@ def table(results: dict[str, Any], artifacts: dict[str, str]) -> str:
             *_how(results),
             "",
             *aligned(header, rows if runs > 1 else [row[:2] for row in rows]),
+            *_warning(results),
             "",
             *aligned(None, _facts(results, artifacts)),
         ]
@@ -206,11 +214,27 @@ def _accuracy_rows(results: dict[str, Any], name: str) -> tuple[list[_Row], _Row
 
 
 def _rank_rows(results: dict[str, Any]) -> tuple[list[_Row], _Row]:
-    rows: list[_Row] = [
-        (f"{name}, test", f"{values['mean']:.4f}", f"± {values['std']:.4f}", f"{min(values['runs']):.4f}")
-        for name, values in results["test"].items()
-    ]
+    linear = results["baselines"].get("linear") or {}
+    rows: list[_Row] = []
+    for name, values in results["test"].items():
+        rows.append((f"{name}, test", f"{values['mean']:.4f}", f"± {values['std']:.4f}", f"{min(values['runs']):.4f}"))
+        if name in linear and len(rows) == 1:
+            rows.append((f"{name}, a linear model of counts and times", f"{linear[name]:.4f}", "", ""))
     return rows or [("no test examples", "", "", "")], ("", "mean", "± std", "lowest")
+
+
+def _warning(results: dict[str, Any]) -> list[str]:
+    """Lines that say so where a simpler model has a better first measure."""
+    linear = results["baselines"].get("linear") or {}
+    first = next((name for name in results.get("test", {}) if name in linear), None)
+    if first is None or not is_better(first, linear[first], results["test"][first]["mean"]):
+        return []
+    train = results["graph"]["split_sizes"].get("train", 0)
+    return [
+        "",
+        f"  The linear model is better. {train:,} training examples may be too few: give more cutoffs, and leave out",
+        "  columns that only name a row, such as names and addresses (docs/tables.md: Is it good?).",
+    ]
 
 
 def _facts(results: dict[str, Any], artifacts: dict[str, str]) -> list[_Row]:

@@ -30,6 +30,7 @@ from dejax.training.metrics import Ranking, measure
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
 from dejax.training.tables.encoders import apart_name
+from dejax.training.tables.history import linear_baseline
 from dejax.training.tables.models import TableModel
 from dejax.training.tables.rows import ColumnPlace, apart, pack
 from dejax.training.tables.seed_times import Clock, is_latest, topology_in_time
@@ -48,6 +49,7 @@ with optional("flax", of="dejax.training"):
     from flax import nnx
 
 
+_MOST_OF_BASELINE = 50_000
 _MEASURES = {"binary": "auroc", "classes": "accuracy", "regression": "mae", "link": "map@{k}"}
 
 
@@ -367,6 +369,15 @@ class TableTask(TrainingTask):
         """All measures of the test examples."""
         places = self.splits.get("test", np.zeros(0, np.int64))
         return self.measures_of("test", self.predict(trainer, state, places))
+
+    def linear_measures(self) -> dict[str, float]:
+        """The test measures of a linear model of counts and times, on at most 50,000 examples; {} of links."""
+        places = self.splits.get("test", np.zeros(0, np.int64))
+        if self.examples.kind == "link" or not len(places):
+            return {}
+        if len(places) > _MOST_OF_BASELINE:
+            places = np.sort(np.random.default_rng(0).choice(places, _MOST_OF_BASELINE, replace=False))
+        return self.measures_of("test", linear_baseline(self.data, self.examples, places), places)
 
     def counts(self) -> dict[str, Any]:
         """The sizes of the tables, for the report."""
