@@ -166,7 +166,9 @@ class Trainer:
             for table, rows in (*parts, (of_type.second, own["second"])):
                 _overwrite(kind, table, np.asarray(rows), may_grow)
             moments[kind] = of_type._replace(step=jnp.asarray(own["step"]))
-        arrays = {name: jax.tree.map(jnp.asarray, plain[name]) for name in _PLAIN}
+        # Committed to the device, as results of a step are: what jit has compiled for those serves these, too.
+        (device,) = state.step.devices()
+        arrays = {name: jax.device_put(plain[name], device) for name in _PLAIN}
         return self._placed(TrainState(**arrays, embeddings=state.embeddings, moments=moments))
 
     def on_one_device(self, state: TrainState) -> TrainState:

@@ -244,6 +244,7 @@ def test_a_task_is_learnt_from_rows_of_the_past(trained):
     assert final["auroc"] > 0.9 and set(final) == {"auroc", "average_precision", "accuracy", "f1"}
     valid = fitted.history.measures["valid"]
     assert fitted.best_epoch == fitted.history.epochs[int(np.argmax(valid))]
+    assert trainer.task._outputs._cache_size() == 1  # for the state of a step, and for the best one, which was put away
     assert int(fitted.state.lost) == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -80,11 +81,17 @@ def zeros_on_cpu(spec: TableSpec, device: Any, what: str) -> Array:
         raise MemoryError(f"{what}: the table needs {wanted} bytes, and the machine has {available}")
     sharding = jax.sharding.SingleDeviceSharding(device)
     try:
-        return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=sharding)().block_until_ready()
+        return _zeros(leaf.shape, leaf.dtype, sharding)().block_until_ready()
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and "ut of memory" not in str(error):
             raise
         raise MemoryError(f"{what}: {wanted} bytes could not be allocated: {error}") from error
+
+
+@functools.lru_cache(maxsize=256)
+def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+    """A compiled function without arguments. `jnp.zeros(device=...)` makes the array twice on other CPU devices."""
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 def delete(leaf: Array) -> None:
