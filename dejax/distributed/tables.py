@@ -31,7 +31,7 @@ from dejax.host_gather import (
 )
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.host_gather._operands import Table
-from dejax.host_gather.gather import GatherOptions
+from dejax.host_gather.gather import GatherOptions, gather_inside
 from dejax.host_gather.pipeline import rows_there
 from dejax.host_gather.tables.table import numpy_copy
 from dejax.minibatch.features._embeddings import EmbeddingRows
@@ -224,7 +224,8 @@ class ShardedTable(Table):
             path = route(jnp.where(mine, spec.devices, owner), spec.devices, capacity, spec.axis)
             asked, lost = path.send(ids % spec.block, fill=-1), path.lost
         table, by_row = self._local(), self.row_scale
-        words = _exchanged(lambda ids: gather(table, ids), path, asked, own_ids)
+        read = gather if path is None else gather_inside
+        words = _exchanged(lambda ids: read(table, ids), path, asked, own_ids)
         scales = None
         if by_row is not None:
             # Not mode="fill", for which -1 is the last row.
@@ -440,14 +441,22 @@ class ShardedTable(Table):
 
 
 def _exchanged(read: Callable[[Array], Array], path: Route | None, asked: Array | None, own_ids: Array) -> Array:
-    """What `read` gives of this device's rows for the ids of the others, and of theirs for its own."""
+    """What `read` gives of this device's rows for the ids of the others, and of theirs for its own.
+
+    Args:
+        read: with several devices it may give any values for an id below 0.
+        path: the route of the ids that other devices hold; None with one device.
+        asked: the ids that other devices ask for; -1 in empty slots.
+        own_ids: the ids of own rows; -1 for others.
+    """
     if path is None or asked is None:
         return read(own_ids)
     # The rows that others ask for are read first, so that they travel while this device reads its own.
     answers, own_ids = jax.lax.optimization_barrier((read(asked), own_ids))
     own, remote = read(own_ids), path.give_back(answers)
-    there = path.slots < path.devices * path.capacity
-    return jnp.where(there.reshape(-1, *[1] * (own.ndim - 1)), remote, own)
+    there, here = path.slots < path.devices * path.capacity, own_ids >= 0
+    row = (-1, *[1] * (own.ndim - 1))
+    return jnp.where(there.reshape(row), remote, jnp.where(here.reshape(row), own, jnp.zeros_like(own)))
 
 
 def check_lost(lost: ArrayLike, what: str = "an exchange of rows") -> None:

@@ -34,6 +34,7 @@ class GatherCall:
     fill: bytes  # 16 bytes of repeated elements, where bytes are moved
     ordered: bool
     num_sms: int
+    skips: bool = False  # a GPU leaves the result rows of ids out of range as they are
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +80,7 @@ def native_arguments(
             CACHED=int(cached),
             SPLIT=int(spec.is_split),
             PEERS=spec.peers,
+            SKIP=int(call.skips),
             SOURCE=source,
             RESULT=result,
             MEAN=int(call.mean),

@@ -143,6 +143,21 @@ def read_rows(what: str, operands: TableOperands, ids: Any, options: GatherOptio
     return _mean(call, rows, ids) if call.mean else rows
 
 
+def gather_inside(table: Table, ids: Array) -> Array:
+    """`gather` of a table of one device without a row for ids out of range: their result rows hold any values.
+
+    For results of which the caller drops these rows. The few multiprocessors that saturate the bus would fill them at
+    only a few times the rate of the bus.
+    """
+    what = "gather"
+    operands = table._operands(what)
+    assert operands is not None, "of one device"
+    ids, call, factor = prepare_gather(what, operands, ids, GatherOptions())
+    call = dataclasses.replace(call, skips=True)
+    with reporting_closed(operands.leaf, what):
+        return batched_gather(call, 1)(operands.leaf, operands.cache, operands.slots, ids, factor)
+
+
 def check_errors() -> None:
     """Raises an error if a `gather(..., mode="raise")` on a GPU met an id out of range. Call it after the step is done.
 

@@ -73,7 +73,7 @@ def compiled(folder: Path, file: str, call: str, types: str, **definitions: int 
 
 def gather_kernel(folder: Path, rows: np.ndarray, codes: tuple[int, int], **macros: int) -> Callable[..., None]:
     """`gather.cu` for rows like these, with the element codes of rows and result. Macros that are not given are 0."""
-    off = dict.fromkeys(("SORTED", "TICKET", "CACHED", "SPLIT", "PEERS", "MEAN"), 0)
+    off = dict.fromkeys(("SORTED", "TICKET", "CACHED", "SPLIT", "PEERS", "SKIP", "MEAN"), 0)
     forms = {
         "ID": "int",
         "UNIT": _spec.store_unit(rows[0].nbytes),
@@ -166,6 +166,18 @@ def test_gather(
     want = np.where(inside[:, None], rows[np.clip(IDS, 0, 36)].astype(result), filler)
     np.testing.assert_array_equal(got[:-1].astype(np.float64), want.astype(np.float64))
     assert (got[-1].astype(np.float64) == 111).all()
+
+
+@pytest.mark.parametrize("sort", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_gather_that_skips_ids_out_of_range(tmp_path: Path, sort: bool) -> None:
+    rows = aligned(RNG.standard_normal((37, 25)).astype(np.float32))
+    run = gather_kernel(tmp_path, rows, (-1, -1), SORTED=int(sort), TICKET=int(sort), SKIP=1)
+    order = np.argsort(IDS, kind="stable").astype(np.int32) if sort else np.arange(len(IDS), dtype=np.int32)
+    got, fill, nothing = np.full((len(IDS), 25), 111, np.float32), np.full(16, 9, np.uint8), np.zeros(1, np.float32)
+    none = np.zeros(0, np.int32)
+    run(rows, 37, 100, IDS[order], order, len(IDS), 1, none, none, 0, nothing, 0, 16, 0, 3, fill, got)
+    inside = (IDS >= 0) & (IDS < 37)
+    np.testing.assert_array_equal(got, np.where(inside[:, None], rows[np.clip(IDS, 0, 36)], np.float32(111)))
 
 
 @pytest.mark.parametrize("width", [5, pytest.param(32, marks=pytest.mark.slow)])

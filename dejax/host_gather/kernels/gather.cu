@@ -8,6 +8,7 @@
 //   PEERS         (with SPLIT) 0, or the number of devices over whose memory the cache is divided: row i of the cache is
 //                 row i / PEERS of block i % PEERS, which is read at its address over the link between the devices
 //   SOURCE, RESULT  element types: -1 moves bytes
+//   SKIP          result rows of ids out of range stay as they are, instead of being filled; `clip` is not allowed
 //   MEAN          a result row is the mean of the rows of `fan_out` ids
 //   POSITION      int, or long long where a gather has 2^31 chunks: a division of 64 bits takes as many instructions as
 //                 the conversion of a chunk
@@ -203,7 +204,18 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const GatherP
   const POSITION end_of_ids = static_cast<POSITION>(p.n);
   const int lane = threadIdx.x % 32;
   const long long warps = static_cast<long long>(gridDim.x) * blockDim.x / 32;
-  long long step = (blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x) / 32;
+  long long step = (blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x) / 32, first = 0;
+#if SKIP && SORTED
+  // Ids below 0, which may be most of them, come first. Work begins behind them.
+  for (long long end = p.n; first < end;) {
+    const long long middle = (first + end) / 2;
+    if (ids[middle] < 0) {
+      first = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+#endif
   while (true) {
 #if TICKET
     // Strict order keeps the rows of sorted ids in flight close together, so that they share the address translations of
@@ -213,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const GatherP
     if (lane == 0) next = atomicAdd(p.ticket, 1ull);
     step = __shfl_sync(~0u, next, 0);
 #endif
-    const long long base = step * p.lanes * kUnroll;
+    const long long base = first * p.chunks + step * p.lanes * kUnroll;
     if (base >= total) return;
     LoadedChunk loaded[kUnroll];
 #pragma unroll
@@ -235,6 +247,9 @@ extern "C" __global__ void __launch_bounds__(1024, 1) dejax_gather(const GatherP
       long long index;
       const char* row = Locate(p, id, &begin, &end, &index);
       if (row == nullptr) {
+#if SKIP
+        continue;
+#endif
         chunk.value = reinterpret_cast<const uint4&>(p.fill);
         chunk.first = c * 16;
         chunk.filled = true;
