@@ -34,8 +34,9 @@ def clear_rows(
 
     Args:
       arrays: [rows, *features] each, of which the rows at these positions may hold anything.
-      offsets: int32[segments + 1], whose last element is the number of valid rows.
-      order: int32[rows], the row at each position; None where rows are in order.
+      offsets: int32[segments + 1], whose last element is the number of valid positions.
+      order: int32[positions], the row at each position; None where rows are in order. Rows that the arrays do not have
+        are left out.
       interpret: run the kernel interpreted; by default where there is no GPU.
 
     >>> clear_rows([jnp.ones((4, 2))], jnp.array([0, 3]), interpret=True)[0][:, 0]
@@ -49,10 +50,13 @@ def clear_rows(
     widths = tuple(flat[i].shape[1] for i in some)
     columns = min(next_power_of_two(max(widths)), _MOST_COLUMNS)
     height, parts = _TILE // columns, cdiv(max(widths), columns)
-    programs = min(cdiv(rows, height), cdiv(_PROGRAMS * machine().multiprocessors, parts))
+    positions = rows if order is None else order.shape[0]
+    programs = min(cdiv(positions, height), cdiv(_PROGRAMS * machine().multiprocessors, parts))
     tables = [offsets] if order is None else [offsets, order]
     cleared = _triton.pallas_call(
-        functools.partial(_kernel, programs=programs, rows=rows, widths=widths, height=height, columns=columns),
+        functools.partial(
+            _kernel, programs=programs, positions=positions, rows=rows, widths=widths, height=height, columns=columns
+        ),
         name="clear_rows",
         num_programs=programs * parts,
         out_shape=[jax.ShapeDtypeStruct(flat[i].shape, flat[i].dtype) for i in some],
@@ -65,18 +69,21 @@ def clear_rows(
     return [found[i].reshape(x.shape) if i in found else x for i, x in enumerate(arrays)]
 
 
-def _kernel(*refs: Any, programs: int, rows: int, widths: tuple[int, ...], height: int, columns: int) -> None:
+def _kernel(
+    *refs: Any, programs: int, positions: int, rows: int, widths: tuple[int, ...], height: int, columns: int
+) -> None:
     offsets, outs = refs[0], refs[-len(widths) :]  # before them come references to the same memory
     block, part = _triton.program_ids(cdiv(max(widths), columns))
     last = _triton.load(offsets, (lanes(1, 0, 2) + (offsets.shape[0] - 1),))
-    valid = lax.clamp(np.int32(0), last.reshape(()), np.int32(rows))
-    tiles = steps(np.int32(rows) - valid, height)
+    valid = lax.clamp(np.int32(0), last.reshape(()), np.int32(positions))
+    tiles = steps(np.int32(positions) - valid, height)
 
     def clear(n: jax.Array, _: None) -> None:
         row = valid + (block + n * programs) * height + lanes(height, 0, 2)  # the position, first
-        padding = row < rows
+        padding = row < positions
         if len(refs) > 1 + 2 * len(widths):
             row = _triton.load(refs[1], (row,), padding)
+            padding = both(padding, row < rows) if rows < positions else padding
         for out, width in zip(outs, widths, strict=True):
             size = min(columns, next_power_of_two(width))
             column = part * size + lanes(size, 1, 2)

@@ -110,6 +110,13 @@ def test_parts_run_the_kernels_of_one_device(name: str) -> None:
     sums = [types for template, types in kernels(many) if template == "traverse"]
     assert any(f"tensor<{own}x{K}x" in types for types in sums)
     assert any(f"tensor<{all_rows}x" in types for types in sums)  # gradients of rows of both
+    # So have maps whose results are read at destinations.
+    assert all(
+        f"tensor<{own}x" in types for template, types in kernels(many) if template == "map_entries" and name == "hgt"
+    )
+    # Gradients of weights wait for what goes back to other devices, and their sums for what comes back. Own rows are
+    # copied while others travel.
+    assert many.count("stablehlo.optimization_barrier") == 3 + one.count("stablehlo.optimization_barrier")
     # Zeros are written in padding rows alone.
     pairs = split.local.num_source_pairs
     assert not re.search(rf"dims = \[\] : \(tensor<f\d+>\) -> tensor<{pairs}x", many)

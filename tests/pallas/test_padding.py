@@ -34,6 +34,14 @@ def test_clear_rows_at_positions_of_an_order():
     np.testing.assert_array_equal(found, want)
 
 
+def test_clear_rows_leaves_out_rows_that_the_arrays_do_not_have():
+    x, order = jnp.ones((6, 3)), jnp.asarray(np.random.default_rng(0).permutation(11), jnp.int32)
+    (found,) = interpreted(lambda x: kernels.clear_rows([x], jnp.array([4]), order=order))(x)
+    want = np.ones((11, 3))
+    want[np.asarray(order)[4:]] = 0
+    np.testing.assert_array_equal(found, want[:6])
+
+
 def test_clear_rows_of_nothing():
     x = jnp.ones((4, 0))
     assert kernels.clear_rows([x], jnp.array([2]))[0] is x

@@ -14,7 +14,7 @@ from dejax.distributed.full_graph._stages import Combine, Distributed, Exchange,
 from dejax.pallas import clear_rows
 from dejax.rgnn.compiler.execute import CompileTask, counts_of, run, uses_kernels
 from dejax.rgnn.graphs.rel_graph import RelGraph
-from dejax.rgnn.ir.inter import Op, Space
+from dejax.rgnn.ir.inter import Op, Space, is_float
 from dejax.rgnn.lowering.node_rows import ALL_ROWS, NodeRows
 from dejax.rgnn.lowering.segments import (
     extremum_at,
@@ -42,12 +42,15 @@ class DeviceRun:
         self.rounds, self.axis = graph.layout.rounds, graph.axis
         self.rows, self.halo = graph.layout.rows, graph.layout.halo
         self.values: dict[Ref, jax.Array] = {}
+        self.received: set[Ref] = set()  # values of own and halo nodes that an exchange made
 
     def __call__(self, arrays: dict[int, jax.Array]) -> tuple[jax.Array, ...]:
         """The results for the device's rows of the arguments, by position."""
-        ops = self.plan.program.ops
-        for i in self.plan.program.inputs:
-            self.values[i, form_of(ops[i])] = self._given(ops[i], arrays[ops[i].attr("position")])
+        ops, inputs = self.plan.program.ops, self.plan.program.inputs
+        of_nodes = tuple(i for i in inputs if ops[i].space == Space.NODE)
+        given = _sent_before_sums({i: arrays[ops[i].attr("position")] for i in inputs}, of_nodes)
+        for i, x in given.items():
+            self.values[i, form_of(ops[i])] = self._given(i, x)
         for step in self.plan.steps:
             if isinstance(step, Stage):
                 self._stage(step)
@@ -60,10 +63,13 @@ class DeviceRun:
     def _graph(self, on_edges: bool) -> RelGraph:
         return self.local if on_edges else self.owned
 
-    def _given(self, op: Op, x: jax.Array) -> jax.Array:
+    def _given(self, i: int, x: jax.Array) -> jax.Array:
         """An argument in the compiler's form; rows that are padding become zeros."""
+        op = self.plan.program.ops[i]
         if op.space == Space.GRAPH:
             return x[None]
+        if op.space == Space.NODE and is_float(op.dtype) and uses_kernels(self.owned, self.options):
+            return _masked(x, self.owned.node_mask, self._nodes_by_type(), self.options.interpret)
         if op.space == Space.EDGE:
             x = x.at[self.local.edge_ids].get(unique_indices=True, mode="fill", fill_value=0)
         return where_rows(valid_rows(self._graph(op.space != Space.NODE), op.space), x)
@@ -73,10 +79,13 @@ class DeviceRun:
             return x[0]
         graph = self._graph(op.space != Space.NODE)
         if op.space == Space.NODE and uses_kernels(graph, self.options):
-            group = graph.by_node_type
-            return _cleared(x, graph.node_mask, (group.offsets, group.order), self.options.interpret)
+            return _cleared(x, graph.node_mask, self._nodes_by_type(), self.options.interpret)
         x = where_rows(valid_rows(graph, op.space), x)
         return x.at[self.local.edge_positions].get(unique_indices=True) if op.space == Space.EDGE else x
+
+    def _nodes_by_type(self) -> tuple[Any, Any]:
+        """The offsets and the order of the device's own nodes by type; padding comes last."""
+        return self.owned.by_node_type.offsets, self.owned.by_node_type.order
 
     def _stage(self, stage: Stage) -> None:
         graph = self._graph(stage.on_edges)
@@ -88,7 +97,10 @@ class DeviceRun:
                 for refs in (stage.inputs, stage.outputs)
             )
             rows = NodeRows(zero_elsewhere=given, read_at_destinations=made)
-        found = run(CompileTask(stage.program, counts_of(graph), self.options, rows), graph, inputs)
+        # The gradients of what came from other devices travel back while those of weights are computed.
+        received = tuple(n for n, ref in enumerate(stage.inputs) if ref in self.received)
+        task = CompileTask(stage.program, counts_of(graph), self.options, rows, received=received)
+        found = run(task, graph, inputs)
         for ref, x in zip(stage.outputs, found, strict=True):
             self.values[ref] = x[: self.rows] if ref[1] == Form.OWN and stage.on_edges else x
 
@@ -111,6 +123,7 @@ class DeviceRun:
             for value in values:
                 part = found[:, start : start + ops[value].width]
                 self.values[value, Form.LOCAL] = part.reshape(self.rows + self.halo, *ops[value].shape)
+                self.received.add((value, Form.LOCAL))
                 start += ops[value].width
 
     def _combine(self, step: Combine) -> None:
@@ -173,3 +186,43 @@ def _cleared_backward(interpret: bool | None, valid: jax.Array, cotangent: jax.A
 
 
 _cleared.defvjp(_cleared_forward, _cleared_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _masked(x: jax.Array, valid: jax.Array, tables: Any, interpret: bool | None) -> jax.Array:
+    """`x` with zeros in padding rows; those of its gradient are written in place, as by `_cleared`."""
+    return where_rows(valid, x)
+
+
+def _masked_forward(x: jax.Array, valid: jax.Array, tables: Any, interpret: bool | None) -> tuple[jax.Array, Any]:
+    return where_rows(valid, x), tables
+
+
+def _masked_backward(interpret: bool | None, tables: Any, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
+    return clear_rows([cotangent], tables[0], order=tables[1], interpret=interpret)[0], None, None
+
+
+_masked.defvjp(_masked_forward, _masked_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _sent_before_sums(arrays: dict[int, jax.Array], of_nodes: tuple[int, ...]) -> dict[int, jax.Array]:
+    """The arguments. Their gradients of nodes exist before devices add up the gradients of weights.
+
+    XLA schedules one collective at a time. If it began with the sum, the exchange of rows would wait for it, and so for
+    all kernels that compute gradients of weights: none would be left to run beside the exchange.
+    """
+    return arrays
+
+
+def _sent_before_sums_forward(arrays: Any, of_nodes: tuple[int, ...]) -> tuple[Any, None]:
+    return arrays, None
+
+
+def _sent_before_sums_backward(of_nodes: tuple[int, ...], _: None, cotangents: Any) -> tuple[Any]:
+    first = {i: x for i, x in cotangents.items() if i in of_nodes}
+    others = {i: x for i, x in cotangents.items() if i not in of_nodes}
+    return ({**first, **jax.lax.optimization_barrier((first, others))[1]},)
+
+
+_sent_before_sums.defvjp(_sent_before_sums_forward, _sent_before_sums_backward)

@@ -60,7 +60,7 @@ def check_operands(
         elif operand.access == "row" and num_rows is not None:
             _check_length(array, num_rows, f"arrays[{i}]", "rows", or_more=True)
         elif operand.access in ("entry", "position"):
-            _check_length(array, num_entries, f"arrays[{i}]", "entries")
+            _check_length(array, num_entries, f"arrays[{i}]", "entries", or_more=num_rows is None)
         elif operand.access in ("indexed", "positioned") or (operand.access == "row_indexed" and num_rows is not None):
             if operand.index is None or not 0 <= operand.index < len(index_tables):
                 raise ValueError(

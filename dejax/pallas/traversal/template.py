@@ -223,7 +223,7 @@ def map_entries(
       arrays: [length, *features] with at most two feature axes; [*features] for `shared`; [length, columns] for
         operands that name `columns`.
       operands: how each array is read; `row` has no meaning here.
-      num_entries: number of entries.
+      num_entries: number of entries; arrays that are read by entry may be longer.
       index_tables: int32[num_entries] each; an index out of range reads as zeros.
       outputs: (feature shape, dtype) of each result.
       row_scaled_outputs: positions of the outputs, float32 each, that are to be returned as `RowScaled`.

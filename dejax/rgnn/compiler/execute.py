@@ -67,6 +67,8 @@ class CompileTask:
     rows: NodeRows = ALL_ROWS
     raw: bool = True  # not yet optimised
     row_scaled_outputs: tuple[int, ...] = ()  # indices of the outputs that may be stored as row-scaled float16
+    received: tuple[int, ...] = ()  # positions of inputs with rows of other devices, which get their gradients back
+    first: tuple[int, ...] = ()  # indices of outputs that are computed before the others
 
     @property
     def disable(self) -> frozenset[str]:
@@ -132,9 +134,10 @@ def training_tasks(task: CompileTask, wrt: tuple[int, ...]) -> tuple[Cut, Compil
     parts = training_cut(task, wrt)
     saved = [parts.num_outputs + n for n in range(parts.num_saved) if linear_in_saved(parts, n)]
     rows, of_backward = task.rows.halves(parts, wrt)
-    half = replace(task, raw=False, row_scaled_outputs=())
+    half = replace(task, raw=False, row_scaled_outputs=(), received=(), first=())
     forward = replace(half, program=parts.forward, rows=rows, row_scaled_outputs=(*task.row_scaled_outputs, *saved))
-    return parts, forward, replace(half, program=parts.backward, rows=of_backward)
+    sent_back = tuple(n for n, position in enumerate(wrt) if position in task.received)
+    return parts, forward, replace(half, program=parts.backward, rows=of_backward, first=sent_back)
 
 
 def linear_in_saved(parts: Cut, number: int) -> bool:
@@ -184,10 +187,13 @@ def run_kernels(
     if uses_kernels(graph, options):
         pallas = PallasLowering(kernels, graph, options, encoded, env, rows)
     xla = Evaluator(program, graph, options.precision, segment_sum if pallas is None else pallas.sum_types)
-    remaining = [set(instance.reads) for instance in kernels.instances]
+    order, num_first = _instances_for_first(kernels, task.first)
     narrow = frozenset(i for i in program.inputs if isinstance(env[i], RowScaled) or i in encoded)
-    for number, instance in enumerate(kernels.instances):
-        done = False
+    for at, number in enumerate(order):
+        instance, done = kernels.instances[number], False
+        if at == num_first > 0:
+            early = {v for other in order[:at] for v in kernels.instances[other].writes}
+            _wait_for([env[program.outputs[n]] for n in task.first], early, env, rows)
         name = kernel_name(program.name, number)
         note(name, TracedKernel(kernels, number, counts_of(graph), options, narrow))
         if pallas is not None and not isinstance(instance, Fallback):
@@ -211,10 +217,29 @@ def run_kernels(
                         (w, where_rows(valid_rows(graph, program.ops[w].space), env[w])) for w in instance.writes
                     )
                 rows.reshaped(instance.writes)
-        keep = set(program.outputs).union(*remaining[number + 1 :])
+        keep = set(program.outputs).union(*(kernels.instances[other].reads for other in order[at + 1 :]))
         env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}
     results = tuple(env[o] for o in program.outputs)
     return tuple(map(decoded, results)), tuple(r if isinstance(r, RowScaled) else None for r in results)
+
+
+def _instances_for_first(kernels: Kernels, first: tuple[int, ...]) -> tuple[list[int], int]:
+    """The numbers of all instances, those that the outputs `first` depend on in front; and how many are in front."""
+    wanted = {kernels.program.outputs[n] for n in first}
+    early: list[int] = []
+    for number, instance in reversed([*enumerate(kernels.instances)]):
+        if wanted.intersection(instance.writes):
+            wanted.update(instance.reads)
+            early.insert(0, number)
+    return [*early, *(n for n in range(len(kernels.instances)) if n not in early)], len(early)
+
+
+def _wait_for(made: list[Any], values: set[int], env: dict[int, Any], rows: RowArrays) -> None:
+    """Lets whatever reads one of the values begin only when the arrays `made` exist."""
+    some = [{v: arrays[v] for v in sorted(values) if v in arrays} for arrays in (env, rows.of_destinations)]
+    _, (in_env, of_destinations) = jax.lax.optimization_barrier((made, some))
+    env.update(in_env)
+    rows.of_destinations.update(of_destinations)
 
 
 def _environment(

@@ -169,6 +169,12 @@ class RowArrays:
             return self.graph.num_destinations
         return num_rows(self.graph, VIAS[t.via].coarse)
 
+    def entries(self, t: Traversal) -> int:
+        """The entries that a map computes: destinations alone where nothing reads its results at other nodes."""
+        whole = num_rows(self.graph, t.space)
+        few = t.space == Space.NODE and self._elsewhere.isdisjoint(t.entry_outputs)
+        return whole if not few or self.graph.num_destinations is None else self.graph.num_destinations
+
     def sums_destinations(self, t: Traversal) -> bool:
         """Whether a traversal sums values by node type that are zeros at other nodes than destinations."""
         by_type = t.via == "ntype" and self.graph.destinations_by_type is not None and not t.entry_outputs

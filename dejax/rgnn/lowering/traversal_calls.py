@@ -106,14 +106,18 @@ class Traversals(Running):
             call.compute.entries,
             call.arrays,
             call.operands,
-            num_entries=num_rows(self.graph, t.space),
+            num_entries=self.rows.entries(t),
             index_tables=call.tables,
             outputs=self._entry_outputs(call.side_by_side),
             row_scaled_outputs=tuple(i for i, v in enumerate(t.entry_outputs) if v in self.row_scaled),
             interpret=self.interpret,
         )
         cleared = self.cleared(t.space, results, [(v,) for v in t.entry_outputs])
-        env.update(zip(t.entry_outputs, cleared, strict=True))
+        for v, found in zip(t.entry_outputs, cleared, strict=True):
+            if t.space == Space.NODE:
+                self.rows.write(v, found, env)
+            else:
+                env[v] = found
 
     def _reduce(self, t: Traversal, call: _Call, env: dict[int, Any]) -> None:
         assert t.via is not None
@@ -208,6 +212,7 @@ class Traversals(Running):
         tables: list[jax.Array] = []
         powers: dict[int, jax.Array] = {}
         rows = None if t.via is None else self.rows.count(t)
+        entries = self.rows.entries(t) if t.via is None else num_rows(self.graph, t.space)
         numbers: dict[str, int] = {}
         arrays: list[Any] = []
         operands: list[kernels.TileOperand] = []
@@ -217,6 +222,8 @@ class Traversals(Running):
             array, columns = self.rows_of(o, env), None
             if o.access == "row" and rows is not None:
                 array = self.rows.first(rows, o.value, env)
+            elif o.access == "dense" and entries < num_rows(self.graph, t.space):
+                array = self.rows.of_destinations.get(o.value, array)
             elif short:
                 array = self.rows.of_destinations[o.value]
             part = gathered_arrays.get(o.name, array)
@@ -240,7 +247,8 @@ class Traversals(Running):
                 by_position = self.graph.loop_tables.get(f"{t.via}:{o.via}")
                 if o.via not in numbers:
                     numbers[o.via] = len(tables)
-                    tables.append(segments(self.graph, o.via).index if by_position is None else by_position)
+                    table = segments(self.graph, o.via).index if by_position is None else by_position
+                    tables.append(first_rows(table, entries))
                 access, index = "indexed" if by_position is None else "positioned", numbers[o.via]
                 if columns is None and may_round(self.kernels, t) and linear_in(self.program, o.value):
                     array = self.narrow_rows_of(o, env)

@@ -511,6 +511,19 @@ def test_vectors_of_types_may_be_computed() -> None:
     assert isinstance(made, Fallback) and any(isinstance(i, Traversal) and vector in i.reads for i in kernels.instances)
 
 
+def test_products_that_are_multiplied_again_merge_while_the_cache_has_both() -> None:
+    b = Tiny("twice")
+    x, w = b.node("x", 4), b.weight("w", 2, 8, 8)
+    u, v = (b.given(name, Space.NODE_TYPE, 2, 4, 8) for name in "uv")
+    key, query = (b.linear(x, a, "k,hkn->hn", via="ntype") for a in (u, v))
+    score = b.op("dot", b.linear(b.src(key), w, "hk,hkn->hn"), b.op("gather", query, via="dst"))
+    program = b.build([b.sum(score)])
+    found = [
+        names(merge_gemms(program, replace(COUNTS, nodes=nodes))).count("linear") for nodes in (10_000, 10_000_000)
+    ]
+    assert found == [2, 3]
+
+
 def test_parts_are_read_and_written_where_they_are() -> None:
     """Keys and messages are read from one array, and their gradients written to one, as row-scaled float16."""
     pairs = Counts(nodes=50, edges=1000, source_pairs=90, destination_pairs=90, edge_types=8, node_types=3)

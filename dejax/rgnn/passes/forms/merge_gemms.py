@@ -32,7 +32,7 @@ class _Member:
 
 def merge_gemms(program: OpProgram, counts: Counts) -> OpProgram:
     ordered = _weights_first(program)
-    pairs = {member.value: pair for pair in _pairs(ordered) for member in pair}
+    pairs = {member.value: pair for pair in _pairs(ordered, counts) for member in pair}
     if not pairs:
         return program
     new: dict[int, int] = {}
@@ -70,7 +70,7 @@ def _stacked(builder: Builder, x: int, y: int) -> int:
     return builder.op("concat", x, y, axis=0)
 
 
-def _pairs(program: OpProgram) -> list[tuple[_Member, _Member]]:
+def _pairs(program: OpProgram, counts: Counts) -> list[tuple[_Member, _Member]]:
     users = program.users()
     waiting: dict[tuple, _Member] = {}
     found = []
@@ -78,8 +78,7 @@ def _pairs(program: OpProgram) -> list[tuple[_Member, _Member]]:
         if op.name != "linear" or op.attr("spec") != _SPEC or op.space in TYPE_SPACES:
             continue
         member = _member(program, users, i)
-        # The kernel of a product may also compute what reads it in place; not what gathers its rows.
-        if member is None or any(program.ops[u].name not in ("gather", "dot") for u in users[member.value]):
+        if member is None or not _is_read_in_place(program, users, member.value, counts):
             continue
         bias = None if member.bias is None else program.ops[member.bias]
         added = None if bias is None else (bias.shape, bias.dtype)
@@ -90,6 +89,20 @@ def _pairs(program: OpProgram) -> list[tuple[_Member, _Member]]:
         elif max(op.args[1], -1 if member.bias is None else member.bias) < first.value:
             found.append((first, member))
     return found
+
+
+def _is_read_in_place(program: OpProgram, users: list[list[int]], product: int, counts: Counts) -> bool:
+    """Whether what reads a product can read it as a part of wider rows.
+
+    The kernel of a product may also compute what reads the product by row, but not what gathers it. A grouped GEMM that
+    gathers its rows needs an array of their own. This copy, and that of the gradients side by side, cost less than the
+    launches that are saved only while the cache has them.
+    """
+    ops = program.ops
+    if any(ops[u].name not in ("gather", "dot") for u in users[product]):
+        return False
+    multiplied = any(ops[v].name == "linear" for u in users[product] if ops[u].name == "gather" for v in users[u])
+    return not (multiplied and counts.from_memory(ops[product], 2))
 
 
 def _member(program: OpProgram, users: list[list[int]], product: int) -> _Member | None:
