@@ -45,7 +45,7 @@ def plain_loop() -> Any:
     subprocess.run(command, check=True)
     read = ctypes.CDLL(str(built)).read_blocks
     read.restype = ctypes.c_double
-    read.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    read.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int64]
     return read
 
 
@@ -79,11 +79,11 @@ class Drive:
     def __init__(self, path: Path, blocks: int) -> None:
         self.path, self.blocks, self._loop = path, blocks, plain_loop()
 
-    def loop_rate(self, blocks: np.ndarray, block_bytes: int = ROW) -> tuple[float, float]:
-        """Bytes per second, and processor seconds per GB, of the plain loop."""
+    def loop_rate(self, blocks: np.ndarray, block_bytes: int = ROW, places: int = DEPTH) -> tuple[float, float]:
+        """Bytes per second, and processor seconds per GB, of the plain loop, into memory of so many blocks."""
         given = np.ascontiguousarray(blocks, np.int64)
         cpu = time.process_time()
-        seconds = self._loop(os.fsencode(self.path), block_bytes, given.ctypes.data, len(given), DEPTH)
+        seconds = self._loop(os.fsencode(self.path), block_bytes, given.ctypes.data, len(given), DEPTH, places)
         if seconds <= 0:
             raise OSError(f"the plain loop could not read {self.path} past the page cache")
         size = len(given) * block_bytes
@@ -123,18 +123,30 @@ def table_rate(table: DriveTable, batches: list[np.ndarray]) -> tuple[float, flo
 
 
 def cold(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
-    """Random rows, none of which is in the cache."""
+    """Random rows, none of which is in the cache; beside them a loop into as much memory as the cache.
+
+    The plain loop reads into the same half of a MiB again and again, which caches of processors hold.
+    """
     batches, cached = args.batches // 2, 4 * args.batch
-    given = shuffled(drive, args.turns, batches * args.batch, cached, seed=1)
+    given, others = (shuffled(drive, args.turns, batches * args.batch, cached, seed) for seed in (1, 9))
+    wide: list[float] = []
+
+    def loop(turn: int) -> tuple[float, float]:
+        wide.append(drive.loop_rate(others[turn], places=cached)[0])
+        return drive.loop_rate(given[2 * turn])
+
     with drive.table(cached) as table:
         fill(table, np.arange(cached), args.batch)
         table_rate(table, [np.arange(args.batch)] * (batches + 1))  # compiles
         found = interleaved(
             args.turns,
-            lambda turn: drive.loop_rate(given[2 * turn]),
+            loop,
             lambda turn: table_rate(table, [np.arange(args.batch), *given[2 * turn + 1].reshape(batches, -1)]),
         )
-        return {"engine": table.stats()["engine"], **median(found)}
+        engine = table.stats()["engine"]
+    for each, rate in zip(found, wide, strict=False):
+        each["loop_into_as_much_memory"] = rate
+    return {"engine": engine, **median(found)}
 
 
 def sequential(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
@@ -185,7 +197,7 @@ def inference(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
 
 def mostly_cached(drive: Drive, args: argparse.Namespace) -> dict[str, Any]:
     """Batches of which nine rows in ten are in the cache, next to batches of rows that all are."""
-    rng, batches, misses = np.random.default_rng(2), 2 * args.batches, args.batch // 10
+    rng, batches, misses = np.random.default_rng(2), 3 * args.batches, args.batch // 10
     hot, others = np.split(rng.permutation(drive.blocks)[: 8 * args.batch], 2)
     visits = np.zeros(drive.blocks)
     visits[hot] = 1
