@@ -106,7 +106,7 @@ class Partition:
 
     Attributes:
         assignment: for each node type int32[nodes], the part of each node.
-        report: balance and cut of the partition.
+        report: how even the parts are, and how many edges and rows cross between them.
     """
 
     assignment: dict[str, np.ndarray]

@@ -460,11 +460,15 @@ def _exchanged(read: Callable[[Array], Array], path: Route | None, asked: Array 
 
 
 def check_lost(lost: ArrayLike, what: str = "an exchange of rows") -> None:
-    """Raises an error if rows of an exchange exceeded its capacity. Call it outside of jit, such as on `report.counts`.
+    """Raises an error if devices asked each other for more rows of a divided table than `capacity` allows.
+
+    Rows beyond the capacity are not read (they come as zeros) and not written. Only their number comes back, because a
+    compiled step cannot raise errors: check it outside of `jax.jit`.
 
     Args:
-        lost: int[...], the counts that `ShardedTable.gather` or `update` returned.
-        what: name of the exchange, for the message.
+        lost: int[...], the numbers of such rows, as `ShardedTable.gather` or `update` returned them, or those in
+            `StepReport.counts`.
+        what: what the message calls the reads or writes.
 
     Raises:
         ValueError: a count is above 0.

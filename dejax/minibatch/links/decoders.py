@@ -91,7 +91,7 @@ class Decoder:
         distance: whether the similarity is `margin` minus the distance of query and candidate; otherwise it is their
             inner product.
         pairs: whether vectors of entities are complex numbers: real parts, then imaginary parts.
-        margin: the margin of a distance.
+        margin: the number from which a distance is subtracted, with `distance`.
         relation_width: function from the width of entity vectors to the width of relation vectors, 0 if there are none.
 
     >>> import jax.numpy as jnp

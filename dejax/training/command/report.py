@@ -161,7 +161,7 @@ def table(results: dict[str, Any], artifacts: dict[str, str]) -> str:
             f"{graph['edges']:,} edges of {graph['edge_types']} relations",
             f"{name}: {settings['layers']} layers, {settings['hidden']} wide, {results['parameters']:,} parameters"
             + (f", {results['embedding_values']:,} values of embeddings" if results["embedding_values"] else "")
-            + f"; {_seen(settings)}; {settings['epochs']} epochs, {runs} seed{'s' * (runs != 1)}",
+            + f"; {_seen(settings)}; {_counted(settings['epochs'], 'epoch')}, {_counted(runs, 'seed')}",
             *_how(results),
             "",
             *aligned(header, rows if runs > 1 else [row[:2] for row in rows]),
@@ -170,6 +170,10 @@ def table(results: dict[str, Any], artifacts: dict[str, str]) -> str:
             *aligned(None, _facts(results, artifacts)),
         ]
     )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _seen(settings: dict[str, Any]) -> str:
