@@ -342,7 +342,7 @@ def test_the_report_shows_measures_curves_calibration_and_what_contributes(train
         results["baselines"]["linear"] = {"auroc": final["auroc"] + (0.01 if better else -0.01)}
         shown = table(results, {})
         assert "auroc, a linear model of counts and times" in shown
-        assert ("The linear model is better." in shown) == better
+        assert ("The linear model is better:" in shown) == better
     assert sum(
         count for _, _, count in calibration(task.examples.labels[task.splits["test"]], predicted["test"])
     ) == len(predicted["test"])
