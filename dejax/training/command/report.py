@@ -236,8 +236,8 @@ def _warning(results: dict[str, Any]) -> list[str]:
     train = results["graph"]["split_sizes"].get("train", 0)
     return [
         "",
-        f"  The linear model is better: take it, or gradient boosting on such columns. {train:,} training examples may be",
-        "  too few for the network; columns that only name a row, such as names, can be left out (docs/tables.md: Is it good?)",
+        f"  The linear model is better: take it, or gradient boosting on such columns. {train:,} training examples",
+        "  may be too few for the network. Leave out columns that only name a row (docs/tables.md: Is it good?).",
     ]
 
 
