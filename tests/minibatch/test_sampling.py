@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from dejax.datasets import HeteroDataset, from_tables
-from dejax.minibatch import HeteroTopology, NegativePool, SampleOptions, find_capacities, link_batch, sample_blocks
+from dejax.minibatch import (
+    HeteroTopology,
+    NegativePool,
+    SampleOptions,
+    TrueEdges,
+    find_capacities,
+    link_batch,
+    sample_blocks,
+)
 from dejax.minibatch.links import batches
 from tests.minibatch.graphs import (
     CITES,
@@ -333,6 +341,17 @@ def test_links_in_time_need_times_and_a_pool():
     assert late.tolist() == [[0], [-1]]
     with pytest.raises(ValueError, match="`edge_times` must have a time for each"):
         NegativePool.from_times([0, 1], receivers=[1])
+    with pytest.raises(ValueError, match="`receivers` of NegativePool must be from 0 to 1, got -1"):
+        NegativePool.from_times([0, 1], receivers=[-1], edge_times=[0])
+
+
+def test_true_edges_of_64_bits_do_not_wrap():
+    for wrong, error in (([2**32], ValueError), ([-1], ValueError), ([0.7], TypeError)):
+        with pytest.raises(error, match="senders of TrueEdges must be"):
+            TrueEdges.from_edges((np.array(wrong), [1]))
+    true = TrueEdges.from_edges(([0, 2], [1, 1]))
+    assert true.contain(np.array([2**32, 0, -(2**32)]), np.array([1, 1, 1])).tolist() == [False, True, False]
+    assert not TrueEdges.from_edges(([], [])).contain(np.array([0]), np.array([0])).any()
 
 
 def test_negatives_by_degree_are_those_of_edges_that_are_known():

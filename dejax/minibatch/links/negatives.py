@@ -13,9 +13,12 @@ from jax.typing import ArrayLike
 from dejax._dtypes import INT32_MAX, entering_jit
 from dejax._pytrees import pytree
 from dejax.datasets import HeteroDataset
-from dejax.minibatch._checks import EdgeType
+from dejax.host_gather._ids import checked_ids
+from dejax.minibatch._checks import EdgeType, check_range, ids_of
 from dejax.minibatch.sampling._drawing import among_sorted
 from dejax.minibatch.sampling._draws import below
+
+_SIDES = ("senders", "receivers")
 
 
 @pytree
@@ -66,7 +69,8 @@ class NegativePool:
                     f"NegativePool: `edge_times` must have a time for each of {len(np.asarray(receivers))} "
                     f"`receivers`, got {'None' if edge_times is None else len(np.asarray(edge_times))}"
                 )
-            nodes = np.asarray(receivers)
+            nodes = ids_of("`receivers` of NegativePool", receivers)
+            check_range("`receivers` of NegativePool", nodes, len(known))
             times = np.maximum(np.asarray(edge_times), known[nodes])
         for values in (known, times):
             if values.size and values.dtype.kind not in "iu":
@@ -135,12 +139,21 @@ class TrueEdges:
 
     @classmethod
     def from_edges(cls, edges: tuple[ArrayLike, ArrayLike]) -> TrueEdges:
-        """Makes the set of edges from a pair (senders, receivers), int[edges] each."""
-        senders, receivers = (np.asarray(ends, np.int32) for ends in edges)
-        pairs = np.unique(np.stack([receivers, senders], axis=1), axis=0).reshape(-1, 2)
+        """Makes the set of edges from a pair (senders, receivers), int[edges] each.
+
+        Raises:
+            TypeError: the ends are not integers.
+            ValueError: an end is below 0 or does not fit int32.
+        """
+        senders, receivers = (ids_of(f"{side} of TrueEdges", ends) for side, ends in zip(_SIDES, edges, strict=True))
+        for side, ids in zip(_SIDES, (senders, receivers), strict=True):
+            check_range(f"{side} of TrueEdges", ids, INT32_MAX)
+        pairs = np.stack([receivers.astype(np.int32), senders.astype(np.int32)], axis=1)
+        pairs = np.unique(pairs, axis=0).reshape(-1, 2)
         return cls(jnp.asarray(pairs[:, 0]), jnp.asarray(pairs[:, 1]))
 
     def contain(self, senders: ArrayLike, receivers: ArrayLike) -> Array:
         """bool[...], whether each pair of a sender and a receiver is in the set. The two arrays broadcast."""
-        pair = jnp.broadcast_arrays(jnp.asarray(senders), jnp.asarray(receivers))
+        given = zip(_SIDES, (senders, receivers), strict=True)
+        pair = jnp.broadcast_arrays(*(checked_ids("TrueEdges.contain", ids, INT32_MAX, side) for side, ids in given))
         return among_sorted(self.receivers, self.senders, pair[1], pair[0])
