@@ -338,6 +338,10 @@ def test_the_report_shows_measures_curves_calibration_and_what_contributes(train
     assert f"{final['auroc']:.4f}" in page and "orders.returned" in page and "calibration" in page
     assert page.count("data:image/png;base64,") == 2 and "auroc, test" in page
     assert "average_precision" in table(results, {}) and "linear" not in table(results, {})
+    results["baselines"]["linear"] = {"auroc": 0.625}
+    write_page(tmp_path / "report.html", results, task.examples, predicted, None)
+    page = (tmp_path / "report.html").read_text()
+    assert "a linear model of counts and times</td>" in page and "0.6250" in page
     for better in (True, False):
         results["baselines"]["linear"] = {"auroc": final["auroc"] + (0.01 if better else -0.01)}
         shown = table(results, {})

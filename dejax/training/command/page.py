@@ -97,6 +97,9 @@ def measures(
             several = split == "test" and len(of_seeds["runs"]) > 1
             more = (f"{of_seeds['mean']:.4f}", f"{of_seeds['std']:.4f}") if several else ("", "")
             rows.append((f"{name}, {split}", f"{value:.4f}", f"{low:.4f} .. {high:.4f}", *more))
+    linear = results["baselines"].get("linear") or {}
+    simple = "test, a linear model of counts and times"
+    rows += [(f"{name}, {simple}", f"{value:.4f}", "", "", "") for name, value in linear.items()]
     return rows
 
 
