@@ -12,13 +12,13 @@ is one call among many that are dispatched in a row; `span_ms` and `kernels_ms` 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -73,6 +73,7 @@ def programs(case: str, threads: int) -> dict[tuple[str, str], Pair]:
     from dejax.rgnn import Options
 
     graph, known, x = layers(case)
+    threads *= max(1, len(known) // len(RELATIONAL))  # the zoo has more layers
 
     def compiled(model: str, direction: str, how: str) -> Callable[[], Any]:
         layer, params = known[model]
@@ -204,27 +205,36 @@ def run(args: argparse.Namespace, save: Save) -> None:
     if args.child:
         child(args.child, args.threads, args.kernels)
         return
-    found: dict[str, Any] = {"prepared_s": {}, "programs": []}
+    found: dict[str, Any] = {"prepared_s": {}, "failed": {}, "programs": []}
+    deadline = time.monotonic() + args.prepare
     workers = {case: started(case, args.threads, args.kernels) for case in args.cases.split(",")}
-    late = {case: threading.Timer(args.prepare, worker.kill) for case, worker in workers.items()}
-    for timer in late.values():
-        timer.daemon = True
-        timer.start()
-    for case, worker in workers.items():
-        ready = result(worker.stdout)  # type: ignore[arg-type]
-        late[case].cancel()
-        found["prepared_s"][case] = ready and ready["prepared_s"]
-        found["device"] = ready["device"] if ready else found.get("device")
-        print(case, "prepared" if ready else "failed, or not ready in time", flush=True)
-    for case, worker in workers.items():
-        if found["prepared_s"][case] is not None:
+    with ThreadPoolExecutor(len(workers)) as readers:
+        coming = {case: readers.submit(result, worker.stdout) for case, worker in workers.items()}  # type: ignore[arg-type]
+        for case, ready in coming.items():
+            try:
+                first = ready.result(max(deadline - time.monotonic(), 0.0))
+                why = None if first else f"ended with {workers[case].wait()}"
+            except TimeoutError:
+                first, why = None, f"not compiled in {args.prepare:.0f} s"
+                workers[case].kill()  # so that its reader ends
+            if first:
+                found["prepared_s"][case], found["device"] = first["prepared_s"], first["device"]
+            else:
+                found["failed"][case] = why
+            print(case, why or f"prepared in {found['prepared_s'][case]:.0f} s", flush=True)
+    for case in found["prepared_s"]:
+        worker, rows = workers[case], 0
+        with contextlib.suppress(BrokenPipeError):
             print("measure", file=worker.stdin, flush=True)
         while row := result(worker.stdout):  # type: ignore[arg-type]
             found["programs"].append(row)
             found["summary"] = summary(found["programs"])
             save(found)
+            rows += 1
             print(*shown(row), sep="  ", flush=True)
-        worker.wait()
+        if worker.wait():
+            found["failed"][case] = f"ended with {worker.returncode} after {rows} programs"
+            print(case, found["failed"][case], flush=True)
     save(found)
     print(markdown(" | ".join(["graph", "layer", "direction", *MEASURED, "difference"]), map(shown, found["programs"])))
-    print(json.dumps(found.get("summary", {})))
+    print(json.dumps(found.get("summary", {})), json.dumps(found["failed"]))

@@ -4,6 +4,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <stdexcept>
+#include <string>
+
 #include "activations/bindings.h"
 #include "driver/cuda_driver.h"
 #include "driver/cuda_launch.h"
@@ -58,6 +61,23 @@ void DefineKernels(nb::module_& m) {
         },
         "Loads a kernel compiled for these GPUs and keeps it under a key. Returns an empty string or the error.");
   m.def("has_kernel", &dejax::cuda::HasKernel);
+  m.def("set_kernel_finder",
+        [](nb::object finder) {
+          const nb::handle kept = finder.release();  // for the life of the process
+          dejax::cuda::SetBinaryFinder([kept](int64_t key) -> dejax::cuda::KernelBinary {
+            nb::gil_scoped_acquire gil;
+            std::string why;
+            try {
+              const auto found = nb::cast<nb::tuple>(kept(key));
+              const auto image = nb::cast<nb::bytes>(found[0]);
+              return {std::string(image.c_str(), image.size()), nb::cast<int64_t>(found[1])};
+            } catch (const nb::python_error& error) {
+              why = nb::cast<std::string>(nb::str(error.value()));
+            }
+            throw std::runtime_error(why);
+          });
+        },
+        "Sets the function that gives the image of a kernel's key, and its bytes of shared memory.");
   m.def("enable_peers", &dejax::cuda::EnablePeers, nb::arg("ordinals"), nb::call_guard<nb::gil_scoped_release>(),
         "Lets kernels of each of these GPUs read the memory of the others. Returns an empty string or the error.");
   m.def("synchronize_all", &dejax::cuda::SynchronizeAll, nb::call_guard<nb::gil_scoped_release>(),

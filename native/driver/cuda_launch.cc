@@ -3,6 +3,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <stdexcept>
 #include <utility>
 
 namespace dejax::cuda {
@@ -164,27 +165,63 @@ bool HasKernel(int64_t key, const std::vector<int>& ordinals) {
   return true;
 }
 
-Function LoadKernel(int64_t key, Context context, const std::function<std::string()>& image, const std::string& name,
-                    int64_t shared_bytes) {
+namespace {
+
+std::mutex& FinderMutex() {
+  static auto* const mutex = new std::mutex;
+  return *mutex;
+}
+
+BinaryFinder& Finder() {
+  static auto* const finder = new BinaryFinder;
+  return *finder;
+}
+
+}  // namespace
+
+void SetBinaryFinder(BinaryFinder finder) {
+  std::lock_guard<std::mutex> lock(FinderMutex());
+  Finder() = std::move(finder);
+}
+
+KernelBinary FindBinary(int64_t key) {
+  BinaryFinder finder;
+  {
+    std::lock_guard<std::mutex> lock(FinderMutex());
+    finder = Finder();
+  }
+  if (!finder) throw std::runtime_error("it was compiled by another process: trace the function again");
+  return finder(key);
+}
+
+LoadedKernel LoadKernel(int64_t key, Context context, const std::function<KernelBinary()>& binary,
+                        const std::string& name) {
   constexpr int kMaxDynamicSharedBytes = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
   constexpr int kLargeClusters = 14;             // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
   constexpr int64_t kSharedBytesWithoutAsking = 48 * 1024;
   static auto* const mutex = new std::mutex;
-  static auto* const loaded = new std::map<std::pair<int64_t, Context>, Function>;
+  static auto* const loaded = new std::map<std::pair<int64_t, Context>, LoadedKernel>;
+  {
+    std::lock_guard<std::mutex> lock(*mutex);
+    const auto found = loaded->find({key, context});
+    if (found != loaded->end()) return found->second;
+  }
+  const KernelBinary made = binary();  // may wait, and for a thread of Python: not while others wait for the mutex
   std::lock_guard<std::mutex> lock(*mutex);
-  Function& function = (*loaded)[{key, context}];
-  if (function != nullptr) return function;
+  LoadedKernel& kernel = (*loaded)[{key, context}];
+  if (kernel.function != nullptr) return kernel;
   const Driver& driver = GetDriver(kTables);
   const RelaxedCapture relaxed;
   Module module = nullptr;
   Function found = nullptr;
-  Check(driver.module_load_data(&module, image().data()), "cuModuleLoadData");
+  Check(driver.module_load_data(&module, made.image.data()), "cuModuleLoadData");
   Check(driver.module_get_function(&found, module, name.c_str()), "cuModuleGetFunction");
-  if (shared_bytes > kSharedBytesWithoutAsking) {
-    Check(driver.func_set_attribute(found, kMaxDynamicSharedBytes, static_cast<int>(shared_bytes)), "cuFuncSetAttribute");
+  if (made.shared_bytes > kSharedBytesWithoutAsking) {
+    Check(driver.func_set_attribute(found, kMaxDynamicSharedBytes, static_cast<int>(made.shared_bytes)),
+          "cuFuncSetAttribute");
   }
   driver.func_set_attribute(found, kLargeClusters, 1);  // refused where blocks form no clusters
-  return function = found;
+  return kernel = {found, made.shared_bytes};
 }
 
 DevicePointer NextCounter(Context context) {

@@ -30,10 +30,28 @@ bool HasKernel(int64_t key, const std::vector<int>& ordinals);
 // The kernel of `key` in a context; null with a reason.
 Function FindKernel(int64_t key, Context context, std::string* why);
 
-// The kernel of `key` in the current context, loaded by its first caller, which may be capturing a graph. `image` gives the
-// binary. Throws std::runtime_error.
-Function LoadKernel(int64_t key, Context context, const std::function<std::string()>& image, const std::string& name,
-                    int64_t shared_bytes);
+// What the driver loads, and the dynamic shared memory of each program.
+struct KernelBinary {
+  std::string image;
+  int64_t shared_bytes = 0;
+};
+
+// Gives the binary of a key, for which it may wait; throws where there is none. Python sets it (dejax/pallas/lowering).
+using BinaryFinder = std::function<KernelBinary(int64_t key)>;
+void SetBinaryFinder(BinaryFinder finder);
+
+// The binary of a key from the finder. Throws std::runtime_error.
+KernelBinary FindBinary(int64_t key);
+
+struct LoadedKernel {
+  Function function = nullptr;
+  int64_t shared_bytes = 0;
+};
+
+// The kernel of `key` in the current context, loaded by its first caller, which may be capturing a graph. `binary` gives what
+// is loaded. Throws std::runtime_error.
+LoadedKernel LoadKernel(int64_t key, Context context, const std::function<KernelBinary()>& binary,
+                        const std::string& name);
 
 // Eight bytes of device memory of the current context for a kernel's work counter. They come from a ring of 1,024, so that
 // calls on several streams do not share one. 0 if there is no memory.

@@ -1,4 +1,5 @@
-// Launches the kernels of dejax's own lowering (dejax/pallas/lowering). Each call has its kernel's binary with it.
+// Launches the kernels of dejax's own lowering (dejax/pallas/lowering). A call has its kernel's binary with it, or the key by
+// which this process finds it: that one may still be compiled while XLA compiles the program.
 #include <string>
 #include <string_view>
 #include <vector>
@@ -41,7 +42,7 @@ cuda::Context CurrentContext(cuda::Stream stream) {
 
 struct KernelCall {
   int64_t key;              // of the binary
-  std::string_view image;   // the binary in base64
+  std::string_view image;   // the binary in base64; empty where the process finds it by its key
   std::string_view name;    // of the function in it
   int64_t programs, threads, shared_bytes;
 };
@@ -59,11 +60,14 @@ ffi::Error OnCuda(cuda::Stream stream, ffi::RemainingArgs operands, ffi::Remaini
     for (void*& pointer : pointers) parameters.push_back(&pointer);
     const cuda::Context context = CurrentContext(stream);
     const cuda::ContextScope scope(context);
-    const cuda::Function function =
-        cuda::LoadKernel(call.key, context, [&] { return FromBase64(call.image); }, name, call.shared_bytes);
+    const auto binary = [&]() -> cuda::KernelBinary {
+      if (call.image.empty()) return cuda::FindBinary(call.key);
+      return {FromBase64(call.image), call.shared_bytes};
+    };
+    const cuda::LoadedKernel kernel = cuda::LoadKernel(call.key, context, binary, name);
     cuda::Check(cuda::GetDriver(cuda::kTables)
-                    .launch_kernel(function, static_cast<unsigned>(call.programs), 1, 1,
-                                   static_cast<unsigned>(call.threads), 1, 1, static_cast<unsigned>(call.shared_bytes),
+                    .launch_kernel(kernel.function, static_cast<unsigned>(call.programs), 1, 1,
+                                   static_cast<unsigned>(call.threads), 1, 1, static_cast<unsigned>(kernel.shared_bytes),
                                    stream, parameters.data(), nullptr),
                 "cuLaunchKernel");
   });

@@ -9,16 +9,20 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax._src.pallas.pallas_call import pallas_call_p
 
 from dejax.pallas import _triton
-from dejax.pallas.lowering import binary
+from dejax.pallas.lowering import binary, launch
 from dejax.pallas.lowering.binary import KernelBinary, KernelSource
 from dejax.pallas.lowering.choice import chosen, lowered_by
 from dejax.pallas.lowering.launch import HANDLER
@@ -40,6 +44,13 @@ def own(monkeypatch, tmp_path):
     monkeypatch.setenv("DEJAX_LOWERING", "dejax")
     monkeypatch.setenv("DEJAX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(binary, "_binaries", {})
+
+
+def printed(call, *operands):
+    """The text of the kernel that `call` calls."""
+    (equation,) = jax.make_jaxpr(call)(*operands).eqns
+    (equation,) = (e for e in equation.params["call_jaxpr"].eqns if e.primitive.name == "pallas_call")
+    return kernel_text(equation.params["jaxpr"], equation.params["grid_mapping"], "kernel")
 
 
 def run_printed(*operands, jaxpr, grid_mapping, input_output_aliases, out_avals, **_):
@@ -91,6 +102,22 @@ def test_nan_stays():
     assert np.isnan(found[8]) and np.isnan(found[9])
 
 
+def test_reductions_of_merged_axes_go_by_their_parts(own):
+    """Triton 3.6 would add up numbers of other threads (see `_with_parts`)."""
+
+    def kernel(x, out):
+        index = tuple(lax.broadcasted_iota(jnp.int32, (4, 2, 32), axis) for axis in range(3))
+        tile = _triton.load(x, index)
+        _triton.store(out, (lax.iota(jnp.int32, 4),), lax.reduce_sum(lax.reshape(tile, (4, 64)), (1,)))
+
+    call = _triton.pallas_call(
+        kernel, name="merged", num_programs=1, out_shape=[jax.ShapeDtypeStruct((4,), jnp.float32)], num_warps=1,
+        num_stages=1, interpret=False,
+    )  # fmt: skip
+    text = printed(call, jax.ShapeDtypeStruct((4, 2, 32), jnp.float32))
+    assert re.search(r"tl\.reduce\(tl\.reshape\(\w+, \(4, 2, 32\)\), 2, _add\)", text) and "tl.reshape(v" in text
+
+
 @pytest.mark.parametrize(("rows", "wide"), [(2**24, False), (2**24 + 1, True)])
 def test_offsets_count_elements(rows, wide, own):
     """Of 8 bits each, too: 2^31 of them take half of the bytes that 32 bits count."""
@@ -103,10 +130,7 @@ def test_offsets_count_elements(rows, wide, own):
         kernel, name="bytes", num_programs=1, out_shape=[jax.ShapeDtypeStruct((16, 128), jnp.int8)], num_warps=1,
         num_stages=1, interpret=False,
     )  # fmt: skip
-    (equation,) = jax.make_jaxpr(call)(jax.ShapeDtypeStruct((rows, 128), jnp.int8)).eqns
-    (equation,) = (e for e in equation.params["call_jaxpr"].eqns if e.primitive.name == "pallas_call")
-    text = kernel_text(equation.params["jaxpr"], equation.params["grid_mapping"], "kernel")
-    assert (".to(tl.int64)" in text) == wide
+    assert (".to(tl.int64)" in printed(call, jax.ShapeDtypeStruct((rows, 128), jnp.int8))) == wide
 
 
 # ------------------------------------------------------------------------------------------------ binaries and calls
@@ -141,18 +165,43 @@ def test_options_choose(own, monkeypatch):
 def test_binaries_are_kept_on_disk(own, monkeypatch, tmp_path):
     source = KernelSource("text", "kernel", ("float32",), 4, 2, 90)
     monkeypatch.setattr(binary, "_compiled", assembled)
-    made = binary.binary(source)
+    made = binary.prepare(source).result()
     monkeypatch.setattr(binary, "_binaries", {})
     monkeypatch.setattr(binary, "_compiled", lambda source: pytest.fail("it is on disk"))
-    assert binary.binary(source) == made
+    assert binary.prepare(source).result() == made
     (file,) = (tmp_path / "kernels").iterdir()
     whole = file.read_bytes()
     for broken in (whole[:20], whole[:-1], b"{}\n", b"null\n", b""):  # each is made again
         file.write_bytes(broken)
         monkeypatch.setattr(binary, "_binaries", {})
         monkeypatch.setattr(binary, "_compiled", assembled)
-        assert binary.binary(source) == made
+        assert binary.prepare(source).result() == made
         assert file.read_bytes() == whole
+
+
+def test_a_call_for_this_process_names_a_binary_that_comes_later(own, monkeypatch):
+    ready = threading.Event()
+    monkeypatch.setattr(binary, "_compiled", lambda source: ready.wait() and assembled(source))
+    monkeypatch.setattr(launch, "is_there", lambda package: True)
+    case = GEMMS["plain"]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    text = lower(functools.partial(case.run, interpret=False), case.arrays())
+    (source,) = binary._binaries
+    assert 'image = ""' in text and f"key = {source.key} : i64" in text
+    ready.set()
+    assert binary.found(source.key) == (source.text.encode(), 1000)
+    with pytest.raises(binary.KernelCompileError, match="compiled by another process and is not in"):
+        binary.found(source.key + 1)
+
+
+def test_threads_share_one_process_that_compiles(monkeypatch):
+    started = []
+    monkeypatch.setattr(binary, "_process", [])
+    monkeypatch.setattr(binary.subprocess, "Popen", lambda *_, **__: (time.sleep(0.05), started.append(0)))
+    with ThreadPoolExecutor(8) as threads:
+        (connection,) = set(threads.map(lambda _: binary._compiler(), range(8)))
+    connection.close()
+    assert len(started) == 1
 
 
 def test_without_triton_the_choice_says_what_is_missing(own, monkeypatch):
@@ -170,7 +219,7 @@ def test_kernels_are_lowered_without_what_jax_has_deprecated():
     sys.modules["jax.experimental.pallas.triton"] = None
     sys.modules["jax._src.pallas.triton.primitives"] = None
     import functools
-    from dejax.pallas.lowering import binary
+    from dejax.pallas.lowering import binary, launch
     from tests.pallas.test_own_lowering import CASES, assembled, lower
     binary._compiled = assembled
     for name in ("row-scaled", "gradient, heads merged", "attention, long segments"):

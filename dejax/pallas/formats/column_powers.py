@@ -25,7 +25,7 @@ from jax import lax
 
 from dejax.pallas import _triton
 from dejax.pallas._shapes import divide, lanes, next_power_of_two
-from dejax.pallas._tiles import where
+from dejax.pallas._tiles import broadcast, where
 from dejax.pallas.formats.row_scaled import finite_magnitude, max_magnitude, powers_of, powers_of_tile, whole_max
 
 # Elements that a program reads at a time: fewer where neighbours belong to one column, because each is then a memory
@@ -34,8 +34,8 @@ _ELEMENTS, _ELEMENTS_APART = 16384, 2048
 _TOGETHER = 8  # float32 elements of a memory sector
 _MOST_ELEMENTS = 8 * _ELEMENTS  # the most elements that a program reads in all
 MAX_COLUMNS = 4096  # the most columns of which a program holds the powers
-_WARPS = 8
-_AHEAD = 3  # arrays whose elements a program loads before it needs them: 64 registers of a thread each, at most
+_WARPS = 16
+_AHEAD = 3  # arrays whose elements a program loads before it needs them: 32 registers of a thread each, at most
 _LARGEST = np.float32(3e38)
 _NOTHING = np.float32(2.0**-126)  # the power of columns that belong to no part and are zeros
 
@@ -344,9 +344,15 @@ class _Elements:
     def _largest_of(self, at: dict[str, jax.Array], inside: jax.Array, values: list[jax.Array]) -> jax.Array:
         for factor, subscripts in self.columns.factors:
             if not isinstance(factor, int):
-                index = self.sample.flat(subscripts, at, inside)
-                values = [*values, _triton.load(self.scratch[factor], (index,), inside)]
-        product = functools.reduce(lambda x, y: _triton.minimum(x * y, _LARGEST), values)
+                # A tile of one axis, mostly: elements of a row, or of a column, have the same power.
+                index = self.sample.flat(subscripts, at)
+                values = [*values, _triton.load(self.scratch[factor], (index,))]
+        shape = np.broadcast_shapes(*(x.shape for x in values))
+        product = functools.reduce(
+            lambda x, y: _triton.minimum(broadcast(x, shape) * broadcast(y, shape), _LARGEST), values
+        )
+        if not self.columns.arrays:  # whose elements that do not exist were loaded as zeros
+            product = where(inside, product, 0.0)
         return max_magnitude(product, 0)
 
 
@@ -399,12 +405,16 @@ class _Sample:
                 index, found[c] = divide(index, sizes[c])
         return found
 
-    def flat(self, subscripts: str, at: dict[str, jax.Array], inside: jax.Array) -> jax.Array:
-        """The index into columns of these axes, side by side."""
-        sizes, index = dict(self.columns.sizes), lax.full(inside.shape, np.int32(0))
+    def flat(self, subscripts: str, at: dict[str, jax.Array]) -> jax.Array:
+        """The index into columns of these axes, side by side, or one of them where `at` has elements that do not exist.
+
+        Axes along which it does not change have size 1.
+        """
+        sizes, index = dict(self.columns.sizes), lax.full((1, 1), np.int32(0))
         for c in subscripts:
-            index = index * np.int32(sizes[c]) + at[c]
-        return where(inside, index, 0)
+            if sizes[c] > 1:
+                index = index * np.int32(sizes[c]) + at[c]
+        return lax.min(index, lax.full(index.shape, np.int32(math.prod(sizes[c] for c in subscripts) - 1)))
 
 
 def _spread(index: jax.Array, chosen: int, size: int) -> jax.Array:

@@ -1,7 +1,7 @@
 """Kernels' text, compiled to binaries by Triton: in processes, and kept on disk for the next program.
 
-Kernels are compiled while the rest of a program is still traced: `prepare` only asks for a binary, `binary` waits for
-it. What compiles is the process of `compiler`, for which threads wait.
+Kernels are compiled while the rest of a program is still traced, and while XLA compiles it: `prepare` only asks for a
+binary, `found` waits for it. What compiles is the process of `compiler`, for which threads wait.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ class KernelSource:
     num_stages: int
     capability: int
 
+    @property
+    def key(self) -> int:
+        """A signed 64-bit hash of the source, by which a compiled program names the kernel."""
+        return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "little", signed=True)
+
 
 @dataclass(frozen=True, slots=True)
 class KernelBinary:
@@ -71,24 +76,33 @@ class KernelBinary:
 
 _lock = threading.Lock()
 _binaries: dict[KernelSource, Future[KernelBinary]] = {}
+_by_key: dict[int, Future[KernelBinary]] = {}
 
 
 def prepare(source: KernelSource) -> Future[KernelBinary]:
-    """Begins to compile a kernel, or to read it if it is on disk, unless that has begun already."""
+    """Begins to compile a kernel, or to read it if it is on disk, unless that has begun already.
+
+    The binary, or else a `ModuleNotFoundError` where Triton is not installed or a `KernelCompileError`, comes later.
+    """
     with _lock:
         if source not in _binaries:
-            _binaries[source] = _threads().submit(_made, source)
+            _binaries[source] = _by_key[source.key] = _threads().submit(_made, source)
         return _binaries[source]
 
 
-def binary(source: KernelSource) -> KernelBinary:
-    """The binary of a kernel.
+def found(key: int) -> tuple[bytes, int]:
+    """The image, and the bytes of shared memory, of the kernel with this `KernelSource.key`, for its first launch.
 
     Raises:
+      KernelCompileError: Triton refuses it, or this process has not asked for it and it is not on disk.
       ModuleNotFoundError: it is not on disk, and Triton is not installed.
-      KernelCompileError: Triton refuses it.
     """
-    return prepare(source).result()
+    with _lock:
+        coming = _by_key.get(key)
+    made = coming.result() if coming else _read(_path(key))
+    if made is None:
+        raise KernelCompileError(f"it was compiled by another process and is not in {_path(key)}: trace it again")
+    return made.image, made.shared_bytes
 
 
 @functools.cache
@@ -97,31 +111,31 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _made(source: KernelSource) -> KernelBinary:
-    path = _path(source)
-    found = _read(path)
-    if found is None:
-        found = _compiled(source)
-        _write(path, found)
-    return found
+    path = _path(source.key)
+    made = _read(path)
+    if made is None:
+        made = _compiled(source)
+        _write(path, made)
+    return made
 
 
 # ------------------------------------------------------------------------------------------------ on disk
 
 
-def _path(source: KernelSource) -> Path:
-    digest = hashlib.sha256(repr((source, _version())).encode()).hexdigest()[:32]
-    return cache_folder() / "kernels" / f"{digest}.kernel"
+def _path(key: int) -> Path:
+    return cache_folder() / "kernels" / f"{key & (2**64 - 1):016x}-{_version()}.kernel"
 
 
 @functools.cache
 def _version() -> str:
-    """Of Triton; without it, binaries of no version in particular serve."""
+    """Of what makes binaries of texts: Triton, and `compiler`."""
     from importlib import metadata  # takes time to import
 
     try:
-        return metadata.version("triton")
+        triton = metadata.version("triton")
     except metadata.PackageNotFoundError:
-        return ""
+        triton = "any"
+    return f"{triton}-{hashlib.sha256(Path(compiler.__file__).read_bytes()).hexdigest()[:8]}"
 
 
 def _read(path: Path) -> KernelBinary | None:
@@ -133,9 +147,9 @@ def _read(path: Path) -> KernelBinary | None:
         return None
 
 
-def _write(path: Path, found: KernelBinary) -> None:
+def _write(path: Path, made: KernelBinary) -> None:
     """Writes a binary to disk. If the folder cannot be written, the next process compiles the binary again."""
-    head = asdict(found)
+    head = asdict(made)
     image = head.pop("image")
     head["image_bytes"] = len(image)
     with contextlib.suppress(OSError):
@@ -153,7 +167,7 @@ def _compiled(source: KernelSource) -> KernelBinary:
     answer = b""
     with ours, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         with theirs:
-            socket.send_fds(_compiler()[0], [b" "], [theirs.fileno()])
+            socket.send_fds(_compiler(), [b" "], [theirs.fileno()])
         ours.sendall(json.dumps(asdict(source)).encode())
         ours.shutdown(socket.SHUT_WR)
         answer = received(ours)
@@ -164,11 +178,17 @@ def _compiled(source: KernelSource) -> KernelBinary:
     return KernelBinary(image=image, **head)
 
 
-@functools.cache
-def _compiler() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """The process of `compiler`, which ends when the socket's end here does."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, compiler.__file__, str(theirs.fileno())]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        return ours, subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+_process: list[tuple[socket.socket, subprocess.Popen[bytes]]] = []
+_process_lock = threading.Lock()
+
+
+def _compiler() -> socket.socket:
+    """A socket of the process of `compiler`, which ends when the socket does; it starts with the first kernel."""
+    with _process_lock:  # several threads ask at once, for one process
+        if not _process:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, compiler.__file__, str(theirs.fileno())]
+                environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+                _process.append((ours, subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])))
+        return _process[0][0]

@@ -1,8 +1,13 @@
-"""Calls of kernels in a program: each with its kernel's binary, launched by dejax's own FFI handler `dejax_kernel`."""
+"""Calls of kernels in a program, launched by dejax's own FFI handler `dejax_kernel`.
+
+A call names its kernel's binary by a key: while XLA compiles the program, Triton still compiles kernels, and the first
+launch waits for them. Programs that leave the process, by `jax.export` or because it has no GPU, have the binaries.
+"""
 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import math
 import re
@@ -16,7 +21,8 @@ import numpy as np
 from jax._src.pallas import core as pallas_core
 
 from dejax import _native
-from dejax.pallas.lowering.binary import KernelSource, binary, prepare
+from dejax._optional import is_there
+from dejax.pallas.lowering.binary import KernelSource, found, prepare
 from dejax.pallas.lowering.text import kernel_text
 from dejax.pallas.machine import compute_capability
 
@@ -64,8 +70,14 @@ def _source(params: Any, capability: int) -> KernelSource:
     return KernelSource(text, name, dtypes, schedule.num_warps, schedule.num_stages, capability)
 
 
+@functools.cache
+def _load_extension() -> None:
+    """Registers the handler, and what finds binaries for it."""
+    _native.extension("the lowering 'dejax' of kernels").set_kernel_finder(found)
+
+
 def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-    _native.extension("the lowering 'dejax' of kernels")  # which registers the handler
+    _load_extension()
     capability = compute_capability()
     if capability is None:
         raise ValueError(
@@ -73,19 +85,24 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
             "jax.sharding.use_abstract_mesh, with a mesh of an abstract device such as an NVIDIA H100"
         )
     source = _source(params, capability)
-    made = binary(source)
-    image = base64.b64encode(made.image).decode()
-    key = hashlib.sha256(made.image).digest()[:8]
+    coming = prepare(source)
+    leaves = ctx.module_context.lowering_parameters.for_export or jax.default_backend() not in ("gpu", "cuda")
+    image, key, shared_bytes = b"", source.key, 0
+    if leaves or coming.done() or not is_there("triton"):
+        made = coming.result()  # an error is raised here, where it can be
+        if leaves:
+            image, shared_bytes = made.image, made.shared_bytes
+            key = int.from_bytes(hashlib.sha256(image).digest()[:8], "little", signed=True)
     call = jax.ffi.ffi_lowering(HANDLER, operand_output_aliases=dict(params["input_output_aliases"]))
     return call(
         ctx,
         *operands,
-        key=int.from_bytes(key, "little", signed=True),
-        image=image,
-        name=made.name,
+        key=key,
+        image=base64.b64encode(image).decode(),
+        name=source.name,
         programs=math.prod(params["grid_mapping"].grid),
-        threads=made.threads,
-        shared_bytes=made.shared_bytes,
+        threads=32 * source.num_warps,
+        shared_bytes=shared_bytes,
     )
 
 

@@ -37,6 +37,8 @@ class Printer:
         self.references: dict[str, Reference] = {}
         self.squeezed: dict[str, tuple[str, int, str]] = {}
         """Reductions of a last axis of size 1: operand, axis and function."""
+        self.merged: dict[int, tuple[int, ...]] = {}
+        """Sizes of axes that a reshape has merged, by the size of what they became."""
         self._depth = 1
         self._names = 0
 

@@ -61,6 +61,21 @@ def inserted_axes(old: Sequence[int], new: Sequence[int]) -> list[int] | None:
     return axes if place == len(old) else None
 
 
+def merged_axes(old: Sequence[int], new: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """The sizes of the axes that a reshape merges, by the size of what they become."""
+    found: dict[int, tuple[int, ...]] = {}
+    rest = [size for size in old if size != 1]
+    for size in new:
+        parts: list[int] = []
+        while rest and math.prod(parts) < size:
+            parts.append(rest.pop(0))
+        if math.prod(parts) != size:
+            return found
+        if len(parts) > 1:
+            found[size] = tuple(parts)
+    return found
+
+
 def reshaped(x: str, old: Sequence[int], new: Sequence[int]) -> str:
     """`x`, with another shape of as many elements, or a number as a tile."""
     old, new = tuple(old), tuple(new)
@@ -73,4 +88,13 @@ def reshaped(x: str, old: Sequence[int], new: Sequence[int]) -> str:
             x = f"tl.reduce({x}, 0, _add)"
         return x
     axes = inserted_axes(old, new)
-    return f"tl.reshape({x}, {new})" if axes is None else expanded(x, axes)
+    if axes is not None:
+        return expanded(x, axes)
+    wide = [size for size in old if size != 1]
+    axes = inserted_axes(wide, new)
+    if axes is None or not wide:
+        return f"tl.reshape({x}, {new})"
+    for axis in reversed(range(len(old))):
+        if old[axis] == 1:
+            x = f"tl.reduce({x}, {axis}, _add)"
+    return expanded(x, axes)

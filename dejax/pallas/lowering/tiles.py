@@ -16,6 +16,7 @@ from dejax.pallas.lowering.shapes import (
     is_float,
     lanes,
     literal,
+    merged_axes,
     reshaped,
     type_name,
 )
@@ -169,6 +170,7 @@ def _broadcast_in_dim(printer: Printer, equation: Any, values: list[str]) -> lis
 def _reshape(printer: Printer, equation: Any, values: list[str]) -> list[str]:
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     axes = inserted_axes(old, new) if old else None
+    printer.merged |= merged_axes(old, new)
     return [printer.let(_expanded(printer, values[0], axes) if axes else reshaped(values[0], old, new))]
 
 
@@ -202,12 +204,28 @@ def _reduce(printer: Printer, equation: Any, values: list[str]) -> list[str]:
     """Prints a reduction over several axes: one axis after the other, the last one first."""
     combined, (x,) = _COMBINED[equation.primitive.name], values
     kind = "float_" if combined != "add" and is_float(equation.outvars[0].aval.dtype) else ""
+    shape = list(equation.invars[0].aval.shape)
     for axis in sorted(equation.params["axes"], reverse=True):
-        reduced = printer.let(f"tl.reduce({x}, {axis}, _{kind}{combined})")
-        if equation.invars[0].aval.shape[axis:] == (1,):
-            printer.squeezed[reduced] = x, axis, f"_{kind}{combined}"
-        x = reduced
+        x, count = _with_parts(printer, x, shape, axis)
+        for part in reversed(range(count)):
+            reduced = printer.let(f"tl.reduce({x}, {axis + part}, _{kind}{combined})")
+            if shape[axis:] == [1]:
+                printer.squeezed[reduced] = x, axis, f"_{kind}{combined}"
+            x = reduced
+        del shape[axis]
     return [x]
+
+
+def _with_parts(printer: Printer, x: str, shape: Sequence[int], axis: int) -> tuple[str, int]:
+    """`x` with an axis divided into those of which a reshape may have merged it, and their number.
+
+    The threads along such an axis need not be neighbours: between those of heads and those of features there may be
+    some that hold the same numbers again. Triton 3.6 takes them for neighbours and reduces numbers of other threads.
+    """
+    parts = printer.merged.get(shape[axis])
+    if parts is None:
+        return x, 1
+    return f"tl.reshape({x}, {(*shape[:axis], *parts, *shape[axis + 1 :])})", len(parts)
 
 
 def _dot(printer: Printer, equation: Any, values: list[str]) -> list[str]:

@@ -83,8 +83,8 @@ def lower(
 
 
 def kernel_names(text: str) -> list[str]:
-    """The names of the Triton kernels in a module."""
-    return re.findall(r"xla\.gpu\.triton", text)
+    """The calls of kernels in a module, by either lowering."""
+    return re.findall(rf"xla\.gpu\.triton|@{HANDLER}\b", text)
 
 
 def check_kernels(text: str) -> None:
