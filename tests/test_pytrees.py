@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import dejax
 from dejax import rgnn, segment
 from dejax.host_gather import DeviceTable, HostTable, adam
-from dejax.minibatch import HeteroTopology
+from dejax.minibatch import HeteroTopology, sample_blocks
 
 pytest.importorskip("flatbuffers", reason="jax.export writes with it")
 LOADED = """
@@ -70,6 +71,21 @@ def test_all_public_pytrees_keep_their_structure():
     exported, loaded = saved_and_loaded(given)
     assert loaded.in_tree == exported.in_tree == jax.tree.structure(((given,), {}))
     assert loaded.out_tree == exported.out_tree
+
+
+@pytest.mark.cpu_only("a function is exported for a GPU where there is none")
+def test_functions_that_draw_samples():
+    """On a CPU with dejax's own calls; of a program that is exported for a GPU none of these is part."""
+    topology = HeteroTopology.from_edges({("a", "to", "b"): ([0, 1], [2, 0])}, {"a": 2, "b": 3})
+
+    def drawn(topology, seeds):
+        return sample_blocks(jax.random.key(0), topology, ("b", seeds), [2]).nodes
+
+    export = functools.partial(jax.export.export, jax.jit(drawn))
+    own = jax.export.DisabledSafetyCheck.custom_call("dejax_number")
+    loaded = jax.export.deserialize(export(disabled_checks=[own])(topology, jnp.array([2])).serialize())
+    np.testing.assert_array_equal(loaded.call(topology, jnp.array([2])), [2, 0])
+    assert "@dejax_number" not in export(platforms=["cuda"])(topology, jnp.array([2])).mlir_module()
 
 
 @pytest.mark.parametrize("place", [HostTable, DeviceTable])

@@ -56,7 +56,7 @@ def by_platform(
     if available(size):
         return jax.lax.platform_dependent(*operands, cuda=on_gpu, default=by_xla)
     if jax.default_backend() == "cpu" and compute_capability() is None and _native.unavailable_reason() is None:
-        return on_cpu(*operands)
+        return jax.lax.platform_dependent(*operands, cpu=on_cpu, default=by_xla)  # exported for a GPU it has no calls
     return by_xla(*operands)
 
 
