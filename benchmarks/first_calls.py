@@ -6,9 +6,9 @@
 
 One training step of each layer of `benchmarks/zoo.py` and of RGCN, RGAT and HGT, 64 to 64; or a step on sampled batches
 of `benchmarks/mini_batch_pipeline.py` (igb at a hundredth), or its pipelined program of eight steps, with the launches
-of a step. Each runs in two new processes that share a folder for JAX's persistent compilation cache: the first finds it
-empty, the second finds its program. The device is ready before the clock starts. The function is called as users call
-it; jax tells the seconds of the parts, and `run` is what is left.
+of a step. Each runs in two new processes that share a folder for JAX's and dejax's compiled programs: the first finds
+it empty, the second finds its program. The device is ready before the clock starts. The function is called as users
+call it; jax tells the seconds of the parts, and `run` is what is left.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def measure(name: str, model: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {
             "JAX_COMPILATION_CACHE_DIR": cache,
+            "DEJAX_CACHE_DIR": cache,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
