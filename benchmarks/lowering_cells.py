@@ -1,6 +1,6 @@
 """Layers under both lowerings of kernels, on one GPU: the 24 cells of `benchmarks rgnn`, and the zoo on am and mag.
 
-    python -m benchmarks lowering_cells --out benchmarks/results/lowering_cells_h200.json
+    python -m benchmarks lowering_cells --out benchmarks/results/lowering_cells_h100.json
     python -m benchmarks lowering_cells --cases aifb,zoo/am
 
 Each graph has a process, which makes its programs, forward and training, with `Options(lowering=)` of either kind.
