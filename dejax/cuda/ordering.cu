@@ -77,40 +77,68 @@ __device__ int ScanCluster(int value, int* totals, Shared& shared) {
   return Op::Of(before, own.before);
 }
 
-struct Pairs {
-  unsigned* keys;
-  int* values;
+// A key in the upper half, its value in the lower: one store of the two is half the traffic of two stores at random.
+using Pair = unsigned long long;
+
+__device__ inline Pair Paired(unsigned key, int value) { return static_cast<Pair>(key) << 32 | static_cast<unsigned>(value); }
+__device__ inline unsigned KeyOf(Pair pair) { return static_cast<unsigned>(pair >> 32); }
+__device__ inline int ValueOf(Pair pair) { return static_cast<int>(static_cast<unsigned>(pair)); }
+
+struct Keys {
+  const unsigned* keys;
+  const int* values;  // null: positions
 };
 
-// Sorts keys of so many bits with their values, stably, by the lowest digit first. `from.values` may be null: positions.
-// `bins` has kParts * kBins elements. The result lies in `into`; `spare` is overwritten, `from` is not.
-__device__ void SortPairs(Pairs from, Pairs into, Pairs spare, unsigned* bins, int size, int bits, Shared& shared) {
+// The lanes of this warp that have the same digit of so many bits. `__match_any_sync` takes a step for each digit.
+__device__ inline unsigned LanesOf(unsigned digit, bool there, int width) {
+  const unsigned lanes = __ballot_sync(kAll, there);
+  unsigned same = there ? lanes : ~lanes;
+#pragma unroll
+  for (int bit = 0; bit < 8; ++bit) {
+    if (bit < width) {
+      const bool one = digit >> bit & 1;
+      const unsigned ones = __ballot_sync(kAll, one);
+      same &= one ? ones : ~ones;
+    }
+  }
+  return same;
+}
+
+// Sorts keys of so many bits with their values, stably, by the lowest digit first, into pairs: the result lies in `even` or
+// in `odd`, whichever is returned. With `keys`, the last pass writes there and to `values` instead. `bins` has
+// kParts * kBins elements.
+__device__ Pair* SortPairs(Keys from, Pair* even, Pair* odd, unsigned* keys, int* values, unsigned* bins, int size, int bits,
+                           Shared& shared) {
   constexpr int kAtOnce = 4;  // entries that a lane reads before it writes any
   const int part = blockIdx.x % kParts, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int passes = (bits + 7) / 8, width = (bits + passes - 1) / passes;
+  const int passes = (bits + 7) / 8, width = (bits + passes - 1) / passes, digits = 1 << width;
   const int of_warp = (size + kParts * kWarps * 32 - 1) / (kParts * kWarps * 32) * 32;
   const int first = min(size, (part * kWarps + warp) * of_warp), last = min(size, first + of_warp);
   unsigned* const counts = shared.counts[warp];
+  Pair *source = nullptr, *to = even;
   for (int pass = 0; pass < passes; ++pass) {
     const int shift = pass * width;
-    const unsigned mask = (1u << width) - 1;
-    const Pairs to = (passes - 1 - pass) % 2 == 0 ? into : spare;
-    for (int i = threadIdx.x; i < kWarps * kBins; i += kThreads) shared.counts[i / kBins][i % kBins] = 0;
+    const unsigned mask = digits - 1;
+    const bool split = keys != nullptr && pass == passes - 1;
+    to = pass % 2 == 0 ? even : odd;
+    for (int i = threadIdx.x; i < kWarps * digits; i += kThreads) shared.counts[i >> width][i & mask] = 0;
     __syncthreads();
     for (int i = first + lane; i < last; i += 32 * kAtOnce) {
-      unsigned keys[kAtOnce];
+      unsigned own[kAtOnce];
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        if (i + 32 * n < last) keys[n] = __ldcg(&from.keys[i + 32 * n]);
+        const int at = i + 32 * n;
+        if (at < last) own[n] = source == nullptr ? __ldcg(&from.keys[at]) : KeyOf(__ldcg(&source[at]));
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        if (i + 32 * n < last) atomicAdd(&counts[keys[n] >> shift & mask], 1u);
+        if (i + 32 * n < last) atomicAdd(&counts[own[n] >> shift & mask], 1u);
       }
     }
     __syncthreads();
-    for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
+    for (int bin = threadIdx.x; bin < digits; bin += kThreads) {
       unsigned sum = 0;
+#pragma unroll 8
       for (int w = 0; w < kWarps; ++w) {
         const unsigned own = shared.counts[w][bin];
         shared.counts[w][bin] = sum;
@@ -120,7 +148,8 @@ __device__ void SortPairs(Pairs from, Pairs into, Pairs spare, unsigned* bins, i
     }
     MeetCluster();
     unsigned before = 0, all = 0;
-    if (threadIdx.x < kBins) {
+    if (threadIdx.x < digits) {
+#pragma unroll
       for (int p = 0; p < kParts; ++p) {
         const unsigned own = __ldcg(&bins[p * kBins + threadIdx.x]);
         if (p < part) before += own;
@@ -128,53 +157,57 @@ __device__ void SortPairs(Pairs from, Pairs into, Pairs spare, unsigned* bins, i
       }
     }
     const Scanned of_bins = ScanBlock<Sum>(static_cast<int>(all), shared);
-    if (threadIdx.x < kBins) shared.base[threadIdx.x] = static_cast<unsigned>(of_bins.before) + before;
-    __syncthreads();
-    for (int i = threadIdx.x; i < kWarps * kBins; i += kThreads) shared.counts[i / kBins][i % kBins] += shared.base[i % kBins];
+    if (threadIdx.x < digits) shared.base[threadIdx.x] = static_cast<unsigned>(of_bins.before) + before;
     __syncthreads();
     for (int begin = first; begin < last; begin += 32 * kAtOnce) {
-      unsigned keys[kAtOnce];
-      int values[kAtOnce];
+      Pair own[kAtOnce];
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         const int i = begin + 32 * n + lane;
-        if (i < last) {
-          keys[n] = __ldcg(&from.keys[i]);
-          values[n] = from.values == nullptr ? i : __ldcg(&from.values[i]);
+        if (i >= last) continue;
+        if (source != nullptr) {
+          own[n] = __ldcg(&source[i]);
+        } else {
+          own[n] = Paired(__ldcg(&from.keys[i]), from.values == nullptr ? i : __ldcg(&from.values[i]));
         }
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         const bool there = begin + 32 * n + lane < last;
-        const unsigned digit = there ? keys[n] >> shift & mask : kBins;
-        const unsigned same = __match_any_sync(kAll, digit);
+        const unsigned digit = there ? KeyOf(own[n]) >> shift & mask : 0;
+        const unsigned same = LanesOf(digit, there, width);
         const unsigned rank = __popc(same & ((1u << lane) - 1));
-        const unsigned at = there ? counts[digit] + rank : 0;
+        const unsigned in_part = there ? counts[digit] + rank : 0;
         __syncwarp();
         if (there && rank == 0) counts[digit] += __popc(same);
         __syncwarp();
-        if (there) {
-          to.keys[at] = keys[n];
-          to.values[at] = values[n];
+        if (!there) continue;
+        const unsigned at = shared.base[digit] + in_part;
+        if (split) {
+          keys[at] = KeyOf(own[n]);
+          values[at] = ValueOf(own[n]);
+        } else {
+          to[at] = own[n];
         }
       }
     }
     MeetCluster();
-    from = to;
+    source = to;
   }
+  return to;
 }
 
 #ifdef SORT_PAIRS
 // Rows of keys and values in the stable order by key. sizes: entries of a row, bits of a key, whether there are values; else
 // they are the positions in the row, and `values` is not read.
 extern "C" __global__ void __cluster_dims__(kParts) __launch_bounds__(kThreads)
-    dejax_sort_pairs(unsigned* keys, int* values, const int* sizes, unsigned* sorted_keys, int* sorted_values,
-                     unsigned* spare_keys, int* spare_values, unsigned* bins) {
+    dejax_sort_pairs(const unsigned* keys, const int* values, const int* sizes, unsigned* sorted_keys, int* sorted_values,
+                     Pair* even, Pair* odd, unsigned* bins) {
   DEJAX_SHARED(Shared, shared, 0);
   const int row = blockIdx.x / kParts, size = sizes[0];
   const long long begin = static_cast<long long>(row) * size;
-  SortPairs({keys + begin, sizes[2] ? values + begin : nullptr}, {sorted_keys + begin, sorted_values + begin},
-            {spare_keys + begin, spare_values + begin}, bins + row * kParts * kBins, size, sizes[1], shared);
+  SortPairs({keys + begin, sizes[2] ? values + begin : nullptr}, even + begin, odd + begin, sorted_keys + begin,
+            sorted_values + begin, bins + row * kParts * kBins, size, sizes[1], shared);
 }
 #endif
 
@@ -223,18 +256,18 @@ extern "C" __global__ void __cluster_dims__(kParts) __launch_bounds__(kThreads)
 // sizes: keys, bits of a key, known nodes, `none`, places for nodes, types; of each type its first key, then the first
 //   number of new nodes, then the number after the last.
 // nodes: of each place. numbers: of each found node. added: new nodes of each type.
-// The rest are results that nobody reads: two int32 of each key twice, a number of each key, and the bins.
+// The rest are results that nobody reads: a pair of each key twice, a number of each key, and the bins.
 extern "C" __global__ void __cluster_dims__(kParts) __launch_bounds__(kThreads)
-    dejax_number(unsigned* keys, const int* sizes, int* nodes, int* numbers, int* added, unsigned* sorted_keys, int* order,
-                 unsigned* spare_keys, int* codes, unsigned* bins) {
+    dejax_number(const unsigned* keys, const int* sizes, int* nodes, int* numbers, int* added, Pair* even, Pair* odd,
+                 int* codes, unsigned* bins) {
   DEJAX_SHARED(Shared, shared, 0);
   DEJAX_SHARED(OfTypes, types_of, sizeof(Shared));
   int* const of_types = types_of.numbers;
   const int size = sizes[0], bits = sizes[1], known = sizes[2], none = sizes[3], places = sizes[4], types = sizes[5];
   const int row = blockIdx.x / kParts, part = blockIdx.x % kParts, thread = part * kThreads + threadIdx.x;
   const long long begin_of_keys = static_cast<long long>(row) * size;
-  keys += begin_of_keys, sorted_keys += begin_of_keys, order += begin_of_keys;
-  spare_keys += begin_of_keys, codes += begin_of_keys, bins += row * kParts * kBins;
+  keys += begin_of_keys, even += begin_of_keys, odd += begin_of_keys, codes += begin_of_keys;
+  bins += row * kParts * kBins;
   nodes += static_cast<long long>(row) * places, numbers += begin_of_keys - static_cast<long long>(row) * known;
   added += row * types;
   for (int i = threadIdx.x; i < 3 * types; i += kThreads) of_types[i] = sizes[6 + i];
@@ -250,17 +283,17 @@ extern "C" __global__ void __cluster_dims__(kParts) __launch_bounds__(kThreads)
     const int key = i < known ? static_cast<int>(keys[i]) : none;
     nodes[i] = key < none ? key - first_keys[type_of(key)] : -1;
   }
-  SortPairs({keys, nullptr}, {sorted_keys, order}, {spare_keys, codes}, bins, size, bits, shared);
+  const Pair* const sorted = SortPairs({keys, nullptr}, even, odd, nullptr, nullptr, bins, size, bits, shared);
   // Each thread has consecutive entries. The first of a run of equal keys is a known node, or else makes a new one.
   const int of_thread = (size + kParts * kThreads - 1) / (kParts * kThreads);
   const int begin = min(size, thread * of_thread), end = min(size, begin + of_thread);
-  const int key_before = begin > 0 ? static_cast<int>(__ldcg(&sorted_keys[begin - 1])) : -1;
+  const int key_before = begin > 0 ? static_cast<int>(KeyOf(sorted[begin - 1])) : -1;
   int made = 0, last_first = -1;
   for (int i = begin, before = key_before; i < end; ++i) {
-    const int key = static_cast<int>(__ldcg(&sorted_keys[i]));
+    const int key = static_cast<int>(KeyOf(sorted[i]));
     if (key != before) {
       last_first = i;
-      made += key < none && __ldcg(&order[i]) >= known;
+      made += key < none && ValueOf(sorted[i]) >= known;
     }
     before = key;
   }
@@ -269,10 +302,10 @@ extern "C" __global__ void __cluster_dims__(kParts) __launch_bounds__(kThreads)
   int rank = ScanCluster<Sum>(made, totals, shared);
   const int first_before = ScanCluster<Largest>(last_first, totals + kParts, shared);
   for (int i = begin, before = key_before; i < end; ++i) {
-    const int key = static_cast<int>(__ldcg(&sorted_keys[i])), type = type_of(key);
+    const int key = static_cast<int>(KeyOf(sorted[i])), type = type_of(key);
     for (int t = before < 0 ? 0 : type_of(before) + 1; t <= type; ++t) made_before[t] = rank;
     if (key != before) {
-      const int at = __ldcg(&order[i]);
+      const int at = ValueOf(sorted[i]);
       codes[i] = key < none && at >= known ? rank++ : ~at;  // a new node's rank, or a known one's number
     }
     if (i == size - 1) {
@@ -283,7 +316,7 @@ extern "C" __global__ void __cluster_dims__(kParts) __launch_bounds__(kThreads)
   MeetCluster();
   int code = first_before >= 0 ? __ldcg(&codes[first_before]) : 0;
   for (int i = begin, before = key_before; i < end; ++i) {
-    const int key = static_cast<int>(__ldcg(&sorted_keys[i])), at = __ldcg(&order[i]), type = type_of(key);
+    const int key = static_cast<int>(KeyOf(sorted[i])), at = ValueOf(sorted[i]), type = type_of(key);
     const bool begins = key != before;
     if (begins) code = codes[i];
     before = key;

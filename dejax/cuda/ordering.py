@@ -24,11 +24,15 @@ from dejax.cuda.nvrtc import KernelError, compiled, nvrtc
 from dejax.pallas.machine import compute_capability
 
 _SOURCE = Path(__file__).parent / "ordering.cu"
-_PARTS, _THREADS = 8, 1024  # blocks of a cluster, which work on one row, and threads of a block
-_BINS = 256
-_CLUSTERS_SINCE = 90  # the first compute capability whose blocks form clusters
+_THREADS, _BINS = 1024, 256
+# Blocks of a cluster, which work on one row. All GPUs with clusters run eight, those of data centres sixteen, too, which
+# are faster for more entries than these.
+_CLUSTERS_SINCE, _OF_DATA_CENTRES = 90, (90, 100, 103)  # compute capabilities
+_PARTS, _MORE_PARTS = 8, 16
+_MORE_TO_SORT, _MORE_TO_SUM = 1 << 13, 1 << 17
+_MULTIPROCESSORS = 100  # a GPU with fewer is a part of one, or a small one
 LONGEST = 1 << 18
-"""Up to so many entries the eight blocks take no longer than XLA's kernels, which use the whole GPU."""
+"""Up to so many entries, a cluster takes no longer than XLA's kernels, which use the whole GPU."""
 MOST_TYPES = 64
 
 
@@ -60,6 +64,12 @@ def by_platform(
     return by_xla(*operands)
 
 
+def _parts(size: int, more_from: int) -> int:
+    """How many blocks work on a row."""
+    whole = jax.default_backend() == "cpu" or getattr(jax.devices()[0], "core_count", 0) >= _MULTIPROCESSORS
+    return _MORE_PARTS if size > more_from and whole and compute_capability() in _OF_DATA_CENTRES else _PARTS
+
+
 @functools.cache
 def _kernel(name: str, parts: int, capability: int) -> tuple[int, str]:
     """The key of a kernel among those that a process has loaded, and its machine code in base64."""
@@ -76,11 +86,12 @@ def _call(
     results: Sequence[Any],
     scratch: Sequence[Any],
     rows: int,
+    parts: int,
 ) -> list[Array]:
-    """The results of a kernel that gets `operands`, `sizes`, `results` and `scratch`, with a cluster for each row."""
+    """The results of a kernel that gets `operands`, `sizes`, `results` and `scratch`: `parts` blocks work on a row."""
     capability = compute_capability()
     assert capability is not None
-    key, image = _kernel(name, _PARTS, capability)
+    key, image = _kernel(name, parts, capability)
     found = ffi_call(
         "dejax_kernel",
         [*results, *scratch],
@@ -90,7 +101,7 @@ def _call(
         key=np.int64(key),
         image=image,
         name=name,
-        programs=np.int64(rows * _PARTS),
+        programs=np.int64(rows * parts),
         threads=np.int64(_THREADS),
         shared_bytes=np.int64(0),
     )
@@ -118,8 +129,9 @@ def _by_rows(call: Callable[..., Any]) -> Callable[..., Any]:
 @_by_rows
 def _row_sums(x: Array) -> Array:
     rows, size = x.shape
-    scratch = jax.ShapeDtypeStruct((rows, _PARTS), jnp.int32)
-    (found,) = _call("dejax_sums", [x], [size], [jax.ShapeDtypeStruct(x.shape, jnp.int32)], [scratch], rows)
+    parts = _parts(size, _MORE_TO_SUM)
+    result, scratch = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (x.shape, (rows, parts)))
+    (found,) = _call("dejax_sums", [x], [size], [result], [scratch], rows, parts)
     return found
 
 
@@ -160,9 +172,10 @@ def sort_pairs(
     def on_gpu(key: Array, *values: Array) -> Sequence[Array]:
         rows, size = key.shape
         pair = [jax.ShapeDtypeStruct(key.shape, x.dtype) for x in types]
-        scratch = [*pair, jax.ShapeDtypeStruct((rows, _PARTS * _BINS), jnp.uint32)]
+        parts = _parts(size, _MORE_TO_SORT)
+        scratch = [jax.ShapeDtypeStruct((rows, n), jnp.uint32) for n in (2 * size, 2 * size, parts * _BINS)]
         sizes = [size, max(bits, 1), len(values)]
-        return tuple(_call("dejax_sort_pairs", [key, *(values or [key])], sizes, pair, scratch, rows))
+        return tuple(_call("dejax_sort_pairs", [key, *(values or [key])], sizes, pair, scratch, rows, parts))
 
     def on_cpu(key: Array, *values: Array) -> Sequence[Array]:
         pair = [jax.ShapeDtypeStruct(key.shape, x.dtype) for x in types]
@@ -210,10 +223,10 @@ def number(
         return tuple(x[0] for x in _by_rows(call)(keys[None]))
 
     def on_gpu(keys: Array) -> Sequence[Array]:
-        rows = keys.shape[0]
+        rows, parts = keys.shape[0], _parts(size, _MORE_TO_SORT)
         sizes = [size, none.bit_length(), known, none, places, types, *of_types]
-        scratch = [jax.ShapeDtypeStruct((rows, n), jnp.uint32) for n in (size, size, size, size, _PARTS * _BINS)]
-        return tuple(_call("dejax_number", [keys], sizes, results(rows), scratch, rows))
+        scratch = [jax.ShapeDtypeStruct((rows, n), jnp.uint32) for n in (2 * size, 2 * size, size, parts * _BINS)]
+        return tuple(_call("dejax_number", [keys], sizes, results(rows), scratch, rows, parts))
 
     def on_cpu(keys: Array) -> Sequence[Array]:
         sizes = np.array([known, none, *of_types], np.int64)

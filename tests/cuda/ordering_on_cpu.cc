@@ -83,13 +83,13 @@ static void Run(int programs, const std::function<void()>& kernel) {
 
 static void __syncthreads() { fibers::Wait(fibers::blocks[fibers::now / THREADS], THREADS); }
 static void __syncwarp() { fibers::Wait(fibers::warps[fibers::now / 32], 32); }
-static unsigned __match_any_sync(unsigned, unsigned value) {
-  fibers::all[fibers::now].shown = value;
+static unsigned __ballot_sync(unsigned, bool vote) {
+  fibers::all[fibers::now].shown = vote;
   __syncwarp();
-  unsigned same = 0;
-  for (int lane = 0; lane < 32; ++lane) same |= (fibers::all[fibers::now / 32 * 32 + lane].shown == value) << lane;
+  unsigned votes = 0;
+  for (int lane = 0; lane < 32; ++lane) votes |= fibers::all[fibers::now / 32 * 32 + lane].shown << lane;
   __syncwarp();
-  return same;
+  return votes;
 }
 static int __shfl_up_sync(unsigned, int value, int step) {
   fibers::all[fibers::now].shown = value;
@@ -113,7 +113,7 @@ static T __ldcg(const T* p) {
 
 extern "C" void sort_pairs(int programs, void** p) {
   fibers::Run(programs, [&] {
-    dejax_sort_pairs((unsigned*)p[0], (int*)p[1], (int*)p[2], (unsigned*)p[3], (int*)p[4], (unsigned*)p[5], (int*)p[6],
+    dejax_sort_pairs((unsigned*)p[0], (int*)p[1], (int*)p[2], (unsigned*)p[3], (int*)p[4], (Pair*)p[5], (Pair*)p[6],
                      (unsigned*)p[7]);
   });
 }
@@ -122,7 +122,7 @@ extern "C" void sums(int programs, void** p) {
 }
 extern "C" void number(int programs, void** p) {
   fibers::Run(programs, [&] {
-    dejax_number((unsigned*)p[0], (int*)p[1], (int*)p[2], (int*)p[3], (int*)p[4], (unsigned*)p[5], (int*)p[6],
-                 (unsigned*)p[7], (int*)p[8], (unsigned*)p[9]);
+    dejax_number((unsigned*)p[0], (int*)p[1], (int*)p[2], (int*)p[3], (int*)p[4], (Pair*)p[5], (Pair*)p[6], (int*)p[7],
+                 (unsigned*)p[8]);
   });
 }

@@ -47,7 +47,7 @@ def test_rows_are_sorted_and_summed(library, size):
     for bits, with_values in ((1, True), (13, False), (32, True)):
         keys = rng.integers(0, 1 << bits, (rows, size), dtype=np.uint32)
         values = rng.integers(0, 1 << 30, (rows, size)).astype(np.int32)
-        found, spare = [(np.zeros_like(keys), np.zeros_like(values)) for _ in range(2)]
+        found, spare = (np.zeros_like(keys), np.zeros_like(values)), np.zeros((2, rows, size), np.uint64)
         sizes, bins = np.array([size, bits, with_values], np.int32), np.zeros((rows, PARTS * 256), np.uint32)
         before = keys.copy(), values.copy()
         run(library, "sort_pairs", rows, keys, values, sizes, *found, *spare, bins)
@@ -88,7 +88,7 @@ def test_nodes_are_numbered_as_by_a_sort(library, counts, found):
     total, ends = known + sum(places.sizes), np.add(places.first, places.sizes)
     sizes = [size, int(bases[-1]).bit_length(), known, bases[-1], total, len(counts), *bases[:-1], *places.first, *ends]
     results = [np.full(n, -7, np.int32) for n in (total, found, len(counts))]
-    scratch = [np.zeros(n, np.uint32) for n in (size, size, size, size, PARTS * 256)]
+    scratch = [np.zeros(n, np.uint32) for n in (2 * size, 2 * size, size, PARTS * 256)]
     run(library, "number", 1, keys, np.array(sizes, np.int32), *results, *scratch)
     want = jax.jit(lambda a, b: _by_sort(a, b, old[1], new[1], places))(old[0], new[0])
     jax.tree.map(np.testing.assert_array_equal, tuple(results), want)
