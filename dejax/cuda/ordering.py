@@ -25,7 +25,7 @@ from dejax.pallas.machine import compute_capability
 
 _SOURCE = Path(__file__).parent / "ordering.cu"
 _THREADS, _BINS = 1024, 256
-# Blocks of a cluster, which work on one row. All GPUs with clusters run eight, those of data centres sixteen, too, which
+# Blocks of a cluster, which work on a row. All GPUs with clusters run eight, those of data centres sixteen, too, which
 # are faster for more entries than these.
 _CLUSTERS_SINCE, _OF_DATA_CENTRES = 90, (90, 100, 103)  # compute capabilities
 _PARTS, _MORE_PARTS = 8, 16
