@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax import _native
+from dejax import _compat, _native
 from dejax._native import ffi_call
 from dejax.cuda.nvrtc import KernelError, compiled, nvrtc
 from dejax.pallas.machine import compute_capability
@@ -108,6 +108,11 @@ def _call(
     return found[: len(results)]
 
 
+def _like(operands: Sequence[Array], shapes: Sequence[tuple[int, ...]], dtype: Any = jnp.int32) -> list[Any]:
+    """Types of results of these shapes, which vary over the axes of a mesh over which an operand does."""
+    return [_compat.varying_result(shape, dtype, *map(jax.typeof, operands)) for shape in shapes]
+
+
 def _by_rows(call: Callable[..., Any]) -> Callable[..., Any]:
     """`call` of arrays [rows, size], of which `vmap` makes more rows."""
     mapped = jax.custom_batching.custom_vmap(call)
@@ -130,14 +135,14 @@ def _by_rows(call: Callable[..., Any]) -> Callable[..., Any]:
 def _row_sums(x: Array) -> Array:
     rows, size = x.shape
     parts = _parts(size, _MORE_TO_SUM)
-    result, scratch = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (x.shape, (rows, parts)))
-    (found,) = _call("dejax_sums", [x], [size], [result], [scratch], rows, parts)
+    result, scratch = _like([x], [x.shape]), _like([x], [(rows, parts)])
+    (found,) = _call("dejax_sums", [x], [size], result, scratch, rows, parts)
     return found
 
 
 @_by_rows
 def _row_sums_on_cpu(x: Array) -> Array:
-    (found,) = ffi_call("dejax_sums", [jax.ShapeDtypeStruct(x.shape, jnp.int32)], [x])
+    (found,) = ffi_call("dejax_sums", _like([x], [x.shape]), [x])
     return found
 
 
@@ -163,7 +168,10 @@ def sort_pairs(
         by_xla: the same of `key` and the values, if there are any.
     """
     given = [key] if values is None else [key, values]
-    types = [jax.ShapeDtypeStruct((1, *key.shape), dtype) for dtype in (key.dtype, jnp.int32)]
+
+    def pair(*given: Array) -> list[Any]:
+        shape = given[0].shape
+        return [*_like(given, [shape], key.dtype), *_like(given, [shape])]
 
     def of_rows(call: Callable[..., Sequence[Array]], *given: Array) -> tuple[Array, Array]:
         sorted_key, sorted_values = _by_rows(call)(*(x[None] for x in given))
@@ -171,15 +179,15 @@ def sort_pairs(
 
     def on_gpu(key: Array, *values: Array) -> Sequence[Array]:
         rows, size = key.shape
-        pair = [jax.ShapeDtypeStruct(key.shape, x.dtype) for x in types]
         parts = _parts(size, _MORE_TO_SORT)
-        scratch = [jax.ShapeDtypeStruct((rows, n), jnp.uint32) for n in (2 * size, 2 * size, parts * _BINS)]
+        scratch = _like([key, *values], [(rows, n) for n in (2 * size, 2 * size, parts * _BINS)])
         sizes = [size, max(bits, 1), len(values)]
-        return tuple(_call("dejax_sort_pairs", [key, *(values or [key])], sizes, pair, scratch, rows, parts))
+        return tuple(
+            _call("dejax_sort_pairs", [key, *(values or [key])], sizes, pair(key, *values), scratch, rows, parts)
+        )
 
     def on_cpu(key: Array, *values: Array) -> Sequence[Array]:
-        pair = [jax.ShapeDtypeStruct(key.shape, x.dtype) for x in types]
-        return tuple(ffi_call("dejax_sort_pairs", pair, [key, *values], bits=np.int64(bits)))
+        return tuple(ffi_call("dejax_sort_pairs", pair(key, *values), [key, *values], bits=np.int64(bits)))
 
     calls = (functools.partial(of_rows, call) for call in (on_gpu, on_cpu))
     found: tuple[Array, Array] = by_platform(key.shape[0], *calls, by_xla, *given)
@@ -216,8 +224,8 @@ def number(
     of_types = [*first_keys, *first_numbers, *ends]
     lengths = places, size - known, types
 
-    def results(rows: int) -> list[Any]:
-        return [jax.ShapeDtypeStruct((rows, n), jnp.int32) for n in lengths]
+    def rows_of(keys: Array, lengths: Sequence[int]) -> list[Any]:
+        return _like([keys], [(keys.shape[0], n) for n in lengths])
 
     def of_rows(call: Callable[[Array], Any], keys: Array) -> tuple[Array, ...]:
         return tuple(x[0] for x in _by_rows(call)(keys[None]))
@@ -225,12 +233,12 @@ def number(
     def on_gpu(keys: Array) -> Sequence[Array]:
         rows, parts = keys.shape[0], _parts(size, _MORE_TO_SORT)
         sizes = [size, none.bit_length(), known, none, places, types, *of_types]
-        scratch = [jax.ShapeDtypeStruct((rows, n), jnp.uint32) for n in (2 * size, 2 * size, size, parts * _BINS)]
-        return tuple(_call("dejax_number", [keys], sizes, results(rows), scratch, rows, parts))
+        scratch = rows_of(keys, (2 * size, 2 * size, size, parts * _BINS))
+        return tuple(_call("dejax_number", [keys], sizes, rows_of(keys, lengths), scratch, rows, parts))
 
     def on_cpu(keys: Array) -> Sequence[Array]:
         sizes = np.array([known, none, *of_types], np.int64)
-        return tuple(ffi_call("dejax_number", results(keys.shape[0]), [keys], sizes=sizes))
+        return tuple(ffi_call("dejax_number", rows_of(keys, lengths), [keys], sizes=sizes))
 
     calls = (functools.partial(of_rows, call) for call in (on_gpu, on_cpu))
     found: tuple[Array, Array, Array] = by_platform(size if types <= MOST_TYPES else 0, *calls, by_xla, keys)
