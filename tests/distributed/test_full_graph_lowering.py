@@ -85,10 +85,10 @@ def lowered(call: Callable[..., Any], graph: Any, rows: int, params: Any, size: 
 
 
 def kernels(text: str) -> list[tuple[str, str]]:
-    """The name of each Triton kernel without its number, and the types of its results."""
+    """The name of each kernel, by either lowering, without its number, and the types of its results."""
     found = []
     for line in text.splitlines():
-        name = re.search(r'xla\.gpu\.triton.*?name = "([^"]+)"', line)
+        name = re.search(r'(?:xla\.gpu\.triton|@dejax_kernel\b).*?name = "([^"]+)"', line)
         if name:
             template = re.sub(r"^\w*?_(backward_)?\d+_", "", name.group(1))
             found.append((template, line.rsplit("->", 1)[-1]))
