@@ -115,7 +115,7 @@ def test_each_compute_capability_gets_its_kernel(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(_native, "cuda_driver", lambda: (SimpleNamespace(devices=kinds), None))
     monkeypatch.setattr(_native, "extension", lambda what: module)
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: used)
-    monkeypatch.setattr(_kernels, "_compiled", lambda file, definitions, capability: capability)
+    monkeypatch.setattr(_kernels, "compiled", lambda name, source, definitions, capability: capability)
     _kernels._devices.cache_clear()
     try:
         for _ in range(2):
