@@ -222,7 +222,8 @@ def _sent_before_sums_forward(arrays: Any, of_nodes: tuple[int, ...]) -> tuple[A
 def _sent_before_sums_backward(of_nodes: tuple[int, ...], _: None, cotangents: Any) -> tuple[Any]:
     first = {i: x for i, x in cotangents.items() if i in of_nodes}
     others = {i: x for i, x in cotangents.items() if i not in of_nodes}
-    return ({**first, **jax.lax.optimization_barrier((first, others))[1]},)
+    first, others = jax.lax.optimization_barrier((first, others))
+    return ({**first, **others},)
 
 
 _sent_before_sums.defvjp(_sent_before_sums_forward, _sent_before_sums_backward)

@@ -193,7 +193,7 @@ def run_kernels(
         instance, done = kernels.instances[number], False
         if at == num_first > 0:
             early = {v for other in order[:at] for v in kernels.instances[other].writes}
-            _wait_for([env[program.outputs[n]] for n in task.first], early, env, rows)
+            _wait_for(early, env, rows)
         name = kernel_name(program.name, number)
         note(name, TracedKernel(kernels, number, counts_of(graph), options, narrow))
         if pallas is not None and not isinstance(instance, Fallback):
@@ -234,10 +234,10 @@ def _instances_for_first(kernels: Kernels, first: tuple[int, ...]) -> tuple[list
     return [*early, *(n for n in range(len(kernels.instances)) if n not in early)], len(early)
 
 
-def _wait_for(made: list[Any], values: set[int], env: dict[int, Any], rows: RowArrays) -> None:
-    """Lets whatever reads one of the values begin only when the arrays `made` exist."""
+def _wait_for(values: set[int], env: dict[int, Any], rows: RowArrays) -> None:
+    """Lets whatever reads one of the values begin only when all of them exist."""
     some = [{v: arrays[v] for v in sorted(values) if v in arrays} for arrays in (env, rows.of_destinations)]
-    _, (in_env, of_destinations) = jax.lax.optimization_barrier((made, some))
+    in_env, of_destinations = jax.lax.optimization_barrier(some)
     env.update(in_env)
     rows.of_destinations.update(of_destinations)
 
