@@ -32,7 +32,7 @@ _PARTS, _MORE_PARTS = 8, 16
 _MORE_TO_SORT, _MORE_TO_SUM = 1 << 13, 1 << 17
 _MULTIPROCESSORS = 100  # a GPU with fewer is a part of one, or a small one
 LONGEST = 1 << 18
-"""Up to so many entries, a cluster takes no longer than XLA's kernels, which use the whole GPU."""
+"""Rows of more entries stay with XLA's kernels, which use the whole GPU (docs/performance/calls.md)."""
 MOST_TYPES = 64
 
 
