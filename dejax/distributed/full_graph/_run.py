@@ -47,8 +47,7 @@ class DeviceRun:
     def __call__(self, arrays: dict[int, jax.Array]) -> tuple[jax.Array, ...]:
         """The results for the device's rows of the arguments, by position."""
         ops, inputs = self.plan.program.ops, self.plan.program.inputs
-        of_nodes = tuple(i for i in inputs if ops[i].space == Space.NODE)
-        given = _sent_before_sums({i: arrays[ops[i].attr("position")] for i in inputs}, of_nodes)
+        given = _sent_before_sums({i: arrays[ops[i].attr("position")] for i in inputs})
         for i, x in given.items():
             self.values[i, form_of(ops[i])] = self._given(i, x)
         for step in self.plan.steps:
@@ -205,9 +204,9 @@ def _masked_backward(interpret: bool | None, tables: Any, cotangent: jax.Array) 
 _masked.defvjp(_masked_forward, _masked_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _sent_before_sums(arrays: dict[int, jax.Array], of_nodes: tuple[int, ...]) -> dict[int, jax.Array]:
-    """The arguments. Their gradients of nodes exist before devices add up the gradients of weights.
+@jax.custom_vjp
+def _sent_before_sums(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    """The arguments. The device's gradients of all of them exist before devices add up those of weights.
 
     XLA schedules one collective at a time. If it began with the sum, the exchange of rows would wait for it, and so for
     all kernels that compute gradients of weights: none would be left to run beside the exchange.
@@ -215,15 +214,12 @@ def _sent_before_sums(arrays: dict[int, jax.Array], of_nodes: tuple[int, ...]) -
     return arrays
 
 
-def _sent_before_sums_forward(arrays: Any, of_nodes: tuple[int, ...]) -> tuple[Any, None]:
+def _sent_before_sums_forward(arrays: Any) -> tuple[Any, None]:
     return arrays, None
 
 
-def _sent_before_sums_backward(of_nodes: tuple[int, ...], _: None, cotangents: Any) -> tuple[Any]:
-    first = {i: x for i, x in cotangents.items() if i in of_nodes}
-    others = {i: x for i, x in cotangents.items() if i not in of_nodes}
-    first, others = jax.lax.optimization_barrier((first, others))
-    return ({**first, **others},)
+def _sent_before_sums_backward(_: None, cotangents: Any) -> tuple[Any]:
+    return (jax.lax.optimization_barrier(cotangents),)
 
 
 _sent_before_sums.defvjp(_sent_before_sums_forward, _sent_before_sums_backward)
