@@ -68,8 +68,9 @@ def milliseconds(call: Callable[[], Any], seconds: float) -> float:
 
 
 def draw(case: Idiom, graph: RelGraph) -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(0), len(case.arrays))
-    return [0.3 * jax.random.normal(key, shape) for key, shape in zip(keys, case.shapes(graph), strict=True)]
+    shapes = case.shapes(graph)
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [0.3 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
 def measure(names: list[str], graph: RelGraph, args: argparse.Namespace, ends: float) -> dict[str, Any]:
