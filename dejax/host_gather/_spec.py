@@ -124,11 +124,6 @@ class TableSpec:
         return 0 if self.on_device or self.on_drive else self._leaf_rows * self.row_bytes
 
     @property
-    def drive_bytes(self) -> int:
-        """Bytes of the rows in files."""
-        return self._leaf_rows * self.row_bytes if self.on_drive else 0
-
-    @property
     def _leaf_rows(self) -> int:
         return self.rows if self.leaf_rows is None else self.leaf_rows
 
