@@ -7,6 +7,7 @@ slots in the same order. The transpose of one is the other.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,6 @@ from dejax.rgnn.lowering.segments import extremum_at, wide
 Rounds = tuple[Round, ...]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def exchange(x: jax.Array, send: jax.Array, rounds: Rounds, axis: str) -> jax.Array:
     """The rows of a device followed by its halo: [owned + halo slots, *F].
 
@@ -31,28 +31,50 @@ def exchange(x: jax.Array, send: jax.Array, rounds: Rounds, axis: str) -> jax.Ar
     Returns:
         The rows with the received ones; zeros in slots that nothing arrives in.
     """
+    return exchange_beside(x, x, (), send, rounds, axis)[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def exchange_beside(
+    x: jax.Array, sent: jax.Array, beside: tuple[jax.Array, ...], send: jax.Array, rounds: Rounds, axis: str
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """As `exchange`, while other values are computed.
+
+    Args:
+        x: [owned, *F], the rows that the device owns.
+        sent: [owned, *F], equal to `x` in the rows that `send` names: the exchange does not wait for `x`, which has all
+            of the gradient.
+        beside: values that need nothing of the exchange. They exist before the received rows are written behind `x`.
+        send, rounds, axis: as for `exchange`.
+
+    Returns:
+        What `exchange` returns, and `beside`.
+    """
     received = []
     for some in rounds:
         place = send[some.start : some.start + some.rows]
-        out = x.at[place].get(mode="fill", fill_value=0, unique_indices=True)
+        out = sent.at[place].get(mode="fill", fill_value=0, unique_indices=True)
         received.append(jax.lax.ppermute(out, axis, some.pairs))
     if not received:
-        return x
+        return x, beside
     # The copy of the own rows does not wait for the others, which are written behind them.
     room = jnp.pad(x, ((0, send.shape[0]), *((0, 0),) * (x.ndim - 1)))
-    room, halo = jax.lax.optimization_barrier(room), jnp.concatenate(received)
-    return jax.lax.dynamic_update_slice_in_dim(room, halo, x.shape[0], 0)
+    room, received, beside = jax.lax.optimization_barrier((room, received, beside))
+    return jax.lax.dynamic_update_slice_in_dim(room, jnp.concatenate(received), x.shape[0], 0), beside
 
 
-def _forward(x: jax.Array, send: jax.Array, rounds: Rounds, axis: str) -> tuple[jax.Array, jax.Array]:
-    return exchange(x, send, rounds, axis), send
+def _forward(
+    x: jax.Array, sent: jax.Array, beside: tuple[jax.Array, ...], send: jax.Array, rounds: Rounds, axis: str
+) -> tuple[tuple[jax.Array, tuple[jax.Array, ...]], jax.Array]:
+    return exchange_beside(x, sent, beside, send, rounds, axis), send
 
 
-def _backward(rounds: Rounds, axis: str, send: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
-    return collect(cotangent, send, rounds, axis), None
+def _backward(rounds: Rounds, axis: str, send: jax.Array, cotangents: Any) -> tuple[Any, None, Any, None]:
+    of_rows, of_beside = cotangents
+    return collect(of_rows, send, rounds, axis), None, of_beside, None
 
 
-exchange.defvjp(_forward, _backward)
+exchange_beside.defvjp(_forward, _backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

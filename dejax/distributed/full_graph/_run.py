@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dejax.distributed.full_graph._exchange import collect, collect_extremum, exchange
+from dejax.distributed.full_graph._exchange import collect, collect_extremum, exchange_beside
 from dejax.distributed.full_graph._sharded_graph import ShardedGraph, local_part
 from dejax.distributed.full_graph._stages import Combine, Distributed, Exchange, Form, Ref, Stage, form_of
 from dejax.pallas import clear_rows
@@ -42,6 +43,8 @@ class DeviceRun:
         self.rounds, self.axis = graph.layout.rounds, graph.axis
         self.rows, self.halo = graph.layout.rows, graph.layout.halo
         self.values: dict[Ref, jax.Array] = {}
+        self.unmasked: dict[Ref, jax.Array] = {}  # arguments of nodes, with any values in rows that are padding
+        self.beside: list[Ref] = []  # values that stages of own nodes gave since the last exchange
         self.received: set[Ref] = set()  # values of own and halo nodes that an exchange made
 
     def __call__(self, arrays: dict[int, jax.Array]) -> tuple[jax.Array, ...]:
@@ -50,6 +53,8 @@ class DeviceRun:
         given = _sent_before_sums({i: arrays[ops[i].attr("position")] for i in inputs})
         for i, x in given.items():
             self.values[i, form_of(ops[i])] = self._given(i, x)
+            if ops[i].space == Space.NODE:
+                self.unmasked[i, Form.OWN] = jax.lax.stop_gradient(x)
         for step in self.plan.steps:
             if isinstance(step, Stage):
                 self._stage(step)
@@ -102,6 +107,8 @@ class DeviceRun:
         found = run(task, graph, inputs)
         for ref, x in zip(stage.outputs, found, strict=True):
             self.values[ref] = x[: self.rows] if ref[1] == Form.OWN and stage.on_edges else x
+        if not stage.on_edges:
+            self.beside += stage.outputs
 
     def _read(self, ref: Ref, on_edges: bool) -> jax.Array:
         x = self.values[ref]
@@ -110,20 +117,31 @@ class DeviceRun:
         return jnp.pad(x, ((0, self.halo), *((0, 0),) * (x.ndim - 1)))  # halo rows, which no result depends on
 
     def _exchange(self, step: Exchange) -> None:
-        """One exchange for all values of a dtype, side by side."""
+        """One exchange for all values of a dtype, side by side, while stages of own nodes compute the others."""
         ops = self.plan.program.ops
         by_dtype: dict[str, list[int]] = {}
         for value in step.values:
             by_dtype.setdefault(ops[value].dtype, []).append(value)
+        beside = [ref for ref in self.beside if ref[0] not in step.values]
+        self.beside = []
         for values in by_dtype.values():
-            rows = [self.values[value, Form.OWN].reshape(self.rows, ops[value].width) for value in values]
-            wide = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
-            found, start = exchange(wide, self.send, self.rounds, self.axis), 0
+            refs: list[Ref] = [(value, Form.OWN) for value in values]
+            own = self._side_by_side([self.values[ref] for ref in refs])
+            sent = self._side_by_side([self.unmasked.get(ref, self.values[ref]) for ref in refs])
+            others = tuple(self.values[ref] for ref in beside)
+            found, others = exchange_beside(own, sent, others, self.send, self.rounds, self.axis)
+            self.values.update(zip(beside, others, strict=True))
+            start = 0
             for value in values:
                 part = found[:, start : start + ops[value].width]
                 self.values[value, Form.LOCAL] = part.reshape(self.rows + self.halo, *ops[value].shape)
                 self.received.add((value, Form.LOCAL))
                 start += ops[value].width
+
+    def _side_by_side(self, arrays: list[jax.Array]) -> jax.Array:
+        """[own rows, width of all]."""
+        flat = [x.reshape(self.rows, math.prod(x.shape[1:])) for x in arrays]
+        return flat[0] if len(flat) == 1 else jnp.concatenate(flat, axis=1)
 
     def _combine(self, step: Combine) -> None:
         op = self.plan.program.ops[step.value]
