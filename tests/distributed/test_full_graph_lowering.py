@@ -118,6 +118,11 @@ def test_parts_run_the_kernels_of_one_device(name: str) -> None:
     # copied while others travel. Kernels of the own lowering have barriers beside them, too.
     if "@dejax_kernel" not in many:
         assert many.count("stablehlo.optimization_barrier") == 3 + one.count("stablehlo.optimization_barrier")
+    # Rows leave before their padding is cleared; products of own nodes exist before what arrives is written.
+    rows = rf"tensor<{own}x(1x)?{K}xf32>"
+    assert re.search(rf'"stablehlo.gather"\(%arg\d+, .*: \({rows}, ', many)
+    ends = [line for line in many.splitlines() if f"tensor<{split.layout.halo}x{K}xf32>" in line and "_barrier" in line]
+    assert len(ends) == 1 and bool(re.search(f", {rows}$", ends[0])) == (name != "rgat")
     # Zeros are written in padding rows alone.
     pairs = split.local.num_source_pairs
     assert not re.search(rf"dims = \[\] : \(tensor<f\d+>\) -> tensor<{pairs}x", many)
