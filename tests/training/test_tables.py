@@ -19,12 +19,11 @@ from dejax.training.command.report import summarise, table
 from dejax.training.fitting import best_report, stops
 from dejax.training.metrics import auroc
 from dejax.training.state import History
-from dejax.training.tables import history
 from dejax.training.tables.encoders import TableEncoder
-from dejax.training.tables.history import linear_baseline
+from dejax.training.tables.history import RowHistory, linear_baseline
 from dejax.training.tables.importance import importance
 from dejax.training.tables.rows import apart, as_days, pack
-from dejax.training.tables.seed_times import is_latest
+from dejax.training.tables.seed_times import Clock, is_latest, topology_in_time
 from tests.training.test_contract import check_equal, stopped_and_whole
 
 DAY = 86_400
@@ -352,37 +351,63 @@ def test_the_report_shows_measures_curves_calibration_and_what_contributes(train
     ) == len(predicted["test"])
 
 
-def test_the_linear_baseline_reads_counts_and_recency_up_to_the_cutoff():
+def users_who_stop(users=200, later=0):
+    """Users of whom each has 12 events until some day, and the task which of them are gone by a cutoff.
+
+    `later`: days by which events after day 300, the last cutoff, come later.
+    """
     rng = np.random.default_rng(0)
-    users = 200
     last = rng.integers(100, 350, users)  # after that day a user has no events any more
     rows = [(user, day) for user in range(users) for day in rng.integers(0, last[user], 12)]
-    events = {"user": np.array([user for user, _ in rows]), "day": np.array([day for _, day in rows])}
-    given = {"users": {"id": np.arange(users), "age": rng.normal(size=users)}}
-    keys = {"users": "id"}, [("events", "user", "users")], {"events": "day"}
+    day = np.array([day for _, day in rows])
+    events = {"user": np.array([user for user, _ in rows]), "day": np.where(day > 300, day + later, day)}
+    given = {"users": {"id": np.arange(users), "age": rng.normal(size=users)}, "events": events}
+    data = from_tables(given, {"users": "id"}, [("events", "user", "users")], {"events": "day"}, name="stops")
+    at = np.repeat([150, 200, 250, 300], users)
+    who = np.tile(np.arange(users), 4)
+    labels = (at > last[who]).astype(np.int32)
+    return data.with_task(task_from_columns(data, "gone", "users", who, at, labels, valid_from=250, test_from=300))
 
-    def baseline(events):
-        data = from_tables({**given, "events": events}, *keys)
-        at = np.repeat([150, 200, 250, 300], users)
-        who = np.tile(np.arange(users), 4)
-        labels = (at > last[who]).astype(np.int32)
-        task = task_from_columns(data, "gone", "users", who, at, labels, valid_from=250, test_from=300)
+
+def test_the_linear_baseline_reads_counts_and_recency_up_to_the_cutoff():
+    def baseline(**given):
+        data = users_who_stop(**given)
+        task = data.tasks["gone"]
         return task.labels[task.splits["test"]], linear_baseline(data, task, task.splits["test"])
 
-    labels, found = baseline(events)
+    labels, found = baseline()
     assert auroc(labels, found) > 0.8 and (0 <= found).all() and (found <= 1).all()
-    later = {**events, "day": np.where(events["day"] > 300, events["day"] + 40, events["day"])}
-    np.testing.assert_array_equal(baseline(later)[1], found)
+    np.testing.assert_array_equal(baseline(later=40)[1], found)
 
 
-def test_counts_of_a_relation_by_time():
+def test_the_network_reads_counts_and_recency_up_to_the_cutoff():
+    data = users_who_stop()
+    trainer = Trainer(settings(epochs=8, batch_size=32), data)
+    state = fit(trainer, 0).state
+    found = trainer.task.predict(trainer, state, trainer.task.splits["test"])
+    assert trainer.task.measures_of("test", found)["auroc"] > trainer.task.linear_measures()["auroc"] - 0.03
+    later = Trainer(trainer.settings, users_who_stop(later=40))
+    assert later.task.layout_of_data == trainer.task.layout_of_data
+    np.testing.assert_array_equal(later.task.predict(later, state, later.task.splits["test"]), found)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_counts_of_a_relation_by_time(on_host):
     receivers, known = np.array([0, 2, 0, 0, 2]), np.array([5, 1, 2, 9, 7])
     rows, cutoffs = np.array([0, 0, 1, 2]), np.array([5, 100, 9, 0])
-    (inputs,) = history._of_relation(receivers, known, rows, cutoffs, 1)
-    np.testing.assert_array_equal(np.expm1(inputs[:, 0]).round(), [2, 3, 0, 0])
-    np.testing.assert_allclose(np.expm1(inputs[:2, 2]), [0, 91])  # since the last edge
-    np.testing.assert_array_equal(np.expm1(inputs[:, 4]).round(), [2, 0, 0, 0])  # within 30
-    np.testing.assert_array_equal(np.expm1(inputs[:, 6]).round(), [2, 3, 0, 0])  # within 365
+    to, without, own = ("b", "x", "a"), ("b", "y", "a"), ("b", "rev_z", "a")
+    edges = {relation: (np.zeros(5, int), receivers) for relation in (to, without, own, ("a", "z", "b"))}
+    data = HeteroDataset("counts", {"a": 3, "b": 3}, edges, edge_times={to: known})
+    topology = topology_in_time(data, Clock(), latest=True, on_host=on_host)
+    history = RowHistory.of(data, topology, "a")
+    assert [name for name in history.names if "days" not in name] == ["b, x, a: rows", "b, y, a: rows"]
+    found = np.expm1(history.numbers_of(topology, rows, cutoffs))
+    np.testing.assert_array_equal(found[:, 0].round(), [2, 3, 0, 0])
+    np.testing.assert_allclose(found[:, 1], [0, 91, np.nan, np.nan])  # since the last edge
+    np.testing.assert_array_equal(found[:, 2].round(), [2, 0, 0, 0])  # within 30
+    np.testing.assert_array_equal(found[:, 4].round(), [2, 3, 0, 0])  # within 365
+    np.testing.assert_array_equal(found[:, 5].round(), [3, 3, 0, 2])  # a relation without times
+    assert history.fitted(found, 4).kept == (0, 1, 2, 3, 4, 5) and not history.fitted(found[:1], 4).kept
 
 
 def with_labels(data, kind):

@@ -120,7 +120,7 @@ class TableLinkTask(TableTask):
         """The model of both ends."""
         ends = (self.examples.entity, self._target)
         more = {"day": self.clock.day, "options": self.options, "rngs": nnx.Rngs(key)}
-        return LinkedTablesModel(self.settings, self.plans, self._edge_types, *ends, **more)
+        return LinkedTablesModel(self.settings, self.plans, self._history_plans, self._edge_types, *ends, **more)
 
     # -------------------------------------------------------------------------------------------- a step
 
@@ -167,7 +167,10 @@ class TableLinkTask(TableTask):
         links = [np.flatnonzero(there & (split[self._example] == number)) for number in range(len(self.splits))]
         links = [some for some in links if len(some)]
         batches = (rng.choice(links[number % len(links)], self._part) for number in range(CAPACITY_BATCHES))
-        return [self._by_table(self._seeds_of_links(some, rng), np) for some in batches]
+        return [self._ids_and_times(some, rng) for some in batches]
+
+    def _ids_and_times(self, places: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self._by_table(self._seeds_of_links(places, rng), np)
 
     def sample(self, key: Array, topology: HeteroTopology, seeds: Any) -> SampledBlocks:
         """The neighbourhoods of entities and candidates, each as of its cutoff."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from dejax._optional import optional
@@ -25,6 +26,7 @@ class TableModel(nnx.Module):
     Args:
         settings: layer, widths, encoding of numbers.
         plans: the packed columns of each table.
+        histories: those of the history of seeds of some tables (`dejax.training.tables.history`).
         edge_types: those of the topology.
         day: the day since 1970 from which cutoffs are counted.
         outputs: width of the result; None for the last layer's result itself.
@@ -36,6 +38,7 @@ class TableModel(nnx.Module):
         self,
         settings: Settings,
         plans: Mapping[str, TablePlan],
+        histories: Mapping[str, TablePlan],
         edge_types: tuple[tuple[str, str, str], ...],
         outputs: int | None,
         *,
@@ -44,6 +47,11 @@ class TableModel(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.encoder = TablesEncoder(plans, settings.hidden, numbers=settings.numbers, day=day, rngs=rngs)
+        more = {"numbers": settings.numbers, "rngs": rngs}
+        self.history = TablesEncoder(histories, settings.hidden, **more) if histories else nnx.data(None)
+        self.wide = nnx.data(None)
+        if histories and outputs is not None:
+            self.wide = nnx.Linear(settings.hidden, outputs, rngs=rngs)
         self.has_trees = settings.model == "relgt"
         self.layers: Any
         if self.has_trees:
@@ -62,6 +70,7 @@ class TableModel(nnx.Module):
         cutoffs: Mapping[str, Array],
         *,
         added: Mapping[str, Array] | None = None,
+        history: Mapping[str, Array] | None = None,
         trees: Mapping[str, Array] | None = None,
         days: Mapping[str, Array] | None = None,
         deterministic: bool = True,
@@ -74,16 +83,25 @@ class TableModel(nnx.Module):
             rows: float32[rows, width] by table, packed.
             cutoffs: int[rows] by table, the cutoff of the seed that each row was sampled for.
             added: float32[rows, hidden] by table, what is added to the encodings of its rows.
+            history: float32[seeds, width] by table, the packed history of seeds, which are the first rows of a table.
             trees, days: for the model "relgt", the seed of each row, and the days from its time to the cutoff.
             deterministic, rngs: as `SampledClassifier`.
         """
         encoded = self.encoder(rows, cutoffs)
         encoded |= {table: encoded[table] + vectors for table, vectors in (added or {}).items()}
+        histories = {}
+        if self.history is not None and history:
+            no_times = {table: jnp.zeros(own.shape[0], jnp.int32) for table, own in history.items()}
+            histories = self.history(history, no_times)
+        for table, own in histories.items():
+            encoded[table] = encoded[table].at[: own.shape[0]].add(own)
         found: dict[str, Array]
         if self.has_trees:
             found = self.layers(graphs, encoded, trees, days)
         else:
             found = self.layers(graphs, encoded, deterministic=deterministic, rngs=rngs)
+        if self.wide is not None:
+            found |= {table: found[table] + self.wide(own) for table, own in histories.items()}
         return found
 
 
@@ -91,7 +109,7 @@ class LinkedTablesModel(nnx.Module):
     """The vectors of entities and of candidates, whose product is a score.
 
     Args:
-        settings, plans, edge_types, day, options, rngs: as `TableModel`.
+        settings, plans, histories, edge_types, day, options, rngs: as `TableModel`.
         entity, target: the tables.
     """
 
@@ -99,6 +117,7 @@ class LinkedTablesModel(nnx.Module):
         self,
         settings: Settings,
         plans: Mapping[str, TablePlan],
+        histories: Mapping[str, TablePlan],
         edge_types: tuple[tuple[str, str, str], ...],
         entity: str,
         target: str,
@@ -108,7 +127,7 @@ class LinkedTablesModel(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.entity, self.target = entity, target
-        self.tables = TableModel(settings, plans, edge_types, None, day=day, options=options, rngs=rngs)
+        self.tables = TableModel(settings, plans, histories, edge_types, None, day=day, options=options, rngs=rngs)
         self.of_entity = nnx.Linear(settings.hidden, settings.hidden, rngs=rngs)
         self.of_target = nnx.Linear(settings.hidden, settings.hidden, rngs=rngs)
 

@@ -30,9 +30,9 @@ from dejax.training.metrics import Ranking, measure
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
 from dejax.training.tables.encoders import apart_name
-from dejax.training.tables.history import linear_baseline
+from dejax.training.tables.history import RowHistory, linear_baseline
 from dejax.training.tables.models import TableModel
-from dejax.training.tables.rows import ColumnPlace, apart, pack
+from dejax.training.tables.rows import ColumnPlace, TablePlan, apart, pack
 from dejax.training.tables.seed_times import Clock, is_latest, topology_in_time
 from dejax.training.tables.tree_attention import days_between
 from dejax.training.tasks.task import (
@@ -50,6 +50,7 @@ with optional("flax", of="dejax.training"):
 
 
 _MOST_OF_BASELINE = 50_000
+_MOST_OF_HISTORY = 50_000  # training examples to which its columns are fitted
 _MEASURES = {"binary": "auroc", "classes": "accuracy", "regression": "mae", "link": "map@{k}"}
 
 
@@ -113,6 +114,7 @@ class TableTask(TrainingTask):
         features = FeatureStore.from_arrays(self.packed, on_device=settings.place == "device")
         self.world = World(topology, features, {**self._labels(), "known": self._known_from()})
         self._train = self._trained_on(print_table)
+        self.histories = self._histories(topology)
         self.seeds_per_epoch = train = len(self._train)
         self.steps_per_epoch = -(-train // settings.batch_size)
         self._part = -(-train // (self.steps_per_epoch * settings.parts))
@@ -141,6 +143,17 @@ class TableTask(TrainingTask):
         if self.settings.model != "relgt":
             return {}
         return {table: jnp.asarray(self.clock.relative(times)) for table, times in self.data.known_from.items()}
+
+    def _histories(self, topology: HeteroTopology) -> dict[str, RowHistory]:
+        """The history of each table's seeds, if it differs among training examples."""
+        some = self._train[:: -(-len(self._train) // _MOST_OF_HISTORY)]
+        ids, times = self._ids_and_times(some, np.random.default_rng(0))
+        found = {}
+        for table, rows in ids.items():
+            history = RowHistory.of(self.data, topology, table)
+            numbers = history.numbers_of(topology, rows, times[table])
+            found[table] = history.fitted(numbers[rows >= 0], self.settings.bins)
+        return {table: history for table, history in found.items() if history.kept}
 
     def _labels(self) -> dict[str, Array]:
         """The labels as the loss reads them; sets what it scales them by."""
@@ -184,10 +197,12 @@ class TableTask(TrainingTask):
         splits = [places for places in self.splits.values() if len(places)]
         found = []
         for number in range(CAPACITY_BATCHES):
-            some = rng.choice(splits[number % len(splits)], self._part)
-            seeds = self._seeds_of(self.examples, some)
-            found.append((seeds["ids"], seeds["times"]))
+            found.append(self._ids_and_times(rng.choice(splits[number % len(splits)], self._part), rng))
         return found
+
+    def _ids_and_times(self, places: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The ids and times by table of seeds, by their places as in `_trained_on`."""
+        return self._by_table(self._seeds_of(self.examples, places))
 
     @property
     def outputs(self) -> int:
@@ -202,7 +217,11 @@ class TableTask(TrainingTask):
         """Encoders, relational layers, and a linear map to the outputs."""
         edge_types = self._edge_types
         more = {"day": self.clock.day, "options": self.options, "rngs": nnx.Rngs(key)}
-        return TableModel(self.settings, self.plans, edge_types, self.outputs, **more)
+        return TableModel(self.settings, self.plans, self._history_plans, edge_types, self.outputs, **more)
+
+    @property
+    def _history_plans(self) -> dict[str, TablePlan]:
+        return {table: history.plan for table, history in self.histories.items()}
 
     @property
     def fan_outs(self) -> list[dict[tuple[str, str, str], int]]:
@@ -251,7 +270,14 @@ class TableTask(TrainingTask):
                 for table, ids in sample.node_ids.items()
                 if table not in self.table_of
             }
-        return StepView(make_blocks(sample), sample.node_ids, sample.seed_positions, lost, sample.trees, times)
+        assert topology is not None
+        ids, cutoffs = self._by_table(seeds)
+        history = {table: own.packed(topology, ids[table], cutoffs[table]) for table, own in self.histories.items()}
+        return StepView(make_blocks(sample), sample.node_ids, sample.seed_positions, lost, sample.trees, times, history)
+
+    def _by_table(self, seeds: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The ids and times of a step's seeds by table."""
+        return seeds["ids"], seeds["times"]
 
     def _raw(self, model: TableModel, view: StepView, x: Any, seeds: Any, key: Array | None) -> Array:
         """The model's outputs for the seeds, [seeds, outputs]."""
@@ -266,10 +292,11 @@ class TableTask(TrainingTask):
         """The cutoff of each sampled row, and what else a model reads of the seeds' trees."""
         assert view.trees is not None
         cutoffs = {table: of_seeds[jnp.maximum(tree, 0)] for table, tree in view.trees.items()}
-        if view.times is None:
-            return cutoffs, {}
-        days = {table: days_between(times, cutoffs[table]) for table, times in view.times.items()}
-        return cutoffs, {"trees": view.trees, "days": days}
+        more: dict[str, Any] = {"history": view.history}
+        if view.times is not None:
+            days = {table: days_between(times, cutoffs[table]) for table, times in view.times.items()}
+            more |= {"trees": view.trees, "days": days}
+        return cutoffs, more
 
     def loss(
         self, model: Any, view: StepView, x: dict[str, Array], seeds: Any, data: Any, key: Array
@@ -377,7 +404,10 @@ class TableTask(TrainingTask):
             return {}
         if len(places) > _MOST_OF_BASELINE:
             places = np.sort(np.random.default_rng(0).choice(places, _MOST_OF_BASELINE, replace=False))
-        return self.measures_of("test", linear_baseline(self.data, self.examples, places), places)
+        assert self.world.topology is not None
+        history = RowHistory.of(self.data, self.world.topology, self.examples.entity)
+        numbers = lambda rows, times: history.numbers_of(self.world.topology, rows, self.clock.cutoffs(times))  # noqa: E731
+        return self.measures_of("test", linear_baseline(self.data, self.examples, places, numbers), places)
 
     def counts(self) -> dict[str, Any]:
         """The sizes of the tables, for the report."""
@@ -404,7 +434,10 @@ class TableTask(TrainingTask):
             for place in plan.columns
         ]
         examples = [self.examples.entity, self.examples.target, self.examples.classes]
-        said = json.dumps([columns, self._edge_types, examples, self._rows_with_parameters()])
+        histories = [
+            [table, [place.name for place in history.plan.columns]] for table, history in self.histories.items()
+        ]
+        said = json.dumps([columns, self._edge_types, examples, self._rows_with_parameters(), histories])
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
     def _rows_with_parameters(self) -> str:

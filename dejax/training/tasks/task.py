@@ -51,6 +51,7 @@ class StepView:
             share nodes.
         times: int32[nodes] by node type, from when on each node is known, the least int32 for always; None where the
             model does not read it.
+        history: float32[seeds, width] by node type, what tells the history of seeds; None without.
     """
 
     graphs: Any
@@ -59,6 +60,7 @@ class StepView:
     lost: Array
     trees: dict[str, Array] | None = None
     times: dict[str, Array] | None = None
+    history: dict[str, Array] | None = None
 
 
 class Runner(Protocol):
