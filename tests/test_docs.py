@@ -133,8 +133,9 @@ def test_a_name_that_does_not_exist_is_found():
 
 
 @pytest.mark.parametrize("guide", GUIDES)
-def test_blocks_of_a_guide_run_in_order_and_print_what_follows(guide, request):
+def test_blocks_of_a_guide_run_in_order_and_print_what_follows(guide, request, tmp_path, monkeypatch):
     """A text block right after a Python block is what that block prints; `--update-golden` writes it."""
+    monkeypatch.chdir(tmp_path)  # some write files
     page = DOCS / f"{guide}.md"
     text = page.read_text(encoding="utf-8")
     names = {}

@@ -89,7 +89,7 @@ class TableModel(nnx.Module):
         """
         encoded = self.encoder(rows, cutoffs)
         encoded |= {table: encoded[table] + vectors for table, vectors in (added or {}).items()}
-        histories = {}
+        histories: dict[str, Array] = {}
         if self.history is not None and history:
             no_times = {table: jnp.zeros(own.shape[0], jnp.int32) for table, own in history.items()}
             histories = self.history(history, no_times)
