@@ -464,7 +464,10 @@ def task_of(data: HeteroDataset, name: str | None) -> Task:
     if not tasks:
         raise ValueError(f"dataset {data.name!r} must have a task, got none; make one with dejax.datasets")
     if (name is None and len(tasks) > 1) or (name is not None and name not in tasks):
-        raise ValueError(f"target must be one of the tasks {', '.join(tasks)}, got {name!r}")
+        raise ValueError(
+            f"target must be one of the tasks {', '.join(tasks)}, got {name!r}; give its name (on the command line "
+            "--target NAME)"
+        )
     return next(iter(tasks.values())) if name is None else tasks[name]
 
 
