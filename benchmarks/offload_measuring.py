@@ -69,8 +69,8 @@ def in_processes(
                 found["error"] = f"its {limit(case):.0f} s were over"
             if part.exists():
                 found |= json.loads(part.read_text())
-        found["seconds"] = time.perf_counter() - begin
-        say(f"{case}: {found.get('error', 'done')}, {found['seconds']:.1f} s")
+        found["case_s"] = time.perf_counter() - begin
+        say(f"{case}: {found.get('error', 'done')}, {found['case_s']:.1f} s")
         report["cases"][case] = found
         save(report)
 
