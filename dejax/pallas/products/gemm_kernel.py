@@ -103,7 +103,6 @@ class _Tile:
     valid: jax.Array
     row: jax.Array  # [block, 1], of x
     row_valid: jax.Array
-    out_row: jax.Array | None  # [block]; None: the position
     n: jax.Array  # [1, block_n], columns of the result
 
     @property
@@ -120,6 +119,21 @@ class _Tile:
     def x_part(self) -> int:
         """Columns of x that share an exponent."""
         return self.c.head_blocks * self.c.k // int(self.ref["x_exponent"].shape[1])
+
+    @property
+    def measures_columns(self) -> bool:
+        """Whether the program measures the columns of its rows: nobody has, and matrices are scaled here, too."""
+        x = self.ref["x"].dtype == jnp.float32
+        return self.c.arithmetic != "direct" and x and not {"w_power", "x_columns"} & self.ref.keys()
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether a step loads the matrix when it has done with the rows, and rows of the result are found at the end.
+
+        Else both would be in registers while columns are measured, beside the sum: 64 rows by 128 columns spilled. In a
+        loop nobody waits for what is loaded later, because the compiler's pipeline loads steps ahead.
+        """
+        return self.measures_columns and self.c.arithmetic == "scaled" and self.c.k > self.c.schedule.block_k
 
     def in_n(self) -> jax.Array | None:
         """Which columns are in the result; None where all are."""
@@ -142,11 +156,13 @@ class _Tile:
 
 def _multiply_tile(ref: dict[str, Any], c: GemmPlan, number: Any, heads: Any, column_block: Any) -> None:
     tile = _located(ref, c, number, heads, column_block)
+    out_row = None if tile.in_turns else _out_row(tile)
     y = _with_epilogue(tile, _product(tile, *_powers_of_all_steps(tile)))
-    if tile.out_row is None:
+    out_row = _out_row(tile) if tile.in_turns else out_row
+    if out_row is None:
         out_row, valid = tile.position, tile.valid
     else:
-        out_row, valid = tile.out_row, within(tile.out_row, ref["y"].shape[0], tile.valid)
+        valid = within(out_row, ref["y"].shape[0], tile.valid)
     out_row = where(valid, out_row, ref["y"].shape[0])
     mask = valid[:, None] if c.even_n else valid[:, None] & (tile.n < c.n + tile.out_behind)
     if tile.out_behind:
@@ -167,20 +183,26 @@ def _located(ref: dict[str, Any], c: GemmPlan, number: Any, heads: Any, column_b
     if last is not None:
         end = jnp.where(last, end, start)
 
-    # Loads of indices are masked by the number of positions and not by the group's end, for which they would wait.
     position = start + lanes(c.block, 0, 1)
-    valid, inside = position < end, position < c.positions
-    out_row = _triton.load(ref["out_index"], (position,), inside) if "out_index" in ref else None
+    valid = position < end
     row = position
     if "x_index" in ref:
-        row = _triton.load(ref["x_index"], (position,), inside)
+        # Masked by the number of positions and not by the group's end, for which the load would wait.
+        row = _triton.load(ref["x_index"], (position,), position < c.positions)
         # An index out of range reads zeros, never other memory.
         row_valid = within(row, ref["x"].shape[0], valid)
     else:
         row_valid = valid & (row < ref["x"].shape[0])
     row, row_valid = row[:, None], row_valid[:, None]
     n = (column_block * c.schedule.block_n + lanes(c.schedule.block_n, 0, 1))[None, :]
-    return _Tile(ref, c, t, start < end, heads, column_block, position, valid, row, row_valid, out_row, n)
+    return _Tile(ref, c, t, start < end, heads, column_block, position, valid, row, row_valid, n)
+
+
+def _out_row(tile: _Tile) -> jax.Array | None:
+    """The row of the result of each position, [block]; None where it is the position."""
+    if "out_index" not in tile.ref:
+        return None
+    return _triton.load(tile.ref["out_index"], (tile.position,), tile.position < tile.c.positions)
 
 
 def _powers_of_all_steps(tile: _Tile) -> tuple[jax.Array | None, jax.Array | None]:
@@ -231,13 +253,16 @@ def _product_of_step(tile: _Tile, i: Any, row_power: Any, column_power: Any) -> 
         columns = _triton.load(ref["x_columns"], (at,), None if c.even_k else (k < c.k)[None, :]).astype(jnp.float32)
     # The matrix first, which waits for no index: it is scaled while the rows are on their way.
     w_at, w_mask = _place_in_w(tile, k[:, None])
-    w = _triton.load(ref["w"], w_at, w_mask)
+    w = None if tile.in_turns else _triton.load(ref["w"], w_at, w_mask)
     x = _triton.load(ref["x"], x_at, x_mask)
-    # Rows whose columns nobody has measured: the matrices are scaled here, too, so the tile's own columns serve.
-    if c.arithmetic != "direct" and x.dtype == jnp.float32 and not {"w_power", "x_columns"} & ref.keys():
+    if tile.measures_columns:
         columns = relative_powers_of_columns(x)
     if columns is not None and "x_exponent" not in ref:
         x = x.astype(jnp.float32) * inverse_of(columns)
+    x_power = row_power
+    if w is None:
+        x, x_power = _in_float16(x, 1)
+        w = _triton.load(ref["w"], w_at, w_mask)
     if c.arithmetic != "direct" and column_power is None:
         w = w.astype(jnp.float32)
         w = w if columns is None else w * columns.reshape(-1, 1)
@@ -251,9 +276,9 @@ def _product_of_step(tile: _Tile, i: Any, row_power: Any, column_power: Any) -> 
         return _triton.dot(x.astype(dtype), w.astype(dtype), c.precision)
     if row_power is not None and column_power is not None:  # they multiply the sum of all steps
         return _triton.dot(x, w, c.precision)
-    if "x_exponent" in ref:
-        return _scaled_product(x, w, tile.x_power(i) if row_power is None else row_power, column_power, c.divided_w)
-    return _scaled_product(x.astype(jnp.float32), w, None, column_power, c.divided_w)
+    if "x_exponent" in ref and x_power is None:
+        x_power = tile.x_power(i)
+    return _scaled_product(x, w, x_power, column_power, c.divided_w)
 
 
 def _place_in_w(tile: _Tile, k: jax.Array) -> tuple[tuple[Any, ...], jax.Array | None]:
@@ -278,16 +303,18 @@ def _scaled_product(x: jax.Array, w: jax.Array, x_power: Any, w_power: Any, by_t
     `x_power` are those of rows, [rows, 1], and `w_power` those of columns, [1, columns]. `by_type`: all columns of `w`
     have about one scale, and so one power.
     """
-    float16 = jnp.float16
     if w_power is None:
-        exponent, inverse = raised_exponents(w, None if by_type else 0)
-        w, w_power = w * inverse, power(exponent)
-    w = w.astype(float16)
+        w, w_power = _in_float16(w, None if by_type else 0)
     if x_power is None:
-        exponent, inverse = raised_exponents(x, 1)
-        x, x_power = x * inverse, power(exponent)
+        x, x_power = _in_float16(x, 1)
     # One after the other: the product of both powers may vanish where the result does not.
-    return _triton.dot(x.astype(float16), w, "tf32") * x_power * w_power
+    return _triton.dot(x.astype(jnp.float16), w.astype(jnp.float16), "tf32") * x_power * w_power
+
+
+def _in_float16(tile: jax.Array, axis: int | None) -> tuple[jax.Array, jax.Array]:
+    """A tile in float16, and the powers of two that multiply it: along an axis one, or one of the whole tile."""
+    exponent, inverse = raised_exponents(tile, axis)
+    return (tile * inverse).astype(jnp.float16), power(exponent)
 
 
 def _exact_product(x: jax.Array, w: jax.Array, w_low: jax.Array | None, w_power: Any) -> jax.Array:

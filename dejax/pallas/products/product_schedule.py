@@ -20,6 +20,8 @@ TILE_BLOCKS = (32, 64, 128)
 
 # The share of shared memory for the tiles of a pipeline's stages. The rest is for sums on their way to memory.
 _FOR_STAGES = 0.88
+# The warps of a multiprocessor whose threads have 255 registers each.
+_WARPS_AT_ONCE = 8
 # With fewer positions matrices are scaled in every tile, and come in float32: that saves a launch or two.
 SCALE_BEFOREHAND = 500_000
 # Number of positions from which on programs of several tiles are enough for all multiprocessors.
@@ -170,14 +172,18 @@ def gemm_schedule(
     num_warps = 8 if large and (block_n > 128 or wide_k != 128 or not tf32) else 4
     if tf32 and whole_n and block == 128 and not row_scaled and _concatenated(wide_k, wide_n, num_positions):
         return GemmSchedule(block_k, block_n, num_warps, 4, 8)
+    few = num_positions < SCALE_BEFOREHAND
+    stage = block_k * (block * (2 if row_scaled else 4) + block_n * (4 if few else 2))
     tiles, num_stages = 1, 2
     if block_k < wide_k:
         num_stages = 3
+        if tf32 and few and not (row_scaled or in_16_bits):
+            # Shared memory for as many programs as there are registers for, where each program measures columns.
+            num_stages = max(2, _fitting_stages(3, stage * max(1, _WARPS_AT_ONCE // num_warps)))
     elif row_scaled and num_positions >= _MANY_POSITIONS:
         # A program of one tile waits for its rows; one of several loads the next rows meanwhile. Rows in float32 gain
         # nothing, because they are converted.
         tiles, num_stages = (4, 2) if transposed and wide_k < 128 else (8, 4)
-    stage = block_k * (block * (2 if row_scaled else 4) + block_n * (2 if num_positions >= SCALE_BEFOREHAND else 4))
     return GemmSchedule(block_k, block_n, num_warps, _fitting_stages(num_stages, stage), tiles)
 
 
@@ -257,7 +263,9 @@ def weight_gradient_schedule(
         return replace(found, num_stages=_fitting_stages(found.num_stages, stage))
     # Operands in two parts fill the registers of 4 warps.
     num_warps = 8 if precision == "f32" and block_k == 128 else 4
-    return WeightGradientSchedule(128 if block_n == 16 else 64, block_k, block_n, num_warps, 1)
+    # A step's rows of float32 are in registers twice, as they come and scaled: at most 64 numbers a thread.
+    long = block_n == 16 and (in_16_bits[0] or 128 * block_k <= 64 * 32 * num_warps)
+    return WeightGradientSchedule(128 if long else 64, block_k, block_n, num_warps, 1)
 
 
 def _wide_weight_gradient_schedule(
@@ -273,7 +281,7 @@ def _wide_weight_gradient_schedule(
             return WeightGradientSchedule(64, 128, 128, 8, 3)
         if any(in_16_bits):
             return WeightGradientSchedule(64, 128 if in_16_bits[0] else 64, 128 if in_16_bits[1] else 64, 4, 2)
-        return WeightGradientSchedule(128, 128, 128, 8, 1)
+        return WeightGradientSchedule(64, 128, 128, 16, 1)
     block_k = min(wide_k, 128)
     # With few rows a program ends before its pipeline is filled.
     if num_positions < _MANY_PRODUCTS or block_k > 64:
