@@ -102,6 +102,21 @@ def test_nan_stays():
     assert np.isnan(found[8]) and np.isnan(found[9])
 
 
+def test_zero_has_a_sign(own):
+    """`-x` of triton 3.6 is 0 - x, so that 1 / -x of 0 would be infinite and not minus infinite."""
+
+    def kernel(x, out):
+        at = (jnp.arange(8),)
+        _triton.store(out, at, 1 / -_triton.load(x, at))
+
+    call = _triton.pallas_call(
+        kernel, name="negated", num_programs=1, out_shape=[jax.ShapeDtypeStruct((8,), jnp.float32)], num_warps=1,
+        num_stages=1, interpret=False,
+    )  # fmt: skip
+    text = printed(call, jax.ShapeDtypeStruct((8,), jnp.float32))
+    assert re.search(r"v\d+ \* -1\.0", text) and " -v" not in text
+
+
 def test_reductions_of_merged_axes_go_by_their_parts(own):
     """Triton 3.6 would add up numbers of other threads (see `_with_parts`)."""
 

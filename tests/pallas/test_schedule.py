@@ -92,13 +92,28 @@ def test_schedules_of_products_are_powers_of_two_of_at_least_16(precision):
     (64, 64, "hh", 10**6, (32, 64, 64, 4, 3)), (64, 64, "fh", 10**6, (64, 64, 64, 4, 3)),
     (64, 64, "hf", 10**6, (64, 64, 64, 4, 2)), (64, 128, "hh", 10**6, (64, 64, 64, 4, 2)),
     (64, 64, "hh", 10**4, (64, 64, 64, 4, 1)), (100, 200, "hh", 10**6, (64, 128, 128, 8, 3)),
-    (128, 128, "ff", 10**6, (128, 128, 128, 8, 1)), (128, 128, "fh", 10**6, (64, 64, 128, 4, 2)),
+    (128, 128, "ff", 10**6, (64, 128, 128, 16, 1)), (128, 128, "fh", 10**6, (64, 64, 128, 4, 2)),
     (128, 100, "hf", 10**6, (64, 128, 64, 4, 2)), (64, 1, "hf", 10**6, (128, 64, 16, 4, 1)),
+    (64, 1, "ff", 10**4, (128, 64, 16, 4, 1)), (128, 1, "ff", 10**4, (64, 128, 16, 4, 1)),
+    (128, 1, "hf", 10**4, (128, 128, 16, 4, 1)),
 ])  # fmt: skip
 def test_weight_gradient_schedules_follow_the_storage_of_their_rows(k, n, in_16_bits, positions, expected):
     rows = tuple(letter == "h" for letter in in_16_bits)
     s = schedule.weight_gradient_schedule(k, n, "tf32", in_16_bits=rows, num_positions=positions)
     assert dataclasses.astuple(s) == expected
+
+
+@pytest.mark.parametrize("k, n, block, expected", [
+    (256, 256, 32, (64, 128, 4, 2)), (256, 256, 64, (64, 128, 4, 2)), (256, 256, 128, (64, 128, 8, 3)),
+    (1024, 64, 64, (64, 64, 4, 3)), (1024, 64, 128, (64, 64, 4, 2)), (1024, 512, 64, (64, 128, 4, 2)),
+])  # fmt: skip
+def test_two_programs_of_four_warps_that_measure_columns_fit_into_shared_memory(k, n, block, expected):
+    s = schedule.gemm_schedule(k, n, block, "tf32")
+    assert (s.block_k, s.block_n, s.num_warps, s.num_stages) == expected
+    tiles = 4 * s.block_k * (block + s.block_n)
+    assert 2 * (s.num_stages - 1) * tiles * (1 if s.num_warps == 4 else 0.5) <= 227 * 1024  # of stages but the last
+    # Where matrices come in float16 there are three stages.
+    assert schedule.gemm_schedule(k, n, 64, "tf32", num_positions=10**7).num_stages == 3
 
 
 @pytest.mark.parametrize("width, heads, expected", [(1, 1, (64, 4, 4)), (4, 4, (32, 1, 1)), (8, 8, (16, 1, 1))])

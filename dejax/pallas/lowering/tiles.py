@@ -34,7 +34,7 @@ _ELEMENTWISE: dict[str, str | tuple[str, str]] = {
     "or": "{} | {}",
     "xor": "{} ^ {}",
     "not": "~{}",
-    "neg": "-{}",
+    "neg": ("{} * -1.0", "-{}"),  # triton 3.6 takes -x as 0 - x, which makes 0 of 0 in place of -0
     "lt": "{} < {}",
     "le": "{} <= {}",
     "gt": "{} > {}",

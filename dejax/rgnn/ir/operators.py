@@ -141,7 +141,8 @@ OPERATORS: dict[str, Operator] = {
     "atan2": _binary(jnp.arctan2, derivatives.atan2, **_SLOPE),
     "select": Operator("ternary", types.of_select, derivatives.select, lambda c, x, y: jnp.where(c > 0, x, y)),
     # Element by element, of one argument.
-    "neg": _unary(lambda x: -x, lambda b, x, y, g: b.op("neg", g), **_MOVES, columns="same"),
+    # Pallas' lowering takes -x as 0 - x, which makes 0 of 0 in place of -0: 1 / -x was infinity, not minus infinity.
+    "neg": _unary(lambda x: -x, lambda b, x, y, g: b.op("neg", g), tile=lambda x: x * -1, **_MOVES, columns="same"),
     "cast": _unary(
         lambda x, dtype: x,
         lambda b, x, y, g, dtype: b.op("cast", g, dtype=b.ops[x].dtype),
