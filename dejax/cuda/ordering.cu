@@ -111,7 +111,7 @@ __device__ Pair* SortPairs(Keys from, Pair* even, Pair* odd, unsigned* keys, int
                            Shared& shared) {
   constexpr int kAtOnce = 4;  // entries that a lane reads before it writes any
   const int part = blockIdx.x % kParts, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int passes = (bits + 7) / 8, width = (bits + passes - 1) / passes, digits = 1 << width;
+  const int passes = bits > 0 ? (bits + 7) / 8 : 1, width = (bits + passes - 1) / passes, digits = 1 << width;
   const int of_warp = (size + kParts * kWarps * 32 - 1) / (kParts * kWarps * 32) * 32;
   const int first = min(size, (part * kWarps + warp) * of_warp), last = min(size, first + of_warp);
   unsigned* const counts = shared.counts[warp];

@@ -181,7 +181,7 @@ def sort_pairs(
         rows, size = key.shape
         parts = _parts(size, _MORE_TO_SORT)
         scratch = _like([key, *values], [(rows, n) for n in (2 * size, 2 * size, parts * _BINS)])
-        sizes = [size, max(bits, 1), len(values)]
+        sizes = [size, bits, len(values)]
         return tuple(
             _call("dejax_sort_pairs", [key, *(values or [key])], sizes, pair(key, *values), scratch, rows, parts)
         )

@@ -242,7 +242,8 @@ def test_several_updates_in_a_loop_of_one_program():
         params = params_of("fsdp")
         grads, state = gradients(params, 0), tx.init(params)
 
-        @jax.jit
+        # At this level, which rounds each operation: above it two loops round apart where one fuses more.
+        @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
         def steps(params, state):
             def one(_, carry):
                 updates, state = tx.update(grads, carry[1], carry[0])
