@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import sqlite3
 from pathlib import Path
@@ -222,3 +223,52 @@ def test_a_label_whose_edges_tell_it_is_an_error_and_a_path_may_end() -> None:
     data = from_tables(tables, *keys, dangling="drop")
     with pytest.raises(ValueError, match="cutoffs of task 't' must be at least 1 before the end of the data"):
         task_of_events(data, "t", ("l", "o.c"), [1], 1)
+
+
+def joins(primary, foreign, dangling="error"):
+    """The row of `p` that each row of `f` refers to, and the keys of `p`; a key has a column for each list."""
+    names = [f"k{i}" for i in range(len(primary))]
+    of = [{**dict(zip(names, key, strict=True)), "x": np.arange(len(key[0]))} for key in (primary, foreign)]
+    key = names[0] if len(names) == 1 else tuple(names)
+    data = from_tables(
+        dict(zip("pf", of, strict=True)), primary_keys={"p": key}, foreign_keys=[("f", key, "p")], dangling=dangling
+    )
+    (rows, ends), *_ = (found for relation, found in data.edges.items() if relation[0] == "f")
+    return np.bincount(rows, ends + 1, len(of[1]["x"])).astype(int) - 1, data.keys["p"]
+
+
+def test_keys_of_several_columns_are_equal_where_each_column_is():
+    primary, foreign = (["x, y", "x", "x\\"], ["z", "y, z", ", z"]), (["x", "x\\", "x, y"], ["y, z", ", z", "z"])
+    assert joins(primary, foreign)[0].tolist() == [1, 2, 0]
+    none = joins((["x, y"], ["z"]), (["x", "x, y"], ["y, z", "z"]), "drop")[0]
+    assert none.tolist() == [-1, 0]
+    days = np.array(["2020-01-01", "2020-01-02"], "M8[D]")
+    for times in (days.astype("M8[ns]"), days.astype("M8[us]").tolist(), [str(day) for day in days]):
+        assert joins((days, [1, 2]), (times, [1.0, 2.0]))[0].tolist() == [0, 1]
+    assert joins(([True, False], [1, 2]), ([False, None], [2, 1]))[0].tolist() == [1, -1]
+
+
+@pytest.mark.parametrize(
+    ("primary", "foreign"),
+    [
+        (np.array([1, 2], np.int32), [2**40, 2]),
+        (np.array([1, 2], np.uint8), [-3, 2]),
+        (np.array([2**63 + 5, 2], np.uint64), np.array([2**63 + 6, 2], np.uint64)),
+        ([7, 2], [7.5, 2]),
+        ([False, True], [5, 1]),
+        (np.array(["2020-01-01", "2020-01-02"], "M8[D]"), np.array(["2020-01-01T12", "2020-01-02T00"], "M8[us]")),
+    ],
+)
+def test_rows_are_added_for_keys_that_the_column_of_keys_cannot_hold(primary, foreign):
+    ends, keys = joins((primary,), (foreign,), "add")
+    assert ends.tolist() == [2, 1] and len(keys) == 3
+
+
+def test_text_of_sqlite_that_is_no_utf8_stays_apart(tmp_path):
+    with contextlib.closing(sqlite3.connect(tmp_path / "a.db")) as file:
+        file.execute("create table t (id integer primary key, city text)")
+        file.executescript(
+            "insert into t values (1, cast(x'4be46c6e' as text)), (2, cast(x'4be56c6e' as text)), (3, 'K')"
+        )
+    city = from_tables(tmp_path / "a.db").columns["t"]["city"]
+    assert sorted(city.categories) == ["K", "K\\xe4ln", "K\\xe5ln"]

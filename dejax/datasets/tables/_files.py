@@ -28,6 +28,8 @@ def read_sqlite(path: Path) -> tuple[dict[str, Columns], dict[str, str | tuple[s
     keys: dict[str, str | tuple[str, ...]] = {}
     declared: Declared = {}
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    # SQLite checks no text: bytes that are no UTF-8 become such as \xff, which keeps different texts apart.
+    connection.text_factory = lambda text: text.decode("utf-8", "backslashreplace")
     try:
         found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
         for (table,) in found.fetchall():

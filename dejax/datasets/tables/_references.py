@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dejax.datasets.tables._columns import EXACT, Columns, ForeignKey, missing_in, texts_of
+from dejax.datasets.tables._columns import EXACT, Columns, ForeignKey, missing_in, objects_of, texts_of
 from dejax.datasets.tables._known_from import time_of_text
 
 _MIXED = "numbers and text"  # as of codes that a reader has made numbers of, one by one
@@ -90,6 +90,8 @@ def with_joined_keys(
 ) -> tuple[dict[str, Columns], dict[str, str], list[ForeignKey]]:
     """Tables with one column in place of each key of several columns: their values as text, with commas between.
 
+    A comma within text has a backslash before it, so that no two keys have one text.
+
     Args:
         columns: the columns, by table.
         keys: table -> a column, or several.
@@ -106,7 +108,7 @@ def with_joined_keys(
         for column in key:
             if column not in columns[table]:
                 raise ValueError(f"{what} must name columns of {table!r}, {', '.join(columns[table])}; got {column!r}")
-        parts = [texts_of(columns[table][column]) for column in key]
+        parts = [_parts_of(columns[table][column]) for column in key]
         rows = [None if None in row else ", ".join(map(str, row)) for row in zip(*parts, strict=True)]
         made[table][", ".join(key)] = np.array([*rows, None], object)[:-1]
         return ", ".join(key)
@@ -120,6 +122,24 @@ def with_joined_keys(
             )
     names = {table: joined("primary_keys", table, key) for table, key in keys.items()}
     return made, names, [(of[0], joined("foreign_keys", of[0], of[1]), *of[2:]) for of in references]
+
+
+def _parts_of(values: np.ndarray) -> list[str | None]:
+    """Values as parts of a key: equal values have equal text, whatever the unit of times or kind of numbers."""
+    kind, unit = values.dtype.kind, np.datetime_data(values.dtype)[0] if values.dtype.kind in "mM" else ""
+    if kind == "m":
+        values = values.astype("timedelta64[ns]")
+    elif kind == "M" and unit not in ("s", "ms", "us", "ns"):
+        values = values.astype("datetime64[s]")
+    texts = texts_of(values.astype(np.int8) if kind == "b" else values)  # booleans beside missing ones are numbers
+    if kind == "M":
+        texts = [text and _without_zeros(text) for text in texts]
+    return [text and text.replace("\\", "\\\\").replace(",", "\\,") for text in texts]
+
+
+def _without_zeros(time: str) -> str:
+    """ISO 8601 text without zeros after the point, and of a midnight the date."""
+    return (time.rstrip("0").rstrip(".") if "." in time else time).removesuffix("T00:00:00")
 
 
 def with_added_rows(
@@ -150,17 +170,21 @@ def with_added_rows(
         if new:
             added[other] = len(new)
             made[other] = {name: _lengthened(values, len(new)) for name, values in columns[other].items()}
-            kind = columns[other][key].dtype
-            made[other][key] = np.concatenate([columns[other][key], _keys_again(new, kind)])
+            made[other][key] = _with_keys(columns[other][key], new)
     return made, added
 
 
-def _keys_again(values: list[Any], dtype: np.dtype) -> np.ndarray:
-    if dtype.kind in "mM":  # `_Keys` has nanoseconds
-        return np.array(values, f"{dtype.kind}8[ns]").astype(dtype)
-    found = np.empty(len(values), dtype)
-    found[:] = values
-    return found
+def _with_keys(column: np.ndarray, more: list[Any]) -> np.ndarray:
+    """A column of keys, and more values of `_Keys` at its end, in a dtype that has all of them exactly."""
+    if column.dtype.kind == "O":
+        return np.array([*column, *more, None], object)[:-1]
+    is_time = column.dtype.kind in "mM"
+    added = np.array(more, f"{column.dtype.kind}8[ns]" if is_time else None)  # `_Keys` has nanoseconds
+    with np.errstate(invalid="ignore"):
+        exact = added if added.dtype == object else added.astype(column.dtype)
+    if is_time:
+        return np.concatenate([column, exact if (exact == added).all() else added])
+    return np.concatenate([column, exact]) if exact.tolist() == more else objects_of([*column.tolist(), *more])
 
 
 def _lengthened(values: np.ndarray, more: int) -> np.ndarray:
