@@ -1,12 +1,15 @@
-"""Jaxprs that are evaluated in parts."""
+"""Jaxprs that are evaluated in parts, and functions that are traced as one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 from jax.extend import core
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def variables(atoms: Sequence[Any]) -> list[Any]:
@@ -28,3 +31,26 @@ def part(jaxpr: core.Jaxpr, eqns: Sequence[Any], inputs: Sequence[Any], outputs:
         constvars=[], invars=list(inputs), eqns=list(eqns), outvars=list(outputs), debug_info=debug_info
     )
     return core.ClosedJaxpr(own, ())
+
+
+def traced_as_one(function: _Function) -> _Function:
+    """A function of dejax that runs no code of the caller: inside of `jax.jit` it calls no jitted functions.
+
+    Functions of `jax.numpy` and operators of arrays are jitted: jax traces, keeps and lowers each for new shapes, which
+    takes longer than its two or three operations. Here they run as Python. Its loops are those of `loop`.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **keywords: Any) -> Any:
+        if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, keywords))):
+            return function(*args, **keywords)
+        with jax.disable_jit():
+            return function(*args, **keywords)
+
+    return run  # type: ignore[return-value]
+
+
+def loop(count: int, step: Callable[[Any, Any], Any], init: Any) -> Any:
+    """`jax.lax.fori_loop` from 0 on, in a function that is `traced_as_one`: without `jit` it would be unrolled."""
+    with jax.disable_jit(False):
+        return jax.lax.fori_loop(0, count, traced_as_one(step), init)

@@ -11,11 +11,12 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from dejax import rgnn
+from dejax._jaxprs import nested
 from dejax.host_gather import HostTable
 from dejax.minibatch import FeatureStore, make_blocks, pipelined_steps, sample_blocks
 from dejax.rgnn import library
 from tests.barriers import without_barrier
-from tests.minibatch.graphs import edge_lists, topology_of
+from tests.minibatch.graphs import edge_lists, timed, topology_of
 
 OPTIONS = rgnn.Options(backend="pallas", interpret=False)
 
@@ -48,6 +49,24 @@ def test_a_step_lowers_for_the_gpu(layer):
         step = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(params, rows, topology, seeds)
         text = step.lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall(r"xla\.gpu\.triton", text)) > 8
+
+
+def test_a_sample_and_its_graphs_are_traced_as_one():
+    """A jitted function of `jax.numpy` would be traced and lowered by itself for each new shape; loops stay loops."""
+    edges, times = timed()
+
+    def graphs(key, topology, seeds, seed_times):
+        sample = sample_blocks(key, topology, ("paper", seeds), [3, 2], seed_times=seed_times)
+        return [block.graph for block in make_blocks(sample)]
+
+    def called(jaxpr):
+        own = {e.params["name"] if e.primitive.name in ("jit", "pjit") else e.primitive.name for e in jaxpr.eqns}
+        return own.union(*(called(inner) for e in jaxpr.eqns for inner in nested(e)))
+
+    topology, seeds = topology_of(edges, times=times), jnp.arange(4)
+    found = called(jax.make_jaxpr(graphs)(jax.random.key(0), topology, seeds, seeds + 50).jaxpr)
+    assert not found & {"_where", "_pad", "take_along_axis", "floor_divide", "remainder", "_take", "clip"}
+    assert found & {"while", "scan"}  # the binary search by time
 
 
 @pytest.mark.parametrize("joined", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax._jaxprs import loop
 from dejax.host_gather.deferred import deferrable_gather
 from dejax.host_gather.tables.table import LocalTable
 from dejax.minibatch.sampling._draws import below, below_by_bits, draw_weighted, draw_weighted_subset, subset_of
@@ -271,7 +272,7 @@ def count_up_to(times: Rows, start: Array, degree: Array, limit: Array, steps: i
         counts = (low < high) & (take(times, jnp.where(low < high, start + middle, -1)) <= limit)
         return jnp.where(counts, middle + 1, low), jnp.where(counts, high, jnp.maximum(middle, low))
 
-    return jax.lax.fori_loop(0, steps, halve, (jnp.zeros_like(degree), degree))[0]
+    return loop(steps, halve, (jnp.zeros_like(degree), degree))[0]
 
 
 def _how(topology: HeteroTopology, lists: EdgeLists, piece: Piece, options: SampleOptions) -> tuple[str, int | None]:
@@ -372,6 +373,6 @@ def among_sorted(receiver: Array, sender: Array, receivers: Array, senders: Arra
         return jnp.where(less, middle + 1, low), jnp.where(less, high, jnp.maximum(middle, low))
 
     bounds = jnp.zeros(senders.shape, jnp.int32), jnp.full(senders.shape, count, jnp.int32)
-    low, _ = jax.lax.fori_loop(0, count.bit_length(), halve, bounds)
+    low, _ = loop(count.bit_length(), halve, bounds)
     at = jnp.minimum(low, count - 1)
     return (low < count) & (receiver[at] == receivers) & (sender[at] == senders) & (senders >= 0)

@@ -34,8 +34,8 @@ def below_by_bits(bits: Array, bound: Array) -> Array:
         bound: int32[...].
     """
     scale = jnp.maximum(bound, 1).astype(jnp.uint32)
-    low, high = bits[0] * scale, _upper_product(bits[0], scale)
-    total = low + _upper_product(bits[1], scale)
+    (high, carried), low = _upper_product(bits, scale), bits[0] * scale
+    total = low + carried
     return (high + (total < low).astype(jnp.uint32)).astype(jnp.int32)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dejax._dtypes import broadcasting
+from dejax._jaxprs import traced_as_one
 from dejax._pytrees import pytree
 from dejax.minibatch.features._joined import JoinedFeatures
 from dejax.minibatch.sampling._layout import SampleLayout
@@ -161,6 +162,7 @@ def _pieces(layout: SampleLayout, hops: int) -> list[int]:
 
 
 @partial(jax.jit, static_argnums=1, inline=True)
+@traced_as_one
 def _graphs(given: list[tuple[list[Array], Array]], specs: tuple[SlotSpec, ...]) -> list[tuple[RelGraph, Array | None]]:
     """A graph for each spec from its senders and its mask of nodes; and the slots of its edges, where it is bounded."""
     filled = [n for n, spec in enumerate(specs) if spec.num_slots]

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from dejax._compiling import note
 from dejax._dtypes import broadcasting
+from dejax._jaxprs import traced_as_one
 from dejax._pytrees import pytree
 from dejax.host_gather._ids import checked_ids, in_range
 from dejax.minibatch._checks import EdgeType, of_the_only
@@ -135,6 +136,7 @@ class SampledBlocks:
 
 
 @broadcasting
+@traced_as_one
 def sample_blocks(
     key: Array,
     topology: HeteroTopology,
