@@ -21,8 +21,8 @@ RANDOM_ROWS = ((1, 105e6), (2, 56e6), (4, 40e6), (8, 33.6e6), (16, 30.5e6), (24,
 SORT_LATENCY = 58e-6  # of jax.lax.sort of (id, position) pairs in a jitted step: fifteen launches
 SORT_PER_ID = 3.9e-11
 # An array that a loop passes to its next iteration, with the launches that this takes: steps of R-GAT on MAG's and AM's
-# counts with reads ahead and without them, on an H200, give 9.0 and 8.8 us.
-ARRAY_PASSED = 8.9e-6
+# counts with reads ahead and without them give 9.0 and 8.8 us on an H200; MAG's on an H100 give 14.4 us.
+ARRAY_PASSED = 14.4e-6
 SORTED_ROWS = 5e9  # rows per second, however many share a line
 
 
