@@ -50,7 +50,7 @@ def traced_as_one(function: _Function) -> _Function:
     return run  # type: ignore[return-value]
 
 
-def loop(count: int, step: Callable[[Any, Any], Any], init: Any) -> Any:
-    """`jax.lax.fori_loop` from 0 on, in a function that is `traced_as_one`: without `jit` it would be unrolled."""
+def loop(lower: Any, upper: Any, step: Callable[[Any, Any], Any], init: Any) -> Any:
+    """`jax.lax.fori_loop`, which would not stay a loop where `jit` is disabled; its step is `traced_as_one`."""
     with jax.disable_jit(False):
-        return jax.lax.fori_loop(0, count, traced_as_one(step), init)
+        return jax.lax.fori_loop(lower, upper, traced_as_one(step), init)

@@ -39,6 +39,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Primitive
 
 from dejax import _compat
+from dejax._jaxprs import loop
 from dejax.pallas._shapes import divide
 from dejax.pallas._tiles import broadcast, where
 from dejax.pallas.formats.table_slice import SliceRef, TableSlice
@@ -216,15 +217,14 @@ def when(condition: jax.Array, do: Callable[[], None]) -> None:
 
 
 def fori_loop(lower: Any, upper: Any, step: Callable[[Any, Any], Any], init: Any) -> Any:
-    """`lax.fori_loop`, which would not stay a loop where `jit` is disabled."""
+    """`lax.fori_loop` of a kernel, where `jit` is disabled."""
 
     @functools.wraps(step)
     def traced(*args: Any) -> Any:
-        with jax.disable_jit(), _from_nowhere():
+        with _from_nowhere():
             return step(*args)
 
-    with jax.disable_jit(False):
-        return lax.fori_loop(lower, upper, traced, init)
+    return loop(lower, upper, traced, init)
 
 
 def load(ref: Any, indices: tuple[jax.Array, ...], mask: jax.Array | None = None, other: Any = None) -> jax.Array:

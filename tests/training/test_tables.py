@@ -373,7 +373,11 @@ def test_the_linear_baseline_reads_counts_and_recency_up_to_the_cutoff():
     def baseline(**given):
         data = users_who_stop(**given)
         task = data.tasks["gone"]
-        return task.labels[task.splits["test"]], linear_baseline(data, task, task.splits["test"])
+        clock = Clock.of(task.times, "cutoffs")
+        topology = topology_in_time(data, clock, latest=False, on_host=False)
+        history = RowHistory.of(data, topology, task.entity)
+        numbers = lambda rows, cutoffs: history.numbers_of(topology, rows, clock.cutoffs(cutoffs))  # noqa: E731
+        return task.labels[task.splits["test"]], linear_baseline(data, task, task.splits["test"], numbers)
 
     labels, found = baseline()
     assert auroc(labels, found) > 0.8 and (0 <= found).all() and (found <= 1).all()

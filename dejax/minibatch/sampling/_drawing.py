@@ -272,7 +272,7 @@ def count_up_to(times: Rows, start: Array, degree: Array, limit: Array, steps: i
         counts = (low < high) & (take(times, jnp.where(low < high, start + middle, -1)) <= limit)
         return jnp.where(counts, middle + 1, low), jnp.where(counts, high, jnp.maximum(middle, low))
 
-    return loop(steps, halve, (jnp.zeros_like(degree), degree))[0]
+    return loop(0, steps, halve, (jnp.zeros_like(degree), degree))[0]
 
 
 def _how(topology: HeteroTopology, lists: EdgeLists, piece: Piece, options: SampleOptions) -> tuple[str, int | None]:
@@ -373,6 +373,6 @@ def among_sorted(receiver: Array, sender: Array, receivers: Array, senders: Arra
         return jnp.where(less, middle + 1, low), jnp.where(less, high, jnp.maximum(middle, low))
 
     bounds = jnp.zeros(senders.shape, jnp.int32), jnp.full(senders.shape, count, jnp.int32)
-    low, _ = loop(count.bit_length(), halve, bounds)
+    low, _ = loop(0, count.bit_length(), halve, bounds)
     at = jnp.minimum(low, count - 1)
     return (low < count) & (receiver[at] == receivers) & (sender[at] == senders) & (senders >= 0)

@@ -21,7 +21,7 @@ from dejax.datasets.columns import Column
 from dejax.minibatch import HeteroTopology
 from dejax.minibatch.sampling.past import past_edges
 from dejax.training.tables.rows import TablePlan, pack
-from dejax.training.tables.seed_times import DAY, Clock, is_latest, topology_in_time
+from dejax.training.tables.seed_times import DAY, is_latest
 
 _WINDOWS = (30, 90, 365)
 """Days before the cutoff within which rows are counted."""
@@ -70,7 +70,7 @@ class RowHistory:
             timed.append(edge_type in data.edge_times)
             more = ("days since the last", *(f"of the last {days} days" for days in _WINDOWS)) if timed[-1] else ()
             names += [f"{', '.join(edge_type)}: {what}" for what in ("rows", *more)]
-        return cls(tuple(relations), tuple(timed), DAY if data.time_unit == "s" else 1, tuple(names))
+        return cls(tuple(relations), tuple(timed), _day_of(data), tuple(names))
 
     def fitted(self, numbers: np.ndarray, bins: int) -> RowHistory:
         """With the columns of packed rows, by the numbers of some training examples, float[examples, numbers]."""
@@ -124,16 +124,18 @@ class RowHistory:
         return np.concatenate(found)
 
 
+def _day_of(data: HeteroDataset) -> int:
+    """The length of a day in the unit of the times."""
+    return DAY if data.time_unit == "s" else 1
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _numbers(history: RowHistory, topology: HeteroTopology, rows: Array, cutoffs: Array) -> Array:
     return history.numbers(topology, rows, cutoffs)
 
 
 def linear_baseline(
-    data: HeteroDataset,
-    task: Task,
-    wanted: np.ndarray,
-    numbers: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
+    data: HeteroDataset, task: Task, wanted: np.ndarray, numbers: Callable[[np.ndarray, np.ndarray], np.ndarray]
 ) -> np.ndarray:
     """Predictions of a linear model for some of a task's examples, fitted to the training examples.
 
@@ -144,12 +146,11 @@ def linear_baseline(
         data: tables as a graph.
         task: the examples, with binary labels, classes or amounts.
         wanted: int[n], the places of the examples to predict.
-        numbers: gives the history of rows at cutoffs, as `RowHistory.numbers_of`; None: it is computed from `data`.
+        numbers: gives the history of rows at cutoffs, as `RowHistory.numbers_of`, but cutoffs in the unit of `data`.
 
     Returns:
         Probabilities of class 1 [n], of each class [n, classes], or amounts [n].
     """
-    numbers = numbers or _history_of(data, task)
     train = task.splits["train"]
     if len(train) > _MOST_EXAMPLES:
         train = np.random.default_rng(0).choice(train, _MOST_EXAMPLES, replace=False)
@@ -170,13 +171,6 @@ def linear_baseline(
     return found / found.sum(1, keepdims=True)
 
 
-def _history_of(data: HeteroDataset, task: Task) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    clock = Clock.of(task.times, f"cutoffs of task {task.name!r}")
-    topology = topology_in_time(data, clock, latest=False, on_host=False)
-    history = RowHistory.of(data, topology, task.entity)
-    return lambda rows, cutoffs: history.numbers_of(topology, rows, clock.cutoffs(cutoffs))
-
-
 def _inputs(
     data: HeteroDataset,
     task: Task,
@@ -185,7 +179,7 @@ def _inputs(
     numbers: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> np.ndarray:
     """float64[n, inputs], of rows of the entity table as of their cutoffs."""
-    day = DAY if data.time_unit == "s" else 1
+    day = _day_of(data)
     hidden = {column for table, column in task.hidden if table == task.entity}
     found = [np.zeros((len(rows), 0))]
     for name, column in data.columns.get(task.entity, {}).items():
