@@ -3,6 +3,7 @@
 For each layer and number of devices, forward and backward:
 
 - `step_ms`: the layer on the divided graph.
+- `peer_copies_ms`: the same step, compiled so that GPUs copy rows from each other's memory (`PEER_COPIES`).
 - `part_ms`: the layer on the graph of the largest part by itself, on one device: its nodes, its halo and its edges,
   with nothing exchanged and nothing padded.
 - `exchange_ms`: the exchange of a layer's rows and its transpose by themselves, and `exchange_gb_s`, the bytes that the
@@ -31,6 +32,8 @@ from dejax.rgnn import RelGraph, library
 
 Tree = Any
 NODE_TYPES = 4
+PEER_COPIES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+"""The option of a step whose devices are of one process: GPUs copy what a `ppermute` sends, without NCCL."""
 
 
 def layer_parameters(
@@ -117,7 +120,7 @@ def largest_part(graph: ShardedGraph) -> RelGraph:
     )
 
 
-def training(call: Callable[..., Any], size: int) -> Callable[..., Any]:
+def training(call: Callable[..., Any], size: int, compiler_options: Any = None) -> Callable[..., Any]:
     """A jitted function (params, graph, rows) -> loss and gradients."""
 
     def step(params: Tree, graph: Any, rows: Any) -> Any:
@@ -128,7 +131,7 @@ def training(call: Callable[..., Any], size: int) -> Callable[..., Any]:
 
         return jax.value_and_grad(loss, (0, 1))(params, rows)
 
-    return jax.jit(step)
+    return jax.jit(step, compiler_options=compiler_options)
 
 
 def exchange_ms(graph: ShardedGraph, width: int, calls: int) -> float:
@@ -171,17 +174,23 @@ def full_graph(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             else:
                 some = graphs[devices]
                 given, rows, call = some.graph, some.rows, over_mesh(layer)
-            run = training(call, size)
-            value = float(run(params, given, rows)[0])
+            value, ms = timed(training(call, size), params, given, rows, args.calls)
             want = value if want is None else want
-            ms = milliseconds(lambda run=run, p=params, given=given, rows=rows: run(p, given, rows), args.calls)
             one = one or ms * devices
             if devices > 1:
-                more = bounds_of(some, layer, params, ms, args)
+                same, peer_ms = timed(training(call, size, PEER_COPIES), params, given, rows, args.calls)
+                more = {"peer_copies_ms": peer_ms, "peer_copies_times_one": one / peer_ms}
+                more["peer_copies_loss_difference"] = abs(same - want) / abs(want)
+                more |= bounds_of(some, layer, params, ms, args)
             yield {
                 "layer": name, "devices": devices, "step_ms": ms, "times_one": one / ms,
                 "loss_difference": abs(value - want) / abs(want), **more,
             }  # fmt: skip
+
+
+def timed(run: Callable[..., Any], params: Tree, graph: Any, rows: jax.Array, calls: int) -> tuple[float, float]:
+    """The loss of a step, and its time in ms."""
+    return float(run(params, graph, rows)[0]), milliseconds(lambda: run(params, graph, rows), calls)
 
 
 def bounds_of(some: Divided, layer: Any, params: Tree, step_ms: float, args: argparse.Namespace) -> dict[str, Any]:
