@@ -25,8 +25,8 @@ from benchmarks.provenance import Save
 from dejax import rgnn
 from dejax.rgnn import library
 from dejax.rgnn.compiler import execute
-from dejax.rgnn.compiler.predicted import training_models
 from dejax.rgnn.ir.intra import Fallback, print_kernels
+from dejax.rgnn.passes.kernels.predicted import training_models
 
 GRAPHS = ("aifb", "mutag", "bgs", "fb15k", "biokg", "am", "mag", "wikikg2")
 MODELS = ("rgcn", "rgat", "hgt")

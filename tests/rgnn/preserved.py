@@ -20,7 +20,7 @@ from dejax.rgnn import RelGraph
 from dejax.rgnn.compiler.execute import counts_of
 from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import OpProgram, is_float
-from dejax.rgnn.passes import AFTER_BACKWARD, Cut, differentiated, optimise, run_passes
+from dejax.rgnn.passes import AFTER_BACKWARD, INFERENCE, Cut, differentiated, optimise, run_passes
 from dejax.rgnn.passes.gradients.backward import differentiate
 from tests.rgnn.evaluate import evaluate, to_rows
 
@@ -137,7 +137,7 @@ class Compiled:
                 self.compare(f"{stage}, without gradients", evaluate(made, self.graph, self.inputs))
 
         program = optimise(self.program, self.counts, disable, after, exact=self.exact)
-        run_passes(program, AFTER_BACKWARD, self.counts, disable, after_alone)
+        run_passes(program, (*INFERENCE, *AFTER_BACKWARD), self.counts, disable, after_alone)
         halves = differentiated(program, self.wrt, self.counts, disable, after_late, exact=self.exact)
         self.compare("cut", [a for part in run_halves(halves, self.graph, self.given) for a in part])
 

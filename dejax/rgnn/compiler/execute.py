@@ -112,10 +112,11 @@ def optimised(task: CompileTask, watch: Watch = silent) -> OpProgram:
 @lru_cache(maxsize=1024)
 def inference_kernels(task: CompileTask, watch: Watch = silent) -> Kernels:
     """Kernels of the forward program alone."""
+    by_xla = {"scores_on_edges"} if why_xla(task.options) else set()  # XLA writes the rows of edges that it multiplies
     return lower_to_kernels(
         optimised(task),
         task.counts,
-        task.disable,
+        task.disable.union(by_xla),
         row_scaled=task.row_scaled,
         row_scaled_outputs=task.row_scaled_outputs,
         inference=task.raw,

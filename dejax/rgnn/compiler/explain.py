@@ -27,7 +27,6 @@ from dejax.rgnn.compiler.execute import (
     why_no_kernels,
 )
 from dejax.rgnn.compiler.failures import failures
-from dejax.rgnn.compiler.predicted import cost_model, training_models
 from dejax.rgnn.cost.model import CostModel
 from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.graphs.rel_graph import RelGraph
@@ -36,6 +35,7 @@ from dejax.rgnn.ir.intra import Fallback, Kernels, Traversal, left_to_xla
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes.canonical.cse import cse
 from dejax.rgnn.passes.dce import dce
+from dejax.rgnn.passes.kernels.predicted import cost_model, training_models
 
 _NO_COUNTS = Counts(0, 0, 0, 0, 0, 0)  # of a graph: unused and repeated operators are so on any
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dejax.rgnn.compiler.failures import failures
-from dejax.rgnn.compiler.predicted import cost_model
 from dejax.rgnn.cost.model import Cost
 from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.intra import Fallback, Kernels, user_lines
 from dejax.rgnn.options import Options
+from dejax.rgnn.passes.kernels.predicted import cost_model
 
 _LIMIT = 4096
 

@@ -162,9 +162,13 @@ class CostModel:
         return traffic, flops, seconds + m.long_segments_seconds * long_segments
 
     def _elements(self, t: Traversal) -> float:
-        """Elements of the tiles of a traversal's body."""
+        """Elements of the tiles of a traversal's body. A product that is added is one operation with the addition."""
         ops = self.kernels.program.ops
-        elements = self.constants.entry_elements + sum(max(ops[v].width for v in (i, *ops[i].args)) for i in t.body)
+        added = {
+            a for i in t.body if ops[i].name in ("add", "sum_features") for a in ops[i].args if ops[a].name == "mul"
+        }
+        body = [i for i in t.body if i not in added and ops[i].name != "reshape"]
+        elements = self.constants.entry_elements + sum(max(ops[v].width for v in (i, *ops[i].args)) for i in body)
         elements += sum(ops[a.out].width * (2 if a.kind == "weighted" else 1) for a in t.accumulators)
         segments = self.counts.rows(VIAS[t.via].coarse) if t.via else 0
         return self.counts.rows(t.space) * elements + segments * self.constants.segment_elements

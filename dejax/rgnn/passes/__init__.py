@@ -29,6 +29,7 @@ from dejax.rgnn.passes.forms.hoist import hoist
 from dejax.rgnn.passes.forms.merge_gemms import merge_gemms
 from dejax.rgnn.passes.forms.reorder import reorder
 from dejax.rgnn.passes.forms.reuse_rows import reuse_rows
+from dejax.rgnn.passes.forms.scores_on_edges import scores_on_edges
 from dejax.rgnn.passes.gradients.backward import differentiate
 from dejax.rgnn.passes.gradients.contract import contract
 from dejax.rgnn.passes.gradients.save import Cut, cut
@@ -38,10 +39,12 @@ from dejax.rgnn.passes.kernels.fallback import fallback
 from dejax.rgnn.passes.kernels.fuse_gemm import fuse_gemm
 from dejax.rgnn.passes.kernels.fuse_row_products import fuse_row_products
 from dejax.rgnn.passes.kernels.fuse_traversal import fuse_traversal
+from dejax.rgnn.passes.kernels.predicted import cost_model
 from dejax.rgnn.passes.kernels.storage import storage
 
 __all__ = [
     "AFTER_BACKWARD",
+    "INFERENCE",
     "OPTIMISE",
     "PASSES",
     "Cut",
@@ -86,9 +89,11 @@ AFTER_BACKWARD: tuple[tuple[str, Pass], ...] = (
     ("combine_node_products", combine_node_products),
     ("dce", dce),
 )
+# What runs before these where there are no gradients.
+INFERENCE: tuple[tuple[str, Pass], ...] = (("scores_on_edges", scores_on_edges),)
 # What `Options(disable=...)` takes. `backward` off: gradients by JAX's autodiff of the XLA lowering.
 PASSES = (
-    *dict.fromkeys(name for name, _ in (*OPTIMISE, *AFTER_BACKWARD)),
+    *dict.fromkeys(name for name, _ in (*OPTIMISE, *INFERENCE, *AFTER_BACKWARD)),
     *("backward", "recompute", "gemm", "row_products", "traversal", "share_scalars", "fallback"),
     "storage",
 )
@@ -209,20 +214,30 @@ def lower_to_kernels(
       row_scaled: whether kernels may store wide rows for other kernels as row-scaled float16.
       row_scaled_outputs: positions of outputs that are stored so, too.
       inference: whether no gradients of the program are taken. Such a program has not been through the passes of
-        `AFTER_BACKWARD`, so they run first.
+        `INFERENCE` and `AFTER_BACKWARD`, so they run first.
       watch: called with the name and the result of each stage.
 
     Returns:
       A program of level 2.
     """
+
+    def plan(program: OpProgram, left: tuple[str, ...] = ()) -> Kernels:
+        return _planned(program, counts, disable.union(left), row_scaled, row_scaled_outputs, inference)
+
+    def seconds(program: OpProgram) -> float:
+        kernels = plan(run_passes(program, AFTER_BACKWARD, counts, disable, silent))
+        return sum(cost.seconds for cost in cost_model(kernels, counts, "tf32" if row_scaled else "f32").costs())
+
     if inference:
-        program = run_passes(program, AFTER_BACKWARD, counts, disable, watch)
+        asking = {"scores_on_edges": partial(scores_on_edges, seconds=seconds)}
+        passes = tuple((name, asking.get(name, run)) for name, run in INFERENCE)
+        program = run_passes(program, (*passes, *AFTER_BACKWARD), counts, disable, watch)
     for left in _TAKEN_APART[:-1]:
         try:
-            return _planned(program, counts, disable.union(left), row_scaled, row_scaled_outputs, inference)
+            return plan(program, left)
         except Exception as error:
             left_out(program, "the plan of the kernels", "XLA computes more of it", error)
-    return _planned(program, counts, disable.union(_TAKEN_APART[-1]), row_scaled, row_scaled_outputs, inference)
+    return plan(program, _TAKEN_APART[-1])
 
 
 # The parts that successive plans of the kernels leave out: the first plan leaves out nothing, the last one all.

@@ -9,9 +9,9 @@ import pytest
 
 from dejax.rgnn import Options, library, zoo
 from dejax.rgnn.compiler import execute
-from dejax.rgnn.compiler.predicted import cost_model, training_models
 from dejax.rgnn.cost.work import CostConstants, Counts, Work
 from dejax.rgnn.ir.intra import Gemm, Kernels, RowProducts, Traversal
+from dejax.rgnn.passes.kernels.predicted import cost_model, training_models
 from dejax.rgnn.passes.kernels.storage import encoded_values
 from tests.rgnn.cases import Size
 from tests.rgnn.contract import make_arrays
@@ -116,6 +116,22 @@ def test_gradients_of_shared_weights_take_longer_by_xla_which_copies_their_rows(
     copies = 2 * 3 * MANY.nodes * 256  # both operands of two products, one of them for both
     assert sum(c.bytes for c in without) >= sum(c.bytes for c in ours) + copies
     assert sum(c.seconds for c in without) > sum(c.seconds for c in ours)
+
+
+# Measured on an H100: with scores on edges the forward pass takes 0.83 of the time on wikikg2's counts, 1.13 on mag's.
+WIKIKG2 = Counts(2_500_604, 16_109_182, 12_676_290, 12_674_431, edge_types=535, node_types=1)
+MAG = Counts(1_939_743, 21_111_007, 2_235_248, 1_537_365, edge_types=4, node_types=4)
+
+
+@pytest.mark.parametrize(("counts", "on_edges"), [(WIKIKG2, True), (MAG, False)], ids=["wikikg2", "mag"])
+def test_attention_scores_are_computed_on_edges_where_few_edges_share_a_pair(counts: Counts, on_edges: bool) -> None:
+    task = replace(task_of("rgat", counts), options=Options(precision="tf32", backend="pallas"))
+    kernels = execute.inference_kernels(task)
+    (scores,) = (i for i in kernels.instances if isinstance(i, Traversal) and i.via == "dst")
+    assert ("sum_features" in {kernels.program.ops[i].name for i in scores.body}) == on_edges
+    by_pair = execute.inference_kernels(replace(task, options=replace(task.options, disable=("scores_on_edges",))))
+    seconds = [sum(c.seconds for c in cost_model(k, counts).costs()) for k in (kernels, by_pair)]
+    assert seconds[0] < seconds[1] if on_edges else seconds[0] == seconds[1]
 
 
 def test_the_time_of_work_is_that_of_its_slowest_part() -> None:

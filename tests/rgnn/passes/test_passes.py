@@ -17,6 +17,7 @@ from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Traversal, WeightGradie
 from dejax.rgnn.ir.templates import access_by
 from dejax.rgnn.passes import (
     AFTER_BACKWARD,
+    INFERENCE,
     OPTIMISE,
     PASSES,
     differentiated,
@@ -82,7 +83,7 @@ class Tiny(Builder):
 
 
 # Each pass where it runs first, and the programs that show what one does, which have its name.
-RUN = dict(reversed((*OPTIMISE, *AFTER_BACKWARD)))
+RUN = dict(reversed((*OPTIMISE, *AFTER_BACKWARD, *INFERENCE)))
 SHOWN: dict[str, OpProgram] = {}
 
 
@@ -301,6 +302,17 @@ def aggregations_of_one_message(b: Tiny) -> list[int]:
     opposite = b.op("sub", b.const(0.0, "float32", Space.NODE), x)
     sums = [b.sum(b.src(x)), b.sum(b.src(b.op("square", x))), b.sum(alone)]
     return [*sums, b.op("reduce", b.src(opposite), via="dst", op="max")]
+
+
+@program("scores_on_edges")
+def score_by_both_pairs(b: Tiny) -> int:
+    x, w, a, c = b.node("x", 64), b.weight("w", 64, 64), b.weight("a", 64), b.weight("c", 64)
+    z = b.linear(b.op("gather", x, via="source_pair.node"), w, via="source_pair.etype")
+    s = b.linear(z, a, "k,k->", "source_pair.etype")
+    t = b.linear(b.op("gather", x, via="destination_pair.node"), c, "k,k->", "destination_pair.etype")
+    score = b.op("add", b.op("gather", s, via="source_pair"), b.op("gather", t, via="destination_pair"))
+    weight = b.op("reshape", score, shape=(1,))
+    return b.sum(b.op("mul", weight, b.op("gather", z, via="source_pair")))
 
 
 @program("hoist_shared")
