@@ -101,7 +101,7 @@ def note(key: Hashable, size: str) -> None:
 
 
 def compiled_functions() -> list[CompiledFunction]:
-    """The functions that jax has compiled since `dejax.minibatch` or `dejax.reporting` was imported, slowest first.
+    """Lists what jax has compiled since `dejax.minibatch` or `dejax.reporting` was imported, slowest functions first.
 
     >>> import jax
     >>> from dejax.reporting import compiled_functions

@@ -118,7 +118,7 @@ def share(tree: Any, mesh: Mesh, *, writable: bool = False) -> Any:
 
 
 def local(tree: Any) -> Any:
-    """The copies of replicated arrays and shared tables that lie on this process's first device.
+    """Returns the copies of replicated arrays and shared tables that lie on this process's first device.
 
     Use it to read a state outside of the step, for example to evaluate. Nothing is copied, so use the result before the
     next step reuses the memory of the state. The tables of the result are read-only.

@@ -195,6 +195,8 @@ class _Step:
         return PartitionSpec(self.axis) if self.steps == 1 else PartitionSpec(None, self.axis)
 
     def _jitted(self, trees: tuple[Any, Any, Any], states: list[Any], others: list[Any]) -> Any:
+        """The jitted call for these structures: a function of the leaves of state, (key, data) and batch."""
+
         def one(states: list[Any], key: Any, batches: list[Any], data: Any) -> tuple[list[Any], StepReport]:
             state = jax.tree.unflatten(trees[0], states)
             mean = self._mean(state, key, jax.tree.unflatten(trees[2], batches), data)

@@ -32,7 +32,7 @@ __all__ = ["HeteroGNN", "HeteroLayer", "InputProjection"]
 class InputProjection(nn.Module):
     """Maps the features of each node type to one width by a linear layer of its own: y_v = x_v W_t(v) + b_t(v).
 
-    It takes and returns dicts by node type. t(v) is the type of node v.
+    t(v) is the type of node v. A call takes {node type: [nodes, width]} and returns {node type: [nodes, out_features]}.
 
     Attributes:
       out_features: width of the result.
@@ -64,7 +64,10 @@ class InputProjection(nn.Module):
 
 
 class HeteroLayer(nn.Module):
-    """Wraps a relational layer so that it takes and returns dicts by node type.
+    """Wraps a relational layer so that it takes and returns features by node type.
+
+    A call `layer(graph, x)` takes a Block, or a full graph of `RelGraph.from_relations`, and x as {node type: [nodes,
+    width]}. It returns the results of the destinations in the same form.
 
     Attributes:
       layer: a module that is called as `layer(graph, x)`, such as those of `dejax.rgnn.linen`.
@@ -92,7 +95,9 @@ class HeteroLayer(nn.Module):
 class HeteroGNN(nn.Module):
     """A model for heterogeneous graphs: a projection of each node type to one width, then relational layers.
 
-    It takes and returns dicts by node type.
+    A call `model.apply(variables, graphs, x)` takes the blocks of `make_blocks`, one for each layer, or a full graph
+    of `RelGraph.from_relations`, and the features x as {node type: [nodes, width]}. It returns the result of the last
+    layer, {node type: [nodes, n]}, for the seeds of the sample or for all nodes of the graph.
 
     Attributes:
       hidden_features: width of the projected features, which the first layer takes.

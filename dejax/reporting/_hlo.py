@@ -162,6 +162,7 @@ def parse(text: str) -> Module:
 
 
 def _instruction(name: str, rest: str, *, root: bool) -> Instruction | None:
+    """Parses the text behind `name = `: shape, opcode, operands and attributes; None if it is no instruction."""
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
     kind = rest[:end]
     call = re.match(r"\s*([\w\-]+)\(", rest[end:])

@@ -108,6 +108,7 @@ class _LivenessWalk:
         return result
 
     def step(self, instruction: Instruction, operands: list[Value], given: Sequence[Value]) -> Value:
+        """The buffers of an instruction's result. New buffers begin here, and those that it reads live until here."""
         opcode = instruction.opcode
         if opcode == "parameter":
             return given[instruction.index] if instruction.index < len(given) else (frozenset(),)

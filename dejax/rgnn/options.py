@@ -26,10 +26,10 @@ class Options:
         most 1e-6 (f32), 2e-3 (tf32) or 2e-2 (bf16) where nothing cancels (docs/precision.md).
       disable: names of compiler passes to leave out, from `dejax.rgnn.passes.PASSES`.
       interpret: whether kernels are interpreted; None: if the default backend is not a GPU.
-      lowering: what makes GPU programs of kernels: `"pallas"`, JAX's own lowering to Triton, which it has deprecated,
-        or `"dejax"`, dejax's, which needs the package triton (`pip install 'dejax-ml[triton]'`). None: what the
-        environment variable `DEJAX_LOWERING` says, else `"pallas"` as long as JAX has it. They are compared in
-        docs/performance/lowering.md.
+      lowering: how kernels become GPU programs. `"pallas"` is JAX's own lowering to Triton, which JAX has deprecated.
+        `"dejax"` is the lowering of dejax, which needs the package triton (`pip install 'dejax-ml[triton]'`). None
+        takes the value of the environment variable `DEJAX_LOWERING`; without the variable it takes `"pallas"` as long
+        as JAX has that lowering. docs/performance/lowering.md compares the two.
 
     Raises:
       ValueError: the backend, the precision, a pass or the lowering is unknown.

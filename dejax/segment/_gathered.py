@@ -82,6 +82,7 @@ def _messages(
     plan: EdgePlan | None,
     backend: str,
 ) -> _Messages:
+    """Checks the arguments of a reduction of gathered rows, and brings them to the form that kernels or XLA take."""
     if backend not in BACKENDS:
         raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}")
     x = jnp.asarray(native_order(x))
@@ -366,6 +367,7 @@ def gather(x: Any, ids: Any, *, plan: SegmentPlan | None = None, backend: str = 
         raise ValueError(f"`x` of gather must have the {plan.num_segments} rows of its plan, got {x.shape[0]}")
     number = checked_ids(_ids("gather", "ids", ids if plan is None else plan.ids), x.shape[0])
     kernels, interpret = place(backend)
+    # The ids are sorted for the gradient alone, and only a traced `x` has one.
     if not kernels or not isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
         return rows_at(x, number)
     g = group(number, x.shape[0], False, kernels=True, interpret=interpret) if plan is None else plan.grouping

@@ -316,6 +316,7 @@ def _gather_reduce_transpose(
 
 
 def _gather_reduce_batch(args: Any, axes: Any, **params: Any) -> tuple[Array, int]:
+    """`vmap`: with edges that all examples share, a batch becomes features; else it becomes more rows and segments."""
     given = 2 if params["scaled"] else 1
     arrays, index_axes = args[given:], axes[given:]
     x, scale = args[0], args[1] if params["scaled"] else None

@@ -44,9 +44,9 @@ class Settings:
         layers: number of relational layers (for "mlp": dense layers); on mini-batches the number of fan-outs.
         heads: number of attention heads of rgat, hgt and relgt; must divide `hidden`.
         bases: number of basis matrices of rgcn; None for one matrix for each relation.
-        dropout: rgcn: share of dropped edges, and half of it for self loops (the paper's 0.4 and 0.2). rgat: share of
-            dropped attention coefficients. hgt: share of the dropped result of a layer. sage: share of the dropped
-            input of a layer. Task "links": share of the dropped result of the encoder.
+        dropout: rgcn: share of the edges that are dropped, and half of this share of the self loops (0.4 and 0.2 in
+            the paper). rgat: share of the attention coefficients that are dropped. hgt: share of the elements of a
+            layer's result; sage: of a layer's input; task "links": of the encoder's result.
         epochs: number of passes over the training data. For the task "nodes" an epoch is one step.
         seeds: number of runs, with the seeds 0 to seeds - 1.
         lr: learning rate of Adam, also for embeddings.
@@ -340,8 +340,8 @@ def resolve(
         dataset: name of the data set.
         model: one of `MODELS`, or "mlp", "embeddings" or "relgt".
         task: one of `TASKS`.
-        examples: tables: number of training examples (of links to train on), to which the defaults of batch size and
-            epochs are fitted; None: those of many.
+        examples: tables: number of training examples (for a link task, of links), on which the defaults of batch size
+            and epochs depend; None takes the defaults for many examples.
         given: fields of `Settings`; None means the default.
 
     Raises:

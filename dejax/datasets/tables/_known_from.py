@@ -183,7 +183,7 @@ def known_from(
     edges: Mapping[tuple[str, str, str], tuple[np.ndarray, np.ndarray]],
     begin: int | float,
 ) -> dict[str, np.ndarray]:
-    """The time from which each row is known: the latest of its own and of all rows that it refers to, near or far.
+    """The time from which each row is known: the latest of its own and of all rows that it refers to, directly or not.
 
     Rows may refer to each other in circles: then all of a circle are known when its last row is.
 

@@ -115,12 +115,29 @@ def load_parts(
 
 
 def load_nodes(folder: str | os.PathLike[str], graph: ShardedGraph, name: str) -> Array:
-    """Reads an array of `save_parts(..., nodes=...)` by its name, as [rows, *F] over the devices of `graph`."""
+    """Reads an array with a row for each node that `save_parts(..., nodes=...)` stored, onto the devices of a graph.
+
+    Args:
+        folder: the folder that was given to `save_parts`.
+        graph: the graph that `load_parts` made of this folder.
+        name: the name of the array in `nodes`.
+
+    Returns:
+        [rows, *F] in the layout of `ShardedGraph.shard_nodes`, sharded over the devices of `graph`.
+    """
     return _load(folder, graph, f"nodes_{name}", graph.layout.rows)
 
 
 def load_edges(folder: str | os.PathLike[str], graph: ShardedGraph, name: str) -> Array:
-    """Reads an array of `save_parts(..., edges=...)` by its name, as [edge rows, *F] over the devices of `graph`.
+    """Reads an array with a row for each edge that `save_parts(..., edges=...)` stored, onto the devices of a graph.
+
+    Args:
+        folder: the folder that was given to `save_parts`.
+        graph: the graph that `load_parts` made of this folder.
+        name: the name of the array in `edges`.
+
+    Returns:
+        [edge rows, *F] in the layout of `ShardedGraph.shard_edges`, sharded over the devices of `graph`.
 
     >>> import tempfile, numpy as np
     >>> from dejax.distributed import make_mesh

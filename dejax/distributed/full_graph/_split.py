@@ -169,6 +169,14 @@ class _HaloSlots:
         return found
 
     def part(self, graph: WholeGraph, part: int, nodes: np.ndarray, edges: np.ndarray) -> GraphPart:
+        """The arrays of one part, with its nodes numbered by their rows there: first own nodes, then halo slots.
+
+        Args:
+            graph: the whole graph.
+            part: the number of the part.
+            nodes: the part's own nodes.
+            edges: the edges into these nodes.
+        """
         layout = self.layout
         halo, slots = self.halos[part], self.of(part)
         by_number = np.argsort(halo, kind="stable")
@@ -179,7 +187,7 @@ class _HaloSlots:
         local[~own] = layout.rows + slots[by_number[at]]
         halo_type = np.full(layout.halo, graph.num_node_types, np.int32)
         halo_type[slots] = graph.node_type[halo]
-        send = layout.rows + np.arange(layout.halo, dtype=np.int32)
+        send = layout.rows + np.arange(layout.halo, dtype=np.int32)  # an unused slot sends its own row
         for other in range(layout.parts):
             theirs = self.halos[other]
             mine = theirs[self.owner[theirs] == part]

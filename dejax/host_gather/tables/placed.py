@@ -23,7 +23,8 @@ _BLOCK_BYTES = 64 << 20  # of rows that are converted at once
 class DeviceTable(LocalTable):
     """A table whose rows all lie in device memory. Use it wherever a `HostTable` can be read.
 
-    It is read-only unless it is made with `writable=True`; then `scatter`, `scatter_add` and the optimizers write it in
+    `table[ids]` is `gather(table, ids)`: ids out of range, which include negative ones, give rows of zeros. The table
+    is read-only unless it is made with `writable=True`; then `scatter`, `scatter_add` and the optimizers write it in
     place, if the jitted step donates it. A DeviceTable is a pytree: functions of `jax.tree` may pass it on, but cannot
     compute with it.
 

@@ -74,7 +74,7 @@ class TypePlacement:
         place: the place of the rows that are not on the device: "device" if there are none, "host" or "drive".
         on_device: int64[device rows], for `on_device` of `FeatureStore.from_arrays`, or `FeatureStore.cached`.
         cache_bytes: the bytes of the cache of a table on a drive.
-        read_bytes: what a step reads of it from "device", "host" and "drive".
+        read_bytes: bytes of rows of the type that a step reads from each of "device", "host" and "drive".
 
     >>> rates = ReadRates(device=2e12, host=5e10, drive=2e9)
     >>> plan = plan_placement({"a": [3, 1]}, {"a": 512}, device_bytes=0, host_bytes=2000, rates=rates)

@@ -143,7 +143,8 @@ def reciprocal(decoder: Decoder) -> Decoder:
     """Adds reciprocal relations to a decoder (Lacroix et al., arXiv 1806.07297).
 
     Each relation r gets a second relation r^-1, and the head of (?, r, t) is ranked as the tail of (t, r^-1, ?). A
-    relation's vector is the vector of r followed by the vector of r^-1. `score` is the score of the tail.
+    relation's vector is the vector of r followed by the vector of r^-1. The method `score` of the returned decoder
+    scores (h, r, t) by the vector of r alone, that is, t as a tail.
 
     >>> import jax.numpy as jnp
     >>> from dejax.minibatch import DECODERS, link_ranks, reciprocal

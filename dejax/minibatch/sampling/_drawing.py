@@ -108,6 +108,7 @@ class Hop:
 
     @classmethod
     def of(cls, topology: HeteroTopology, layout: SampleLayout, hop: int, options: SampleOptions) -> Hop:
+        """The rows of hop number `hop`. Neighbouring pieces whose edges are drawn in one way become one `Draw`."""
         pieces = layout.of_hop(hop)
         sizes = [layout.receivers(piece) for piece in pieces]
         ends = np.cumsum([0, *sizes]).tolist()

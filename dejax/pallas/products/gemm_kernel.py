@@ -250,6 +250,7 @@ def _product(tile: _Tile, row_power: Any, column_power: Any) -> jax.Array:
 
 
 def _product_of_step(tile: _Tile, i: Any, row_power: Any, column_power: Any) -> jax.Array:
+    """The product of a tile's rows and the matrix over block `i` of the contracted axis, float32[block, block_n]."""
     ref, c = tile.ref, tile.c
     k = i * c.schedule.block_k + lanes(c.schedule.block_k, 0, 1)
     x_mask = tile.row_valid if c.even_k else tile.row_valid & (k < c.k + tile.x_behind)[None, :]

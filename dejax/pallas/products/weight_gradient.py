@@ -181,6 +181,7 @@ def _stored_rows(a: jax.Array | RowScaled) -> jax.Array:
 
 
 def _summed(r: GroupedWeightGradient, schedule: WeightGradientSchedule | None, interpret: bool | None) -> jax.Array:
+    """The gradient of each type's matrix: one kernel sums each split of the rows, another the splits of a type."""
     (_, heads, k), merged = r.x.shape, 1
     if schedule is None:
         merged = merged_heads(heads, k, r.y.shape[2], r.precision, r.x.dtype)

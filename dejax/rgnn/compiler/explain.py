@@ -325,6 +325,7 @@ def draw(panels: list[tuple[str, list[Node]]]) -> str:
 
 
 def _panel(title: str, nodes: list[Node]) -> tuple[str, float, float]:
+    """Draws the data flow of one program, each node below those that it reads: its SVG, width and height."""
     layer: dict[str, int] = {}
     for key, _, reads, _ in nodes:
         layer[key] = 1 + max((layer[r] for r in reads), default=-1)

@@ -98,6 +98,7 @@ class ColumnScales:
         return Columns(((value, letters),), letters, tuple(zip(letters, op.shape, strict=True)))
 
     def _computed(self, op: Op) -> Source | None:
+        """What bounds the columns of an operator's result, from what bounds its operands; None if nothing is known."""
         first, columns = op.args[0], OPERATORS[op.name].columns
         if columns in ("same", "at most"):
             return self.source(first) if self.program.ops[first].width == op.width else None

@@ -177,6 +177,7 @@ class TileProgram:
         return tile.astype(dtype).astype(jnp.float32)
 
     def apply(self, op: Op, args: list[Any], lead: int) -> Any:
+        """The tile of an operator's result, from the tiles of its operands, which have `lead` axes before features."""
         shapes = [self.program.ops[a].shape for a in op.args]
         name = op.name
         factored = any(isinstance(a, kernels.Factored) for a in args)

@@ -120,6 +120,7 @@ class Traversals(Running):
                 env[v] = found
 
     def _reduce(self, t: Traversal, call: _Call, env: dict[int, Any]) -> None:
+        """Calls the kernel of a traversal that reduces segments, and stores its results in `env` by their values."""
         assert t.via is not None
         ops, rows = self.program.ops, self.rows.count(t)
         row_values, entry_values = kernels.traverse(

@@ -209,6 +209,7 @@ class Places:
 
 @lru_cache(maxsize=64)
 def places_of(specs: tuple[SlotSpec, ...]) -> Places:
+    """Where the groups of slots of several graphs lie, side by side in one array, in each of the orders of `Places`."""
     space, edges = SideBySide([spec.num_groups for spec in specs]), SideBySide([spec.num_edges for spec in specs])
     stored: dict[int, list[np.ndarray]] = {}
     by_place: list[np.ndarray] = []

@@ -118,7 +118,8 @@ class TransformerSpec(LayerSpec):
         o_i = sum over edges j -> i of softmax(q_i . k_ij / sqrt(d)) v_ij
         y_i = o_i + r_i ,  r_i = x_i R + r
 
-    This holds for each head. `dejax.rgnn.zoo.graph_transformer` is the layer as a function of its parameters.
+    This holds for each head; f_ij are the edge features, without which the terms with E are left out.
+    `dejax.rgnn.zoo.graph_transformer` is the layer as a function of its parameters.
 
     Args:
       num_heads, edge_features, concat_heads, attention_dropout: as in `GATConv`.

@@ -49,7 +49,8 @@ class SAGESpec(LayerSpec):
       pool_features: width of the pooling perceptron relu(x_j P + p) that is applied to neighbours before the
         aggregation; None: no perceptron.
       normalize: whether each row of the result is divided by its Euclidean norm.
-      use_root, use_bias: whether to add the node's own term x_i W_root, and b. A pair of features needs `use_root`.
+      use_root, use_bias: whether to add the node's own term x_i W_root, and b. `use_root` must be True if
+        sources and destinations have features of their own.
     """
 
     name = "SAGEConv"

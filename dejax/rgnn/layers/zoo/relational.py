@@ -30,9 +30,9 @@ def rggnn(g: GraphSymbol, x: Any, params: Params, steps: int = 1) -> Symbol:
     """A gated graph network (Li et al., arXiv 1511.05493, equations 2 to 6), with a weight for each edge type.
 
         repeated `steps` times:
-        a_i = sum over edges j -> i of (h_j W_r + w_r)
-        r = sigmoid(a_i A_0 + a_0 + h_i B_0 + b_0) ;  z = sigmoid(a_i A_1 + a_1 + h_i B_1 + b_1)
-        c = tanh(a_i A_2 + a_2 + r (h_i B_2 + b_2)) ;  h_i = (1 - z) c + z h_i
+        m_i = sum over edges j -> i of (h_j W_r + w_r)
+        r = sigmoid(m_i A_0 + a_0 + h_i B_0 + b_0) ;  z = sigmoid(m_i A_1 + a_1 + h_i B_1 + b_1)
+        c = tanh(m_i A_2 + a_2 + r (h_i B_2 + b_2)) ;  h_i = (1 - z) c + z h_i
 
     Args:
       g: the graph.

@@ -19,7 +19,7 @@ class RGGNNSpec(LayerSpec):
     """Gated graph neural network with a weight matrix for each edge type (arXiv 1511.05493, equations 2 to 6).
 
         repeated `steps` times:
-        a_i = sum over edges j -> i of (h_j W_r + w_r) ,    h_i = GRU(a_i, h_i)
+        m_i = sum over edges j -> i of (h_j W_r + w_r) ,    h_i = GRU(m_i, h_i)
 
     The first h is x, padded with zeros to out_features as in the paper. `dejax.rgnn.zoo.rggnn` is the layer as a
     function of its parameters, and has the equations of the GRU.

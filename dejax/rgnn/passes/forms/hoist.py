@@ -41,6 +41,7 @@ def hoist(program: OpProgram, counts: Counts, *, exact: bool = False) -> OpProgr
         return new[index]
 
     def _hoisted(builder: Builder, op: Op) -> int | None:
+        """The sum, multiplied afterwards by the factors that a segment shares; None without such factors or others."""
         if not op.is_sum:
             return None
         via = op.attr("via")

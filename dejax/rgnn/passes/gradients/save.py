@@ -165,6 +165,10 @@ def _backward_program(
     gradients: tuple[int, ...],
     num_inputs: int,
 ) -> tuple[OpProgram, tuple[int, ...]]:
+    """The backward part of a joint program, and the positions of the forward inputs that the backward part reads.
+
+    Its inputs are these forward inputs, then the saved values, then the cotangents.
+    """
     ops = joint.ops
     wanted = in_backward | recomputed
     read = live(joint, gradients, wanted)
