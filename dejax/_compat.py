@@ -298,8 +298,8 @@ def processes_on_this_machine() -> int:
 
 
 def coordination() -> tuple[Any, int, int, str]:
-    """Of `jax.distributed`: the client of its coordination service (None before it is initialized), the number of this
-    process and of all, and the coordinator's address.
+    """The state of `jax.distributed`: the client of its coordination service (None before `jax.distributed` is
+    initialized), the number of this process, the number of all processes, and the coordinator's address.
     """
     state = distributed.global_state
     address = getattr(state, "coordinator_address", None) or ""

@@ -441,7 +441,7 @@ class ShardedTable(Table):
 
 
 def _exchanged(read: Callable[[Array], Array], path: Route | None, asked: Array | None, own_ids: Array) -> Array:
-    """What `read` gives of this device's rows for the ids of the others, and of theirs for its own.
+    """Rows for this device's ids: its own by `read`, those of other devices by an exchange of what they read.
 
     Args:
         read: with several devices it may give any values for an id below 0.

@@ -276,7 +276,7 @@ class _Numerals:
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> _Numerals:
-        """Of some values. A sign before other than three digits is decimal, and so is one after a single zero."""
+        """Finds out from values. A sign before more or fewer than three digits, or after a single zero, is decimal."""
         decimal, commas = set(), False
         for value in values:
             text = value.strip() if isinstance(value, str) else ""
@@ -315,7 +315,7 @@ class _Numerals:
 
 
 def _signs_in(names: Sequence[str]) -> str:
-    """What a summary says of names of which nine of ten have digits and signs alone; "" of others."""
+    """A remark for summaries if nine of ten names have only digits and signs; "" if not."""
     some = names[:: max(1, len(names) // _LOOKED_AT)]
     fit = [name for name in some if not name.isdecimal() and _SIGNS.fullmatch(name.strip())]
     if not fit or len(fit) < _MOST * len(some):

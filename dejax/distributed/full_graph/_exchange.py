@@ -38,7 +38,7 @@ def exchange(x: jax.Array, send: jax.Array, rounds: Rounds, axis: str) -> jax.Ar
 def exchange_beside(
     x: jax.Array, sent: jax.Array, beside: tuple[jax.Array, ...], send: jax.Array, rounds: Rounds, axis: str
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """As `exchange`, while other values are computed.
+    """The exchange of `exchange`, while other values are computed.
 
     Args:
         x: [owned, *F], the rows that the device owns.
@@ -109,7 +109,7 @@ collect.defvjp(_collect_forward, _collect_backward)
 
 
 def collect_extremum(x: jax.Array, send: jax.Array, rounds: Rounds, axis: str, sign: int) -> jax.Array:
-    """As `collect`, with the maximum (or with `sign` of -1 the minimum) in place of the sum; without gradient."""
+    """Like `collect`, with the maximum (with `sign` -1 the minimum) instead of the sum; without gradient."""
     x = jax.lax.stop_gradient(x)
     owned = x.shape[0] - send.shape[0]
     found = x[:owned]

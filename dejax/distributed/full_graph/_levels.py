@@ -138,7 +138,7 @@ class Levels:
         """Whether an operator of own nodes may run on all rows of a part behind a reduction over edges.
 
         Rows of halo nodes are zeros there. A function that is infinite at zeros would give gradients of weights NaN;
-        a product would multiply rows that nobody reads.
+        a product would multiply rows that no operator reads.
         """
         if op.name == "linear" or op.name in ("lookup", "place"):
             return False

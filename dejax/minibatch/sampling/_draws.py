@@ -94,7 +94,7 @@ def again_pairwise(drawn: Array) -> Array:
 
 
 def again_sorted(drawn: Array) -> Array:
-    """As `again_pairwise`, for long rows."""
+    """The same as `again_pairwise` by sorting each row, which takes less memory for long rows."""
     place = jax.lax.broadcasted_iota(jnp.int32, drawn.shape, 1)
     ordered, place = jax.lax.sort((drawn, place), dimension=1, num_keys=2)
     same = jnp.concatenate([jnp.zeros_like(ordered[:, :1], bool), ordered[:, 1:] == ordered[:, :-1]], axis=1)

@@ -113,11 +113,11 @@ def _source_pairs(sample: SampledBlocks) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CapacityBounds:
-    """What some batches need of something, and the bounds that follow; arrays of one shape.
+    """How much room some batches need, and the bounds that follow from it: arrays of one shape.
 
     Attributes:
         mean, deviation: over the batches.
-        bound: what later batches get.
+        bound: the room that later batches get.
         natural: the most that a batch can need.
     """
 
@@ -128,7 +128,7 @@ class _CapacityBounds:
 
     @classmethod
     def of(cls, counts: np.ndarray, natural: np.ndarray, sigmas: float) -> _CapacityBounds:
-        """From counts of each batch, int[batches, ...]."""
+        """The bounds that follow from the counts of each batch, int[batches, ...]."""
         mean, deviation = counts.mean(axis=0), counts.std(axis=0)
         bound = np.ceil((mean + sigmas * deviation) / _ROUNDED) * _ROUNDED
         bound = np.minimum(np.maximum(bound, counts.max(axis=0)), natural).astype(int)

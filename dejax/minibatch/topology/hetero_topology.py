@@ -240,7 +240,7 @@ class HeteroTopology:
     def _drawn(
         cls, parts: Sequence[ListArrays], relations: Sequence[tuple[Any, ...]], counts: Mapping[str, int], on_host: bool
     ) -> HeteroTopology:
-        """Of parts whose arrays belong to nobody else, and the fields of each `Relation`."""
+        """Makes a topology of parts whose arrays nothing else uses, and of the fields of each `Relation`."""
         return cls._of_parts(parts, tuple(Relation(*fields) for fields in relations), counts, on_host)
 
     @classmethod

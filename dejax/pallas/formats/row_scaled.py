@@ -155,7 +155,7 @@ def powers_of(largest: Array) -> Array:
 
 
 def powers_of_tile(largest: Array, of_all: Array) -> Array:
-    """As `powers_of`, with the largest of all magnitudes given."""
+    """The same powers as `powers_of`, where `of_all` is the largest of all magnitudes."""
     largest = where(largest > 0, largest, of_all)
     exponent = lax.min(lax.max(_biased(largest), _LOW), _HIGH)
     return where(largest > 0, power(exponent), 1.0)
@@ -179,9 +179,9 @@ def powers_of_columns(tile: Array) -> Array:
 
 
 def relative_powers_of_columns(tile: Array) -> Array:
-    """As `powers_of_columns`, over that of the largest column: from 2^-126 to 1.
+    """The powers of `powers_of_columns` divided by the power of the largest column: from 2^-126 to 1.
 
-    Division by these leaves the largest elements as they are, so that rows much smaller than others stay normal.
+    Division by these powers leaves the largest elements as they are, so that rows much smaller than others stay normal.
     """
     largest = max_magnitude(finite_magnitude(tile), 0)
     of_all = whole_max(largest)
@@ -260,7 +260,7 @@ def raised(exponent: Array) -> Array:
 
 
 def raised_exponents(x: Array, axis: int | tuple[int, ...] | None) -> tuple[Array, Array]:
-    """As `exponents`, but `x` times the power is below 2^15 in magnitude instead of below 2."""
+    """Exponents like those of `exponents`, but `x` times the power is below 2^15 in magnitude instead of below 2."""
     exponent = raised(exponents(x, axis)[0])
     return exponent, inverse_power(exponent)
 

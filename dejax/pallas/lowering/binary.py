@@ -128,7 +128,7 @@ def _path(key: int) -> Path:
 
 @functools.cache
 def _version() -> str:
-    """Of what makes binaries of texts: Triton, and `compiler`."""
+    """The version of what makes binaries of texts: the package triton and the file `compiler.py`."""
     from importlib import metadata  # takes time to import
 
     try:

@@ -38,7 +38,7 @@ def add(x, y):
 
 
 def compiled(source: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """What `KernelBinary` has of a kernel but its image, and the image; `source` has what `KernelSource` has."""
+    """Compiles a kernel, given as the fields of `KernelSource`: the fields of `KernelBinary` but its image, and the image."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler.compiler import ir, make_backend
@@ -112,7 +112,9 @@ def serve(control: socket.socket) -> None:
     from triton._C.libtriton import llvm
 
     llvm.init_targets()
-    triton.knobs.compilation.disable_line_info = True  # three quarters of a binary, about a text that nobody has
+    triton.knobs.compilation.disable_line_info = (
+        True  # else three quarters of a binary, for a source text that is not kept
+    )
     compiled(_FIRST)
     running: set[int] = set()
     while descriptors := socket.recv_fds(control, 1, 1)[1]:
@@ -125,7 +127,7 @@ def serve(control: socket.socket) -> None:
             if child:
                 running.add(child)
                 continue
-            with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+            with contextlib.suppress(BrokenPipeError):  # the process that asked has ended
                 _answer(connection)
             sys.stdout.flush()
             os._exit(0)

@@ -32,8 +32,8 @@ def apply_activation(name: str | None, y: jax.Array) -> jax.Array:
     raise NotImplementedError(f"`activation` must be None, relu, tanh, sigmoid or leaky_relu:<slope>, got {name!r}")
 
 
-# A tile without rows skips a loop of so many steps: sampled graphs have tiles for more rows than they hold. The bound
-# of a shorter loop stays a constant, so that the compiler can unroll it.
+# A tile without rows skips a loop of this many steps or more: sampled graphs have tiles for more rows than they hold.
+# The bound of a shorter loop stays a constant, so that the compiler can unroll the loop.
 _LONG_LOOP = 4
 # Half of the 255 registers of a thread.
 _NUMBERS_OF_A_THREAD = 128
@@ -124,17 +124,17 @@ class _Tile:
 
     @property
     def measures_columns(self) -> bool:
-        """Whether the program measures the columns of its rows: nobody has, and matrices are scaled here, too."""
+        """Whether the program measures the columns of its rows: no kernel did before, and matrices are scaled here."""
         x = self.ref["x"].dtype == jnp.float32
         return self.c.arithmetic != "direct" and x and not {"w_power", "x_columns"} & self.ref.keys()
 
     @property
     def in_turns(self) -> bool:
-        """Whether a step loads the matrix when it has done with the rows, and rows of the result are found at the end.
+        """Whether a step loads the matrix after its rows are scaled, and the rows of the result are found at the end.
 
-        Else both would be in registers while columns are measured: 64 rows by 128 columns spilled. In a loop nobody
-        waits for what is loaded later, because the compiler's pipeline loads steps ahead. Where all fits, products take
-        3 to 6 % longer so.
+        Otherwise rows and matrix would both be in registers while columns are measured: 64 rows by 128 columns spilled.
+        A loop does not wait for the later load, because the compiler's pipeline loads steps ahead. Where rows and
+        matrix fit in registers together, products that load in turns take 3 to 6 % longer.
         """
         c, s = self.c, self.c.schedule
         # The sum, a step's product that is scaled before it is added, rows and matrix; the rest needs as much.

@@ -81,7 +81,7 @@ class Segments:
 
         Args:
             long_segment_chunk: the maximum number of entries of a chunk.
-            first: so many rows come before all others.
+            first: the number of rows that come before all others.
         """
         if self.order is None or self.loop is not None:
             return self

@@ -128,7 +128,7 @@ def loop_order(
         offsets: int32[rows + 1].
         order: int32[entries].
         long_segment_chunk: the maximum number of entries of a chunk.
-        first: so many rows come before all others.
+        first: the number of rows that come before all others.
     """
     num_rows, num_entries = offsets.shape[0] - 1, order.shape[0]
     if num_rows < 2 or num_entries == 0:

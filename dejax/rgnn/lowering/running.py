@@ -117,7 +117,7 @@ class Running:
         return env[value] if value in self.often_read else self.rows.any_row(value, env)
 
     def narrow_rows_of(self, operand: Operand, env: dict[int, Any]) -> Any:
-        """As `rows_of`, in the form of `as_row_scaled`."""
+        """The rows of `rows_of` as row-scaled float16."""
         value, rows = operand.value, self.rows_of(operand, env)
         if rows is env[value]:
             return self.as_row_scaled(value, env)

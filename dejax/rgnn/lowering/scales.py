@@ -202,7 +202,7 @@ class ColumnScales:
     def _side_by_side(
         self, rows: Source | None, left: str, op: Op, right: str, out: str, sizes: dict[str, int]
     ) -> Source | None:
-        """Of weights that are side by side: each part by the rows, or by those of their columns that belong to it."""
+        """Rows times a concatenation of weights: a product with each weight, of all columns of the rows or of its own."""
         axis, start, parts = op.attr("axis"), 0, []
         along = right[axis]
         for w in op.args:
@@ -220,7 +220,7 @@ class ColumnScales:
     def _one_after_the_other(
         self, rows: Source | None, left: str, op: Op, right: str, out: str, sizes: dict[str, int]
     ) -> Source | None:
-        """Of weights that are themselves a product: the rows times the first factor, and that times the second."""
+        """Rows times a product of two weights: the rows times the first weight, and the result times the second."""
         ops = self.program.ops
         first, second, product = parse_spec(op.attr("spec"))
         names = dict(zip(product, right, strict=True))

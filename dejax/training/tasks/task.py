@@ -18,7 +18,7 @@ from dejax.training.settings import Settings
 from dejax.training.state import TrainState
 
 CAPACITY_BATCHES = 20
-SAMPLE_OPTIONS = SampleOptions(max_degree=512)  # with a fan-out of -1 a sample has room for so many edges of a node
+SAMPLE_OPTIONS = SampleOptions(max_degree=512)  # edges of a node that a sample has room for with a fan-out of -1
 
 
 @pytree

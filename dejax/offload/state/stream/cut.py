@@ -156,7 +156,7 @@ def _cut(arrays: Sequence[Any], piece_bytes: int) -> tuple[tuple[int, ...], int]
 
 
 def _cut_on_disk(shape: tuple[int, ...], unit: int) -> tuple[tuple[int, ...], int]:
-    """As `_cut`, for arrays on disk, whose pieces are units of the files."""
+    """The shape and the rows of a piece, like `_cut`, for arrays on disk, whose pieces are units of the files."""
     row = math.prod(shape[1:])
     return (shape, unit // row) if unit % row == 0 else ((math.prod(shape),), unit)
 

@@ -95,7 +95,7 @@ def stable_sort(
     Args:
         columns: arrays of one length with non-negative integers.
         bounds: for each column an exclusive upper bound of its values, at most 2^31.
-        wanted: so many columns are returned, the first ones; None: all.
+        wanted: how many of the columns are returned, from the first on; None: all.
 
     Returns:
         The sorted columns, int32[size] each, and int32[size], positions in sorted order.

@@ -71,7 +71,7 @@ def _scalars_for_others(fusion: Fusion, body: list[int], product: list[int], wid
 
 
 def store_common_summands(fusion: Fusion) -> None:
-    """Of traversals that sum the same scalars of edges, the one that reads edges in order stores them for the rest."""
+    """Where several traversals sum the same scalars of edges, the one that reads edges in order stores the scalars."""
     for traversal in fusion.traversals:
         if traversal.via != "destination_pair":
             continue
