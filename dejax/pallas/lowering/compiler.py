@@ -38,7 +38,7 @@ def add(x, y):
 
 
 def compiled(source: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Compiles a kernel, given as the fields of `KernelSource`: the fields of `KernelBinary` but its image, and the image."""
+    """Compiles a kernel from the fields of a `KernelSource`: those of its `KernelBinary` but one, and the image."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler.compiler import ir, make_backend
@@ -112,9 +112,8 @@ def serve(control: socket.socket) -> None:
     from triton._C.libtriton import llvm
 
     llvm.init_targets()
-    triton.knobs.compilation.disable_line_info = (
-        True  # else three quarters of a binary, for a source text that is not kept
-    )
+    # Lines would be three quarters of a binary, and the text that they are of is not kept.
+    triton.knobs.compilation.disable_line_info = True
     compiled(_FIRST)
     running: set[int] = set()
     while descriptors := socket.recv_fds(control, 1, 1)[1]:

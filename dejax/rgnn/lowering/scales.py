@@ -202,7 +202,7 @@ class ColumnScales:
     def _side_by_side(
         self, rows: Source | None, left: str, op: Op, right: str, out: str, sizes: dict[str, int]
     ) -> Source | None:
-        """Rows times a concatenation of weights: a product with each weight, of all columns of the rows or of its own."""
+        """Rows times a concatenation of weights: a product with each weight, of all columns or of its own."""
         axis, start, parts = op.attr("axis"), 0, []
         along = right[axis]
         for w in op.args:
