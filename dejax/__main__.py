@@ -22,7 +22,8 @@ def parts(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(part, what it does, how it runs here) from the report of `dejax.info.collect`."""
     gpu = next((device["kind"] for device in report["devices"] if device["platform"] == "gpu"), None)
     if report["default_backend"] is None:
-        return [(name, what, "not at all: jax has no device") for name, what in _PURPOSES]
+        why = "jax has no device" if report["versions"]["jax"] else "jax is not installed"
+        return [(name, what, f"not at all: {why}") for name, what in _PURPOSES]
     runs = f"on {gpu}" if gpu else "on the CPU"
     native = runs if report["native"]["loaded"] else "not at all: the native extension is missing"
     ways = {

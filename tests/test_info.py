@@ -131,5 +131,7 @@ def test_the_greeting_on_a_gpu_and_on_a_machine_without_devices() -> None:
     assert ways["dejax.rgnn"] == "by kernels on NVIDIA H200"
     nothing = report | {"devices": [], "default_backend": None}
     assert {how for _, _, how in greeting.parts(nothing)} == {"not at all: jax has no device"}
+    no_jax = nothing | {"versions": report["versions"] | {"jax": None}}
+    assert {how for _, _, how in greeting.parts(no_jax)} == {"not at all: jax is not installed"}
     without = report | {"native": {"loaded": False, "reason": "x"}}
     assert "native extension is missing" in {name: how for name, _, how in greeting.parts(without)}["dejax.offload"]

@@ -38,7 +38,7 @@ def add(x, y):
 
 
 def compiled(source: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Compiles a kernel from the fields of a `KernelSource`: those of its `KernelBinary` but one, and the image."""
+    """Compiles a kernel, from the fields of its `KernelSource` to those of its `KernelBinary`, with the image apart."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler.compiler import ir, make_backend
