@@ -126,6 +126,7 @@ def _driver(missing: Missing) -> dict[str, Any] | None:
 
 
 def _devices(missing: Missing) -> tuple[str | None, list[dict[str, Any]]]:
+    """jax's default backend and devices; (None, []) where jax has none."""
     try:
         import jax
 

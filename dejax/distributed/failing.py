@@ -153,6 +153,7 @@ class _Watch:
         return {int(key.rsplit("/", 1)[1]): value for key, value in found}
 
     def _beat(self) -> None:
+        """The watching thread: gives signs of life, reads those of the others, and ends this process if one ended."""
         number = 0
         while not self.stopped.is_set():
             number += 1

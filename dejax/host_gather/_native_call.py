@@ -99,8 +99,8 @@ def native_arguments(
         "fill": np.frombuffer(call.fill, np.uint8),
         "kernel": np.int64(kernel),
         "grid": np.int64(call.num_sms),
-        # Short rows gain nothing from whole lines: most of a line would be other rows.
         "peers": np.int64(spec.peers),
+        # Short rows gain nothing from whole lines: most of a line would be other rows.
         "align": np.int64(_LINE if spec.row_bytes >= 2 * _LINE and spec.row_bytes % _LINE else 16),
     }
     shape = (flat.size // fan_out, *spec.row) if call.mean else (flat.size, *spec.row)

@@ -72,6 +72,7 @@ def clear_rows(
 def _kernel(
     *refs: Any, programs: int, positions: int, rows: int, widths: tuple[int, ...], height: int, columns: int
 ) -> None:
+    """Writes zeros into the rows of each array from the last offset on; with an index, into the rows that it names."""
     offsets, outs = refs[0], refs[-len(widths) :]  # before them come references to the same memory
     block, part = _triton.program_ids(cdiv(max(widths), columns))
     last = _triton.load(offsets, (lanes(1, 0, 2) + (offsets.shape[0] - 1),))

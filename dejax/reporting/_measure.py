@@ -128,6 +128,7 @@ def record(run: Callable[[], Any]) -> list[Event]:
 
 
 def _events(path: Path) -> list[Event]:
+    """The events of a profile: those of the GPU's streams, or without a GPU the instructions that the CPU ran."""
     found: list[Event] = []
     on_gpu: list[Event] = []
     with warnings.catch_warnings():

@@ -243,6 +243,7 @@ class _CodeGraphBuilder:
         return None
 
     def resolve(self, expression: ast.AST, scope: _Scope) -> int | _SourceModule | str | None:
+        """What a name or an attribute stands for: a node, a module, or a name that stays unresolved."""
         if isinstance(expression, ast.Name):
             if expression.id in scope.local_definitions:
                 return scope.local_definitions[expression.id]

@@ -160,6 +160,8 @@ def _dataset(
     nodes: Mapping[str, dict[str, np.ndarray]],
     edges: Mapping[Relation, dict[str, np.ndarray]],
 ) -> HeteroDataset:
+    """The data set of arrays by field of `HeteroDataset` for each node type and relation, and of masks for splits."""
+
     def gathered(by_type: Mapping[Any, dict[str, np.ndarray]], key: str) -> dict[Any, np.ndarray]:
         return {kind: values[key] for kind, values in by_type.items() if key in values}
 

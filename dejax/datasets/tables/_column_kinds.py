@@ -83,6 +83,7 @@ class RawColumn:
     # ------------------------------------------------------------------------------------------ kinds
 
     def _inferred(self, values: np.ndarray) -> str:
+        """The kind of a column that follows from its values."""
         if values.ndim == 2:
             return "vector"
         if values.dtype.kind != "O":

@@ -106,6 +106,7 @@ def _links(
     labels: Any,
     missing_keys: str,
 ) -> Task:
+    """The link task of examples whose labels are keys of the target table: lists of keys, or one key each."""
     if target is None:
         raise ValueError(f"target of task {name!r} must be the table to which its links lead, got None")
     lists = [list(one) if isinstance(one, list | tuple | set | np.ndarray) else None for one in labels]

@@ -92,6 +92,7 @@ class DeviceRun:
         return self.owned.by_node_type.offsets, self.owned.by_node_type.order
 
     def _stage(self, stage: Stage) -> None:
+        """Runs one stage on this device, and stores its outputs."""
         graph = self._graph(stage.on_edges)
         inputs = tuple(self._read(ref, stage.on_edges) for ref in stage.inputs)
         rows = ALL_ROWS

@@ -444,6 +444,7 @@ def _padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
 def _checked(
     edges: Mapping[Relation, tuple[ArrayLike, ArrayLike]], num_nodes: Mapping[str, int]
 ) -> dict[Relation, tuple[np.ndarray, np.ndarray]]:
+    """The (offsets, senders) of each relation as numpy arrays, whose types, shapes and ranges are right."""
     lists = {}
     for relation, pair in edges.items():
         for kind in (relation[0], relation[2]):

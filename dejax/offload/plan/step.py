@@ -242,6 +242,7 @@ def _facts(
     path: Any,
     host_bytes: float,
 ) -> StepFacts:
+    """Measures the rates that predictions use, and counts the bytes whose place the plan does not choose."""
     tiers, copies = dataclasses.replace(tiers_of(store), host_bytes=host_bytes), math.inf
     if jax.default_backend() == "gpu" and _native.unavailable_reason() is None:
         tiers = tiers.with_duplex(duplex_bandwidth())

@@ -77,6 +77,7 @@ def _load_extension() -> None:
 
 
 def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """The lowering rule: a native call with the kernel's key, or with its binary where the program is exported."""
     _load_extension()
     capability = compute_capability()
     if capability is None:

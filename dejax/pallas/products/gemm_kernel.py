@@ -180,6 +180,7 @@ def _multiply_tile(ref: dict[str, Any], c: GemmPlan, number: Any, heads: Any, co
 
 
 def _located(ref: dict[str, Any], c: GemmPlan, number: Any, heads: Any, column_block: Any) -> _Tile:
+    """The rows, columns and type of tile `number`, and which of its rows exist and are in range."""
     last = None
     if c.schedule.tiles_per_program > 1:  # past the last tile a program has nothing to do
         tiles = ref["tile_type"].shape[0]

@@ -266,6 +266,7 @@ class Program:
         return traced.program, traced.tree, [*arrays, *map(_canonical, traced.closed_over)]
 
     def _signature(self, args: tuple, kwargs: dict) -> tuple[_Signature, list[Any]]:
+        """What a trace of a call depends on, for its cache; and the arrays among the arguments."""
         try:
             bound = inspect.signature(self.function).bind(None, *args, **kwargs)
         except TypeError as error:

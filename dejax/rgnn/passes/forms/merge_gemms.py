@@ -31,6 +31,7 @@ class _Member:
 
 
 def merge_gemms(program: OpProgram, counts: Counts) -> OpProgram:
+    """The pass: pairs of grouped GEMMs of the same rows become one, of which each reader takes its columns."""
     ordered = _weights_first(program)
     pairs = {member.value: pair for pair in _pairs(ordered, counts) for member in pair}
     if not pairs:

@@ -13,9 +13,9 @@ from dejax.rgnn.passes.kernels._traversal_plans import NARROWER, Fusion
 
 
 def products_to_share(fusion: Fusion) -> dict[int, list[int]]:
-    """For reductions of rows, the inner products and scalars of edges that their traversals store for all others.
+    """The inner products and scalars of edges that the traversal of a reduction of rows stores, by that reduction.
 
-    One reduction at most stores a value.
+    Other traversals load them. Each value is stored by one traversal at most.
     """
     ops = fusion.program.ops
     sums = [i for i, op in enumerate(ops) if op.name == "reduce" and op.attr("via") != "all"]
