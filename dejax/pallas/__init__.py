@@ -1,7 +1,7 @@
 """Kernel templates for typed and irregular rows, on plain arrays: they know no graph, no IR and no module."""
 
 from dejax.pallas._shapes import feature_mask, next_power_of_two
-from dejax.pallas._triton import label, maximum, minimum
+from dejax.pallas._triton import label, maximum, minimum, offsets_fit
 from dejax.pallas.formats.encode import to_row_scaled
 from dejax.pallas.formats.row_scaled import RowScaled, rounded
 from dejax.pallas.formats.table_slice import TableSlice
@@ -47,6 +47,7 @@ __all__ = [
     "maximum",
     "minimum",
     "next_power_of_two",
+    "offsets_fit",
     "rounded",
     "row_products",
     "split_table",

@@ -19,6 +19,7 @@ import contextlib
 import contextvars
 import functools
 import importlib.util
+import math
 import sys
 import threading
 import warnings
@@ -171,6 +172,8 @@ def pallas_call(
     """
 
     def run(*operands: Any) -> Sequence[jax.Array]:
+        if not interpret:
+            _check_offsets(name, [*operands, *out_shape])
         slices = {i: o for i, o in enumerate(operands) if isinstance(o, TableSlice)}
         kernel_call = pl.pallas_call(
             _traced(kernel, interpret, slices),
@@ -196,6 +199,24 @@ def pallas_call(
         return call(*given)
 
     return run
+
+
+def offsets_fit(array: Any) -> bool:
+    """Whether kernels reach all elements of an array of this shape and dtype.
+
+    Pallas' lowering takes offsets of 32 bits, with a sign, for arrays of up to 2^32 bytes: too few for elements of 8
+    bits, of which there may be more than 2^31.
+    """
+    return jnp.dtype(array.dtype).itemsize > 1 or _lowering() == "dejax" or not 2**31 < math.prod(array.shape) <= 2**32
+
+
+def _check_offsets(name: str, arrays: Sequence[Any]) -> None:
+    for array in arrays:
+        if not offsets_fit(array):
+            raise NotImplementedError(
+                f"arrays of the kernel {name} must have at most 2^31 elements of 8 bits, got {array.dtype}"
+                f"{list(array.shape)}; compute on parts of the array, or without kernels (backend='xla')"
+            )
 
 
 def program_ids(*inner: int) -> tuple[jax.Array, ...]:

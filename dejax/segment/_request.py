@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from dejax._dtypes import native_order
+from dejax.pallas import offsets_fit
 from dejax.segment import _cost
 from dejax.segment._grouping import Grouping, SegmentPlan, as_ids, checked_ids, group
 
@@ -129,8 +130,7 @@ def request(
         ids = jnp.clip(ids, 0, max(count - 1, 0))
     kernels, interpret = place(options.backend)
     possible = data.dtype in FLOATS or data.dtype in INTEGERS
-    possible = possible and not (data.dtype.itemsize == 1 and data.size >= 2**31)  # Triton's offsets have 32 bits
-    possible = possible and ids.shape[0] < 2**31  # so have positions
+    possible = possible and offsets_fit(data) and ids.shape[0] < 2**31  # positions have 32 bits
     if options.unique_indices and options.backend == "auto":
         possible = False  # a scatter without collisions
     if kernels and options.backend == "auto" and possible:

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import AbstractMesh
 
 from dejax import pallas as kernels
+from dejax import segment
 from dejax.pallas import _triton
 from tests.cases import slow_but
 from tests.pallas.equations import assert_extrema_keep_nan
@@ -106,6 +107,23 @@ def test_with_numbers_of_64_bits_about(case):
     arrays = case.arrays()
     with jax.enable_x64(True):
         assert "custom_call" in lower(functools.partial(case.run, interpret=False), arrays)
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(2**24, True), (2**24 + 1, False)])
+def test_offsets_of_elements_of_8_bits(rows, fits, monkeypatch):
+    """Pallas' lowering takes signed offsets of 32 bits up to 2^32 bytes: beyond 2^31 elements they were negative."""
+    monkeypatch.setenv("DEJAX_LOWERING", "pallas")
+
+    def examples(data, ids):  # each of them fits
+        return jax.vmap(lambda x: segment.segment_sum(x, ids, 9, True, backend="pallas"), 1)(data)
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    arguments = jax.ShapeDtypeStruct((rows, 2, 64), jnp.int8), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    if fits:
+        assert "custom_call" in lower(examples, *arguments)
+        return
+    with pytest.raises(NotImplementedError, match=r"at most 2\^31 elements of 8 bits, got int8\[16777217, 128\]"):
+        lower(examples, *arguments)
 
 
 def test_the_dialect_is_not_looked_for_at_each_operation(monkeypatch):
