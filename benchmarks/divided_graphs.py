@@ -26,6 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from benchmarks.clock import milliseconds
+from dejax.distributed import replicate
 from dejax.distributed.full_graph import ShardedGraph, over_mesh
 from dejax.distributed.full_graph._exchange import exchange
 from dejax.rgnn import RelGraph, library
@@ -174,11 +175,13 @@ def full_graph(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             else:
                 some = graphs[devices]
                 given, rows, call = some.graph, some.rows, over_mesh(layer)
-            value, ms = timed(training(call, size), params, given, rows, args.calls)
+            # As the state of a trainer: a call would copy weights of one device to all others first.
+            held = params if devices == 1 else replicate(params, given.mesh)
+            value, ms = timed(training(call, size), held, given, rows, args.calls)
             want = value if want is None else want
             one = one or ms * devices
             if devices > 1:
-                same, peer_ms = timed(training(call, size, PEER_COPIES), params, given, rows, args.calls)
+                same, peer_ms = timed(training(call, size, PEER_COPIES), held, given, rows, args.calls)
                 more = {"peer_copies_ms": peer_ms, "peer_copies_times_one": one / peer_ms}
                 more["peer_copies_loss_difference"] = abs(same - want) / abs(want)
                 more |= bounds_of(some, layer, params, ms, args)

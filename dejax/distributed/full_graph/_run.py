@@ -16,7 +16,7 @@ from dejax.pallas import clear_rows
 from dejax.rgnn.compiler.execute import CompileTask, counts_of, run, uses_kernels
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Op, Space, is_float
-from dejax.rgnn.lowering.node_rows import ALL_ROWS, NodeRows
+from dejax.rgnn.lowering.node_rows import NodeRows
 from dejax.rgnn.lowering.segments import (
     extremum_at,
     extremum_of_all,
@@ -43,7 +43,7 @@ class DeviceRun:
         self.rounds, self.axis = graph.layout.rounds, graph.axis
         self.rows, self.halo = graph.layout.rows, graph.layout.halo
         self.values: dict[Ref, jax.Array] = {}
-        self.unmasked: dict[Ref, jax.Array] = {}  # arguments of nodes, with any values in rows that are padding
+        self.padded: dict[Ref, jax.Array] = {}  # arguments of nodes, with any values in rows that are padding
         self.beside: list[Ref] = []  # values that stages of own nodes gave since the last exchange
         self.received: set[Ref] = set()  # values of own and halo nodes that an exchange made
 
@@ -53,8 +53,6 @@ class DeviceRun:
         given = _sent_before_sums({i: arrays[ops[i].attr("position")] for i in inputs})
         for i, x in given.items():
             self.values[i, form_of(ops[i])] = self._given(i, x)
-            if ops[i].space == Space.NODE:
-                self.unmasked[i, Form.OWN] = jax.lax.stop_gradient(x)
         for step in self.plan.steps:
             if isinstance(step, Stage):
                 self._stage(step)
@@ -73,7 +71,10 @@ class DeviceRun:
         if op.space == Space.GRAPH:
             return x[None]
         if op.space == Space.NODE and is_float(op.dtype) and uses_kernels(self.owned, self.options):
-            return _masked(x, self.owned.node_mask, self._nodes_by_type(), self.options.interpret)
+            x = self.padded[i, Form.OWN] = _without_gradient_of_padding(
+                x, self._nodes_by_type(), self.options.interpret
+            )
+            return _zeros_in_padding(x, self.owned.node_mask)
         if op.space == Space.EDGE:
             x = x.at[self.local.edge_ids].get(unique_indices=True, mode="fill", fill_value=0)
         return where_rows(valid_rows(self._graph(op.space != Space.NODE), op.space), x)
@@ -94,8 +95,10 @@ class DeviceRun:
     def _stage(self, stage: Stage) -> None:
         """Runs one stage on this device, and stores its outputs."""
         graph = self._graph(stage.on_edges)
-        inputs = tuple(self._read(ref, stage.on_edges) for ref in stage.inputs)
-        rows = ALL_ROWS
+        # Kernels on own nodes know which rows are padding: they wait for no copy with zeros there.
+        padded = {} if stage.on_edges else self.padded
+        inputs = tuple(padded.get(ref, self._read(ref, stage.on_edges)) for ref in stage.inputs)
+        rows = NodeRows(padded=tuple(n for n, ref in enumerate(stage.inputs) if ref in padded))
         if graph.num_destinations is not None and stage.on_edges:
             given, made = (
                 tuple(n for n, (_, form) in enumerate(refs) if form == Form.OWN)
@@ -128,7 +131,7 @@ class DeviceRun:
         for values in by_dtype.values():
             refs: list[Ref] = [(value, Form.OWN) for value in values]
             own = self._side_by_side([self.values[ref] for ref in refs])
-            sent = self._side_by_side([self.unmasked.get(ref, self.values[ref]) for ref in refs])
+            sent = jax.lax.stop_gradient(self._side_by_side([self.padded.get(ref, self.values[ref]) for ref in refs]))
             others = tuple(self.values[ref] for ref in beside)
             found, others = exchange_beside(own, sent, others, self.send, self.rounds, self.axis)
             self.values.update(zip(beside, others, strict=True))
@@ -206,21 +209,38 @@ def _cleared_backward(interpret: bool | None, valid: jax.Array, cotangent: jax.A
 _cleared.defvjp(_cleared_forward, _cleared_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _masked(x: jax.Array, valid: jax.Array, tables: Any, interpret: bool | None) -> jax.Array:
-    """`x` with zeros in padding rows; those of its gradient are written in place, as by `_cleared`."""
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _without_gradient_of_padding(x: jax.Array, tables: Any, interpret: bool | None) -> jax.Array:
+    """`x`, in whose gradient zeros are written in padding rows, in place as by `_cleared`."""
+    return x
+
+
+def _without_gradient_forward(x: jax.Array, tables: Any, interpret: bool | None) -> tuple[jax.Array, Any]:
+    return x, tables
+
+
+def _without_gradient_backward(interpret: bool | None, tables: Any, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return clear_rows([cotangent], tables[0], order=tables[1], interpret=interpret)[0], None
+
+
+_without_gradient_of_padding.defvjp(_without_gradient_forward, _without_gradient_backward)
+
+
+@jax.custom_vjp
+def _zeros_in_padding(x: jax.Array, valid: jax.Array) -> jax.Array:
+    """`x` with zeros in padding rows; its gradient there is anything."""
     return where_rows(valid, x)
 
 
-def _masked_forward(x: jax.Array, valid: jax.Array, tables: Any, interpret: bool | None) -> tuple[jax.Array, Any]:
-    return where_rows(valid, x), tables
+def _zeros_forward(x: jax.Array, valid: jax.Array) -> tuple[jax.Array, None]:
+    return where_rows(valid, x), None
 
 
-def _masked_backward(interpret: bool | None, tables: Any, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
-    return clear_rows([cotangent], tables[0], order=tables[1], interpret=interpret)[0], None, None
+def _zeros_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return cotangent, None
 
 
-_masked.defvjp(_masked_forward, _masked_backward)
+_zeros_in_padding.defvjp(_zeros_forward, _zeros_backward)
 
 
 @jax.custom_vjp
