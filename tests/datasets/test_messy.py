@@ -108,6 +108,23 @@ def test_numbers_and_keys_beyond_64_bits() -> None:
     assert data.edges["o", "c", "c"][1].tolist() == [2, 0]
 
 
+def test_numbers_beyond_floats_are_named() -> None:
+    for beyond in (10**400, "1e400"):
+        with pytest.raises(ValueError, match=r"column o\.n must be finite, got infinity"):
+            from_tables({"o": {"n": [1, beyond, 3]}})
+
+
+@pytest.mark.parametrize("size", [5e-324, 1e-300, 1e-13, 1.0, 1e300, np.finfo(np.float64).max])
+def test_fixed_features_of_numbers_of_any_size(size: float) -> None:
+    numbers = {"x": [-size, size] * 10, "at": range(20)}
+    made = from_tables({"t": numbers}, None, None, {"t": "at"}).features["t"][:, 0]
+    np.testing.assert_allclose(made, [-1.0, 1.0] * 10, rtol=1e-6)
+    late = {"x": [*numbers["x"], np.finfo(np.float64).max], "at": range(21)}
+    assert np.isfinite(from_tables({"t": late}, None, None, {"t": "at"}, fit_before=20).features["t"]).all()
+    rows = {"x": np.full((4, 3), size)}
+    assert np.isfinite(from_tables({"t": rows}, kinds={"t": {"x": "vector"}}).features["t"]).all()
+
+
 def test_a_key_that_cannot_be_converted_is_shown() -> None:
     with pytest.raises(ValueError, match=r"got text such as '3.0' that cannot all be converted exactly"):
         from_tables({"c": {"id": [1, 2, 3]}, "o": {"c": ["1", "3.0"]}}, {"c": "id"}, [("o", "c", "c")])

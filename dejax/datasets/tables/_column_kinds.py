@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from dejax.datasets.columns import NEVER, Column, Kind, hashes_of
-from dejax.datasets.tables._columns import as_numbers, missing_in, of_parts, text_of, texts_of
+from dejax.datasets.tables._columns import as_numbers, float_of, missing_in, of_parts, text_of, texts_of
 from dejax.datasets.tables._known_from import TimeColumn, time_of_text, times_of_texts
 
 _LOOKED_AT = 1000  # values of a text column that are tried as numbers and times
@@ -300,7 +300,7 @@ class _Numerals:
 
     def reads(self, value: object) -> bool:
         if not isinstance(value, str):
-            return isinstance(value, numbers.Number)
+            return isinstance(value, numbers.Number) and not isinstance(value, complex)
         text = value.strip()
         return any(sign.isdecimal() for sign in text) and _NUMBERS[self.decimal].fullmatch(text) is not None
 
@@ -309,7 +309,7 @@ class _Numerals:
         if not self.reads(value):
             return np.nan
         if not isinstance(value, str):
-            return float(value)
+            return float_of(value)
         if self.decimal != ".,":
             value = value.replace("," if self.decimal == "." else ".", "")
         return float(value.replace(",", "."))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -184,8 +185,16 @@ def as_numbers(values: np.ndarray) -> np.ndarray:
     """A column of objects as float64 if it has only integers, which `objects_of` kept exact for keys."""
     known = [value for value in values if value is not None] if values.dtype.kind == "O" else []
     if known and all(isinstance(value, _EXACT_NUMBERS) for value in known):
-        return np.array([np.nan if value is None else value for value in values], np.float64)
+        return np.array([np.nan if value is None else float_of(value) for value in values], np.float64)
     return values
+
+
+def float_of(value: Any) -> float:
+    """A number as a float: infinity where it is beyond the range of floats, as of text such as "1e400"."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _is_missing(value: Any) -> bool:

@@ -19,7 +19,7 @@ def features_of(column: Column, fitted: np.ndarray, max_categories: int, text_wi
     if column.kind in ("number", "time"):
         return _standardised(column, fitted)
     if column.kind == "vector":
-        rows = np.where(column.missing[:, None], 0, column.values).astype(np.float32)
+        rows = _float32(np.where(column.missing[:, None], 0, column.values))
         return np.concatenate([rows, column.missing[:, None]], axis=1) if column.missing[fitted].any() else rows
     lengths = np.where(column.missing, 0, 1) if column.offsets is None else np.diff(column.offsets)
     rows = np.repeat(np.arange(len(column)), lengths)
@@ -51,9 +51,17 @@ def _standardised(column: Column, fitted: np.ndarray) -> np.ndarray:
     missing = column.missing
     found = np.where(missing, 0.0, column.values.astype(np.float64))
     known = found[fitted & ~missing]
-    mean, deviation = (known.mean(), known.std()) if known.size else (0.0, 1.0)
+    largest = float(np.abs(known).max(initial=0.0)) or 1.0  # squares of values of size 1 neither overflow nor vanish
+    mean, deviation = ((known / largest).mean(), (known / largest).std()) if known.size else (0.0, 1.0)
     # Of equal values rounding leaves a deviation, by which another value would be huge.
-    varies = deviation > 1e-12 * max(1.0, abs(mean))
-    scaled = np.where(missing, 0.0, (found - mean) / (deviation if varies else 1.0))
-    parts = [scaled, missing] if missing[fitted].any() else [scaled]
-    return np.stack(parts, axis=1).astype(np.float32)
+    varies = deviation > 1e-12
+    with np.errstate(over="ignore"):  # of rows that are not fitted
+        scaled = (found / largest - mean) / deviation if varies else found - mean * largest
+    parts = [np.where(missing, 0.0, scaled), missing] if missing[fitted].any() else [scaled]
+    return _float32(np.stack(parts, axis=1))
+
+
+def _float32(values: np.ndarray) -> np.ndarray:
+    """The values in float32; those beyond its range become its largest ones, since infinity would make losses NaN."""
+    most = np.finfo(np.float32).max
+    return np.clip(values, -most, most).astype(np.float32)
