@@ -1,5 +1,7 @@
 """What differs between the supported versions of jax (>= 0.10.2, < 0.13), in one place."""
 
+import contextlib
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import jax.interpreters.batching
 import jax.interpreters.mlir
 import numpy as np
 from jax._src import config as jax_config
+from jax._src import core as jax_core
 from jax._src import distributed, xla_bridge
 from jax._src import effects as jax_effects
 from jax._src.core import ManualAxisType
@@ -175,6 +178,22 @@ def shard_grid(sharding: Any, rank: int) -> tuple[tuple[int, ...], dict[int, tup
 def no_mesh() -> Any:
     """A context in which types of arrays have no sharding: for what runs on one device's shard."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def on_devices(devices: Collection[Any]) -> Any:
+    """A context for computing on one device, because jax accepts no array of one device where the caller has set a mesh
+    (`jax.set_mesh`). Without a mesh, and for other than one device, it changes nothing.
+    """
+    if len(devices) != 1 or jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(jax.sharding.Mesh(np.array(list(devices)), ("device",)))
+
+
+def devices_of_the_mesh() -> set[Any]:
+    """The devices of the mesh that the caller has set, on which jax computes; none without one, or in what is traced."""
+    if jax.sharding.get_abstract_mesh().empty or not jax_core.trace_state_clean():
+        return set()
+    return set(jax.sharding.get_mesh().devices.flat)
 
 
 def on_several_devices() -> bool:

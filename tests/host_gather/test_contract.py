@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 
+from dejax.distributed import share
 from dejax.host_gather import (
     CachedTable,
     DeviceTable,
@@ -179,3 +180,18 @@ def test_devices_share_a_table() -> None:
     ids = jnp.asarray(RNG.integers(0, 50, (2, 6)), jnp.int32)
     read = jax.shard_map(lambda table, ids: table[ids], mesh=mesh, in_specs=(spec(), spec("x")), out_specs=spec("x"))
     np.testing.assert_array_equal(jax.jit(read)(shared, ids), ROWS[np.asarray(ids)])
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("place", PLACES | ON_A_DRIVE)
+def test_tables_are_made_and_shared_where_the_caller_has_set_a_mesh(place: str) -> None:
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    ids = jnp.asarray(IDS)
+    with jax.set_mesh(mesh):
+        table = (PLACES | ON_A_DRIVE)[place](ROWS)
+        np.testing.assert_array_equal(table.numpy(), ROWS)
+        read = jax.jit(lambda table, ids: table[ids])
+        np.testing.assert_array_equal(read(share(table, mesh), ids), looked_up(ROWS, IDS))
+        with pytest.raises(ValueError, match=r"a table of 1 devices and a mesh of 2; give dejax\.distributed\.share"):
+            table[ids]
+    np.testing.assert_array_equal(table[ids], looked_up(ROWS, IDS))

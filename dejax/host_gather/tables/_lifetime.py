@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax import Array
 
+from dejax import _compat
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather._tracing import closed_over
 from dejax.host_gather.tables._memory import memory_of
@@ -69,6 +70,7 @@ def checked_leaf(leaf: Any, spec: TableSpec, what: str) -> Any:
     """The leaf array of a table, checked for a native call. Raises as `Table._operands`."""
     if is_concrete(leaf):
         check_alive(leaf, spec, what)
+        _check_mesh(leaf, what)
     check_array(what, leaf, spec.leaf)
     if not spec.on_device and closed_over(leaf):
         raise TypeError(
@@ -76,6 +78,21 @@ def checked_leaf(leaf: Any, spec: TableSpec, what: str) -> Any:
             "program. Pass it as an argument: jax.jit(lambda table, ids: table[ids])(table, ids)"
         )
     return leaf
+
+
+def _check_mesh(leaf: Array, what: str) -> None:
+    """Checks that jax computes where the table lies.
+
+    Raises:
+        ValueError: the caller has set a mesh of other devices.
+    """
+    devices = _compat.devices_of_the_mesh()
+    if devices and devices != leaf.devices():
+        raise ValueError(
+            f"{what}: the table must lie on the devices of the mesh that jax.set_mesh has set, got a table of "
+            f"{len(leaf.devices())} devices and a mesh of {len(devices)}; give dejax.distributed.share(table, mesh), or "
+            f"call {what} outside of the mesh"
+        )
 
 
 def check_array(what: str, array: Any, expected: jax.ShapeDtypeStruct) -> None:

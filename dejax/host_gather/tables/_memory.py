@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax import _native
+from dejax import _compat, _native
 from dejax.host_gather._spec import TableSpec
 
 _DLPACK_CPU, _DLPACK_CUDA_HOST = 1, 3
@@ -81,7 +81,8 @@ def zeros_on_cpu(spec: TableSpec, device: Any, what: str) -> Array:
         raise MemoryError(f"{what}: the table needs {wanted} bytes, and the machine has {available}")
     sharding = jax.sharding.SingleDeviceSharding(device)
     try:
-        return _zeros(leaf.shape, leaf.dtype, sharding)().block_until_ready()
+        with _compat.on_devices([device]):
+            return _zeros(leaf.shape, leaf.dtype, sharding)().block_until_ready()
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and "ut of memory" not in str(error):
             raise

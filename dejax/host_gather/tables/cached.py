@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax import _compat
 from dejax.host_gather._ids import checked_ids, distinct_ids, in_range
 from dejax.host_gather.gather import gather
 from dejax.host_gather.tables.drive import DriveTable
@@ -57,7 +58,8 @@ class CachedTable(LocalTable):
         slots[hot] = np.arange(hot.size, dtype=np.int32)
         leaf = table._concrete("CachedTable")
         places = jnp.asarray(slots) if table._spec.shared else jax.device_put(slots, next(iter(leaf.devices())))
-        return cls(table, _rows(table, hot), places)
+        with _compat.on_devices(leaf.devices()):
+            return cls(table, _rows(table, hot), places)
 
     @classmethod
     def from_counts(cls, table: HostTable | DriveTable, counts: ArrayLike, cached_rows: int) -> CachedTable:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax import _compat
 from dejax._pytrees import of_this_process
 from dejax.host_gather._ids import in_range
 from dejax.host_gather._operands import Table, TableOperands, check_whole
@@ -273,7 +274,8 @@ class LocalTable(Table):
         if spec.on_device:
             word = np.float32(value).view(np.uint32)
             fill = jax.jit(lambda: jnp.full(spec.leaf.shape, word, spec.leaf.dtype), out_shardings=self._leaf.sharding)
-            return self._of(fill(), spec)
+            with _compat.on_devices(self._leaf.devices()):
+                return self._of(fill(), spec)
         sharding: Any = self._concrete(what).sharding
         made = _TABLES["host"].zeros(self.shape, np.float32, device=next(iter(sharding.addressable_devices)))
         if value:

@@ -6,7 +6,6 @@ programs carry as data, says which array it is and which version.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
@@ -20,7 +19,7 @@ import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
 
-from dejax import _native
+from dejax import _compat, _native
 from dejax._pytrees import of_this_process
 from dejax.offload._resources import StoreResources, check_sizes
 from dejax.offload.state import disk_shards
@@ -442,14 +441,6 @@ def _parts(array: Any, unit: int) -> Any:
         return
     rows = unit // row
     for at in range(0, array.shape[0], rows):
-        with _on_its_device(array):
+        with _compat.on_devices(array.devices() if isinstance(array, jax.Array) else ()):
             part = array[at : at + rows]
         yield at * row, np.ascontiguousarray(np.asarray(part))
-
-
-def _on_its_device(array: Any) -> Any:
-    """A context for slicing a shard, because jax accepts no array of one device if the caller has set a mesh."""
-    devices = array.devices() if isinstance(array, jax.Array) else ()
-    if len(devices) != 1 or jax.sharding.get_abstract_mesh().empty:
-        return contextlib.nullcontext()
-    return jax.set_mesh(jax.sharding.Mesh(np.array(list(devices)), ("device",)))
