@@ -190,7 +190,7 @@ def on_devices(devices: Collection[Any]) -> Any:
 
 
 def devices_of_the_mesh() -> set[Any]:
-    """The devices of the mesh that the caller has set, on which jax computes; none without one, or in what is traced."""
+    """The devices of the mesh that the caller has set, on which jax computes; none without one, or while tracing."""
     if jax.sharding.get_abstract_mesh().empty or not jax_core.trace_state_clean():
         return set()
     return set(jax.sharding.get_mesh().devices.flat)

@@ -9,9 +9,12 @@ A checkpoint holds the arrays of a state, each under its path in the state, and 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +204,42 @@ def read_settings(folder: Path) -> dict[str, Any]:
         )
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
+
+
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Keeps other processes from training into the folder of a run, by a lock that the kernel ends with the process.
+
+    A folder that does not exist is made, and removed if nothing was written into it.
+
+    Raises:
+        ValueError: another process trains into the folder, or a file has its name.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out must be a folder, got {folder}, which is a file; name another --out")
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(lock, folder)
+        yield
+    finally:
+        os.close(lock)
+        if made:
+            with contextlib.suppress(OSError):  # it has files
+                folder.rmdir()
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"--out must be a folder into which no other process trains, got {folder}; name another --out, or wait for "
+            "that process"
+        ) from error
+    except OSError:
+        return  # a file system without locks
 
 
 def find_run(path: Path) -> tuple[Path, int | None]:

@@ -1,14 +1,26 @@
 """The folder of a run: its settings, checkpoints by Orbax, and what a resume refuses."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dejax.training import Checkpoints
-from dejax.training.checkpoint import find_run, read_settings
+from dejax.training.checkpoint import claimed, find_run, read_settings
 
 STATE = {"w": jnp.arange(3.0), "steps": (jnp.int32(4), None), "table": np.arange(6.0).reshape(3, 2)}
+
+CLAIMING = """
+import sys
+from pathlib import Path
+from dejax.training.checkpoint import claimed
+with claimed(Path(sys.argv[1])):
+    print("claimed", flush=True)
+    sys.stdin.readline()
+"""
 
 
 @pytest.fixture
@@ -49,6 +61,24 @@ def test_a_run_without_resume_removes_its_own_earlier_checkpoints_alone(run, tmp
     with pytest.raises(ValueError, match="--out must be a new folder or that of a run"):
         Checkpoints(tmp_path / "theirs").begin({}, resume=False)
     assert (tmp_path / "theirs" / "checkpoints" / "4").exists()
+
+
+def test_two_processes_do_not_train_into_one_folder(tmp_path):
+    folder = tmp_path / "run"
+    words = [sys.executable, "-c", CLAIMING, str(folder)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "claimed\n"
+        with (
+            pytest.raises(ValueError, match=r"into which no other process trains, got .*; name another --out"),
+            claimed(folder),
+        ):
+            pass
+        other.communicate("end\n")
+    assert not folder.exists()  # nothing was written
+    folder.mkdir()
+    with claimed(folder):
+        pass
+    assert folder.exists()
 
 
 def test_find_run(run):

@@ -183,11 +183,13 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(aifb):
         ("--links --dataset nothing", "--dataset must be one of stdlib"),
         ("--sampled --dataset nothing", "--dataset must be one of stdlib"),
         ("--dataset nothing", "name must be one of"),
+        (f"--out {__file__}", "--out must be a folder, got"),
+        ("--out /proc/run", "/proc/run"),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr(aifb, tmp_path, capsys, words, message):
     words = words.split()
     words = words if "--dataset" in words else [*words, "--dataset", "aifb"]
-    assert cli.main([*words, "--data", str(aifb), "--out", str(tmp_path / "run")]) == 2
+    assert cli.main(["--data", str(aifb), "--out", str(tmp_path / "run"), *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1

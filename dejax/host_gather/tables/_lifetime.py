@@ -90,8 +90,8 @@ def _check_mesh(leaf: Array, what: str) -> None:
     if devices and devices != leaf.devices():
         raise ValueError(
             f"{what}: the table must lie on the devices of the mesh that jax.set_mesh has set, got a table of "
-            f"{len(leaf.devices())} devices and a mesh of {len(devices)}; give dejax.distributed.share(table, mesh), or "
-            f"call {what} outside of the mesh"
+            f"{len(leaf.devices())} devices and a mesh of {len(devices)}; give dejax.distributed.share(table, mesh), "
+            f"or call {what} outside of the mesh"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import json
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dejax._cache import keep_compiled_programs
+from dejax._cache import keep_compiled_programs, write_whole
 from dejax._optional import missing_packages
 from dejax.training.command.arguments import parser, settings_of
 from dejax.training.command.config import TablesConfig, read_config
@@ -52,8 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _compare(args, argv)
         else:
             _train(args, argv)
-    except (ValueError, FileNotFoundError, DataUnavailableError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError, DataUnavailableError) as error:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        print(f"error: {error}{'; make room, and go on with --resume' if full else ''}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if not missing_packages():
@@ -78,7 +80,7 @@ def _compare(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    start = time.perf_counter()
+    started = time.perf_counter()
     configured = read_config(args.tables) if args.tables else None
     settings = settings_of(args, None if configured is None else configured.settings)
     if args.export and settings.task != "links":
@@ -90,8 +92,7 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
             "--resume and --no-checkpoints must not be given together, because --resume reads checkpoints; leave one "
             "of them out"
         )
-    from dejax.training.checkpoint import Checkpoints
-    from dejax.training.command import report
+    from dejax.training.checkpoint import Checkpoints, claimed
 
     data, settings = _data(args, settings, configured)
     if configured is not None:
@@ -109,8 +110,25 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     # A schedule depends on the number of epochs.
     free = [name for name in _FREE if name != "epochs" or settings.schedule == "constant"]
     checkpoints = None if args.no_checkpoints else Checkpoints(out, free)
-    if checkpoints is not None:
-        checkpoints.begin({**settings.as_dict(), **_layout(trainer)}, resume=args.resume)
+    with claimed(out):
+        if checkpoints is not None:
+            checkpoints.begin({**settings.as_dict(), **_layout(trainer)}, resume=args.resume)
+        return _train_into(out, checkpoints, trainer, data, args, argv, started)
+
+
+def _train_into(
+    out: Path,
+    checkpoints: Any,
+    trainer: Any,
+    data: Any,
+    args: argparse.Namespace,
+    argv: Sequence[str],
+    started: float,
+) -> dict[str, Any]:
+    """Trains all seeds and writes the results into a folder; returns what `results.json` has."""
+    from dejax.training.command import report
+
+    settings = trainer.settings
     out.mkdir(parents=True, exist_ok=True)
     runs = [_one_seed(trainer, checkpoints, args, seed, out) for seed in range(settings.seeds)]
     results = report.summarise(
@@ -122,10 +140,10 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         inference=_inference_of(args, trainer),
         baseline=_baseline(args, settings, data),
         linear={} if args.no_baseline or settings.task != "tables" else trainer.task.linear_measures(),
-        total_seconds=time.perf_counter() - start,
+        total_seconds=time.perf_counter() - started,
         argv=argv,
     )
-    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_whole(out / "results.json", (json.dumps(results, indent=2) + "\n").encode())
     report.draw_curves(out / "curves.png", results, [run.history for run in runs])
     artifacts = {"results": str(out / "results.json"), "curves": str(out / "curves.png")}
     if settings.task == "tables":
