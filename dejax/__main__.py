@@ -11,7 +11,7 @@ from dejax import info
 from dejax._optional import missing_packages
 
 NEXT = (
-    ("dejax-train", "train an R-GCN on the code graph of your Python's standard library, in about a minute"),
+    ("dejax-train", "train an R-GCN on the code graph of your Python's standard library, in a minute or two"),
     ("dejax-train tables CONFIG", "predict something about rows of your database; with --help it shows a CONFIG"),
     ("python -m dejax.info", "versions, devices, the driver, and the remedy for all that is unavailable"),
     ('python -c "import dejax.rgnn; help(dejax.rgnn)"', "the compiler for graph layers; the other parts likewise"),
@@ -26,6 +26,8 @@ def parts(report: dict[str, Any]) -> list[tuple[str, str, str]]:
         return [(name, what, f"not at all: {why}") for name, what in _PURPOSES]
     runs = f"on {gpu}" if gpu else "on the CPU"
     native = runs if report["native"]["loaded"] else "not at all: the native extension is missing"
+    if report["native"].get("hidden"):
+        native = "not at all: this folder hides the installed dejax"
     ways = {
         "dejax.rgnn": f"by kernels {runs}" if gpu else "by XLA on the CPU",
         "dejax.segment": f"by kernels {runs}" if gpu else "by XLA on the CPU",

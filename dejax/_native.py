@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax import Array
 
+from dejax._optional import hidden_installation
+
 if TYPE_CHECKING:
     from dejax import _dejax_native
 
@@ -75,11 +77,23 @@ def extension(what: str) -> Any:
     module, why = _load()
     if module is None:
         raise NativeExtensionError(
-            f"{what} needs dejax's native extension, which could not be loaded ({why}). Install dejax instead of "
-            "putting its source tree on the path: `pip install .` in the source tree, with a C++17 compiler. Install "
-            "it again after a change of the Python or jaxlib version."
+            f"{what} needs dejax's native extension, which could not be loaded ({why}). {remedy()}"
         )
     return module
+
+
+def remedy() -> str:
+    """What to do where the extension cannot be loaded."""
+    hidden = hidden_installation()
+    if hidden is not None:
+        return (
+            f"{Path(__file__).parent}, a source tree, hides the dejax that is installed in {hidden}. Run Python in "
+            "another folder; the commands `dejax` and `dejax-train` work in any folder."
+        )
+    return (
+        "Install dejax instead of putting its source tree on the path: `pip install .` in the source tree, with a "
+        "C++17 compiler. Install it again after a change of the Python or jaxlib version."
+    )
 
 
 def num_threads() -> int:

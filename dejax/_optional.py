@@ -1,10 +1,12 @@
-"""Packages that only some parts need: a clear error where one is missing."""
+"""What may be missing here: packages that only some parts need, and the native extension."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -20,6 +22,15 @@ TRAINING = ("flax", "optax", "orbax-checkpoint", "matplotlib", "pyarrow", "rdfli
 def missing_packages() -> list[str]:
     """The packages of `TRAINING` that are not installed."""
     return [name for name in TRAINING if not is_there(name.partition("-")[0])]
+
+
+def hidden_installation() -> Path | None:
+    """The folder of an installed dejax that this dejax, a source tree without the extension, hides on Python's path."""
+    here = Path(__file__).parent
+    if any(here.glob("_dejax_native.*.so")):
+        return None
+    folders = (Path(entry, here.name) for entry in sys.path if entry)
+    return next((folder for folder in folders if any(folder.glob("_dejax_native.*.so"))), None)
 
 
 @contextmanager

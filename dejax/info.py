@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dejax._optional import hidden_installation
 from dejax._origin import version_of, versions
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jraph", "tensorstore", "numpy", "rdflib")
@@ -97,9 +98,11 @@ def _native(missing: Missing) -> dict[str, Any]:
         module = native.extension("dejax.info")
     except ImportError as error:
         reason = str(error)
-        missing("native extension", reason, "pip install . in the source tree, with a C++17 compiler")
+        hidden = hidden_installation()
+        remedy = "run Python in another folder" if hidden else "pip install . in the source tree, with a C++17 compiler"
+        missing("native extension", reason, remedy)
         missing("CUDA driver", "the native extension would ask for it", "the same")
-        return {"loaded": False, "reason": reason}
+        return {"loaded": False, "reason": reason, "hidden": None if hidden is None else str(hidden)}
     return {
         "loaded": True,
         "file": str(module.__file__),

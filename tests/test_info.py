@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,21 @@ def test_without_the_extension_it_says_so_and_dejax_imports() -> None:
     assert report["native"]["loaded"] is False
     assert "pip install ." in reasons(report)["native extension"]
     assert report["driver"] is None and "CUDA driver" in reasons(report)
+
+
+def test_a_source_tree_that_hides_an_installed_dejax_says_so(tmp_path: Path) -> None:
+    """As where a user installs dejax from the source tree, and then runs Python there."""
+    without = shutil.ignore_patterns("*.so", "*.pyc")
+    shutil.copytree(Path(dejax.__file__).parent, tmp_path / "tree/dejax", ignore=without)
+    installed = tmp_path / "site/dejax"
+    installed.mkdir(parents=True)
+    (installed / "_dejax_native.abi3.so").touch()
+    path = [str(tmp_path / "tree"), str(tmp_path / "site")]
+    code = f"import sys; sys.path[:0] = {path}; import dejax.info; dejax.info.main(['--json'])"
+    report = json.loads(run(code=code, JAX_PLATFORMS="cpu"))
+    assert str(installed) in reasons(report)["native extension"]
+    assert "run Python in another folder" in [entry["remedy"] for entry in report["unavailable"]]
+    assert "not at all: this folder hides the installed dejax" in [how for _, _, how in greeting.parts(report)]
 
 
 def test_tuned_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
