@@ -125,11 +125,10 @@ LAYERS = (
         "dejax._jaxprs",
         "dejax._native",
         "dejax._npy",
-        "dejax._optional",
         "dejax._origin",
         "dejax._pytrees",
     ),
-    ("dejax._cache", "dejax._compat"),
+    ("dejax._cache", "dejax._compat", "dejax._optional"),
 )
 PARTS = ("dejax.host_gather", "dejax.offload", "dejax.rgnn")
 RANKS = {layer: rank for rank, layers in enumerate(LAYERS) for layer in layers}
