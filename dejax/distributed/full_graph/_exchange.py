@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dejax.distributed.full_graph._rounds import Round
-from dejax.rgnn.lowering.segments import extremum_at, wide
+from dejax.rgnn.lowering.segments import extremum_at, where_rows, wide
 
 Rounds = tuple[Round, ...]
 
@@ -31,19 +31,19 @@ def exchange(x: jax.Array, send: jax.Array, rounds: Rounds, axis: str) -> jax.Ar
     Returns:
         The rows with the received ones; zeros in slots that nothing arrives in.
     """
-    return exchange_beside(x, x, (), send, rounds, axis)[0]
+    return exchange_beside(x, None, (), send, rounds, axis)[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def exchange_beside(
-    x: jax.Array, sent: jax.Array, beside: tuple[jax.Array, ...], send: jax.Array, rounds: Rounds, axis: str
+    x: jax.Array, valid: jax.Array | None, beside: tuple[jax.Array, ...], send: jax.Array, rounds: Rounds, axis: str
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The exchange of `exchange`, while other values are computed.
+    """As `exchange`, while other values are computed.
 
     Args:
         x: [owned, *F], the rows that the device owns.
-        sent: [owned, *F], equal to `x` in the rows that `send` names: the exchange does not wait for `x`, which has all
-            of the gradient.
+        valid: bool[owned], False for rows that are padding and may hold anything: they and their gradients become
+            zeros, while own rows are copied. No such row is sent. None: all rows are copied as they are.
         beside: values that need nothing of the exchange. They exist before the received rows are written behind `x`.
         send, rounds, axis: as for `exchange`.
 
@@ -53,8 +53,9 @@ def exchange_beside(
     received = []
     for some in rounds:
         place = send[some.start : some.start + some.rows]
-        out = sent.at[place].get(mode="fill", fill_value=0, unique_indices=True)
+        out = x.at[place].get(mode="fill", fill_value=0, unique_indices=True)
         received.append(jax.lax.ppermute(out, axis, some.pairs))
+    x = where_rows(valid, x)
     if not received:
         return x, beside
     # The copy of the own rows does not wait for the others, which are written behind them.
@@ -64,14 +65,14 @@ def exchange_beside(
 
 
 def _forward(
-    x: jax.Array, sent: jax.Array, beside: tuple[jax.Array, ...], send: jax.Array, rounds: Rounds, axis: str
-) -> tuple[tuple[jax.Array, tuple[jax.Array, ...]], jax.Array]:
-    return exchange_beside(x, sent, beside, send, rounds, axis), send
+    x: jax.Array, valid: jax.Array | None, beside: tuple[jax.Array, ...], send: jax.Array, rounds: Rounds, axis: str
+) -> tuple[tuple[jax.Array, tuple[jax.Array, ...]], tuple[jax.Array | None, jax.Array]]:
+    return exchange_beside(x, valid, beside, send, rounds, axis), (valid, send)
 
 
-def _backward(rounds: Rounds, axis: str, send: jax.Array, cotangents: Any) -> tuple[Any, None, Any, None]:
-    of_rows, of_beside = cotangents
-    return collect(of_rows, send, rounds, axis), None, of_beside, None
+def _backward(rounds: Rounds, axis: str, saved: Any, cotangents: Any) -> tuple[Any, None, Any, None]:
+    (valid, send), (of_rows, of_beside) = saved, cotangents
+    return _collected(of_rows, valid, send, rounds, axis), None, of_beside, None
 
 
 exchange_beside.defvjp(_forward, _backward)
@@ -87,8 +88,13 @@ def collect(x: jax.Array, send: jax.Array, rounds: Rounds, axis: str) -> jax.Arr
         x: [owned + halo slots, *F].
         send, rounds, axis: as for `exchange`.
     """
+    return _collected(x, None, send, rounds, axis)
+
+
+def _collected(x: jax.Array, valid: jax.Array | None, send: jax.Array, rounds: Rounds, axis: str) -> jax.Array:
+    """As `collect`, with zeros in own rows that are not `valid`."""
     owned = x.shape[0] - send.shape[0]
-    total = wide(x[:owned])
+    total = where_rows(valid, wide(x[:owned]))
     for some in rounds:
         back = tuple((receiver, sender) for sender, receiver in some.pairs)
         place = send[some.start : some.start + some.rows]

@@ -16,7 +16,7 @@ from dejax.pallas import clear_rows
 from dejax.rgnn.compiler.execute import CompileTask, counts_of, run, uses_kernels
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Op, Space, is_float
-from dejax.rgnn.lowering.node_rows import NodeRows
+from dejax.rgnn.lowering.node_rows import ALL_ROWS, NodeRows
 from dejax.rgnn.lowering.segments import (
     extremum_at,
     extremum_of_all,
@@ -43,7 +43,7 @@ class DeviceRun:
         self.rounds, self.axis = graph.layout.rounds, graph.axis
         self.rows, self.halo = graph.layout.rows, graph.layout.halo
         self.values: dict[Ref, jax.Array] = {}
-        self.padded: dict[Ref, jax.Array] = {}  # arguments of nodes, with any values in rows that are padding
+        self.padded: set[Ref] = set()  # arguments of nodes, with any values in rows that are padding
         self.beside: list[Ref] = []  # values that stages of own nodes gave since the last exchange
         self.received: set[Ref] = set()  # values of own and halo nodes that an exchange made
 
@@ -66,15 +66,13 @@ class DeviceRun:
         return self.local if on_edges else self.owned
 
     def _given(self, i: int, x: jax.Array) -> jax.Array:
-        """An argument in the compiler's form; rows that are padding become zeros."""
+        """An argument in the compiler's form; rows that are padding become zeros, or are noted in `padded`."""
         op = self.plan.program.ops[i]
         if op.space == Space.GRAPH:
             return x[None]
         if op.space == Space.NODE and is_float(op.dtype) and uses_kernels(self.owned, self.options):
-            x = self.padded[i, Form.OWN] = _without_gradient_of_padding(
-                x, self._nodes_by_type(), self.options.interpret
-            )
-            return _zeros_in_padding(x, self.owned.node_mask)
+            self.padded.add((i, Form.OWN))
+            return _without_gradient_of_padding(x, self._nodes_by_type(), self.options.interpret)
         if op.space == Space.EDGE:
             x = x.at[self.local.edge_ids].get(unique_indices=True, mode="fill", fill_value=0)
         return where_rows(valid_rows(self._graph(op.space != Space.NODE), op.space), x)
@@ -95,11 +93,11 @@ class DeviceRun:
     def _stage(self, stage: Stage) -> None:
         """Runs one stage on this device, and stores its outputs."""
         graph = self._graph(stage.on_edges)
-        # Kernels on own nodes know which rows are padding: they wait for no copy with zeros there.
-        padded = {} if stage.on_edges else self.padded
-        inputs = tuple(padded.get(ref, self._read(ref, stage.on_edges)) for ref in stage.inputs)
-        rows = NodeRows(padded=tuple(n for n, ref in enumerate(stage.inputs) if ref in padded))
-        if graph.num_destinations is not None and stage.on_edges:
+        inputs = tuple(self._read(ref, stage.on_edges) for ref in stage.inputs)
+        rows = ALL_ROWS
+        if not stage.on_edges:  # kernels know which rows are padding: they wait for no copy with zeros there
+            rows = NodeRows(padded=tuple(n for n, ref in enumerate(stage.inputs) if ref in self.padded))
+        elif graph.num_destinations is not None:
             given, made = (
                 tuple(n for n, (_, form) in enumerate(refs) if form == Form.OWN)
                 for refs in (stage.inputs, stage.outputs)
@@ -118,6 +116,8 @@ class DeviceRun:
         x = self.values[ref]
         if ref[1] != Form.OWN or not on_edges:
             return x
+        if ref in self.padded:
+            x = _zeros_in_padding(x, self.owned.node_mask)
         return jnp.pad(x, ((0, self.halo), *((0, 0),) * (x.ndim - 1)))  # halo rows, which no result depends on
 
     def _exchange(self, step: Exchange) -> None:
@@ -131,9 +131,9 @@ class DeviceRun:
         for values in by_dtype.values():
             refs: list[Ref] = [(value, Form.OWN) for value in values]
             own = self._side_by_side([self.values[ref] for ref in refs])
-            sent = jax.lax.stop_gradient(self._side_by_side([self.padded.get(ref, self.values[ref]) for ref in refs]))
+            valid = None if self.padded.isdisjoint(refs) else self.owned.node_mask
             others = tuple(self.values[ref] for ref in beside)
-            found, others = exchange_beside(own, sent, others, self.send, self.rounds, self.axis)
+            found, others = exchange_beside(own, valid, others, self.send, self.rounds, self.axis)
             self.values.update(zip(beside, others, strict=True))
             start = 0
             for value in values:
