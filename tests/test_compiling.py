@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from dejax import _compiling
-from dejax._cache import cache_folder, keep_compiled_programs
+from dejax._files import cache_folder, keep_compiled_programs
 from dejax.minibatch import HeteroTopology, sample_blocks
 
 TRACE, _, XLA = _compiling._EVENTS  # the events of jax, in order

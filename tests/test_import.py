@@ -124,11 +124,10 @@ LAYERS = (
         "dejax._dtypes",
         "dejax._jaxprs",
         "dejax._native",
-        "dejax._npy",
         "dejax._origin",
         "dejax._pytrees",
     ),
-    ("dejax._cache", "dejax._compat", "dejax._optional"),
+    ("dejax._compat", "dejax._files", "dejax._optional", "dejax._platform"),
 )
 PARTS = ("dejax.host_gather", "dejax.offload", "dejax.rgnn")
 RANKS = {layer: rank for rank, layers in enumerate(LAYERS) for layer in layers}

@@ -14,7 +14,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from dejax._cache import cache_folder, write_whole
+from dejax._files import cache_folder, write_whole
 
 
 class KernelError(RuntimeError):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dejax._npy import mapped_npy, read_description, write_description
+from dejax._files import mapped_npy, read_description, write_description
 from dejax._optional import optional
 from dejax.distributed._neighbours import EdgesInMemory, EdgesOfTopology, NeighbourLists, edges_of, first_nodes
 from dejax.distributed._streaming import refine, stream
@@ -120,16 +120,6 @@ class Partition:
     def owner(self) -> np.ndarray:
         """int32[nodes]: the part of each node, ordered by node type, for `ShardedGraph.from_graph`."""
         return np.concatenate([np.zeros(0, np.int32), *self.assignment.values()])
-
-    def nodes_of(self, part: int, node_type: str | None = None) -> np.ndarray:
-        """The nodes of a part, numbered within their type.
-
-        `node_type` may be left out if the graph has one node type.
-        """
-        name = _one_type(self.assignment, node_type)
-        if not 0 <= part < self.parts:
-            raise ValueError(f"`part` must be from 0 to {self.parts - 1}, got {part}")
-        return np.flatnonzero(self.assignment[name] == part)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes the partition to a folder, for `load`: an `.npy` file for each node type and `partition.json`."""
@@ -351,14 +341,6 @@ def _over_mean(sizes: tuple[int, ...]) -> float:
 
 def _of_type(row_bytes: int | Mapping[str, int], name: str) -> int:
     return row_bytes[name] if isinstance(row_bytes, Mapping) else row_bytes
-
-
-def _one_type(assignment: Mapping[str, Any], node_type: str | None) -> str:
-    if node_type is None and len(assignment) == 1:
-        return next(iter(assignment))
-    if node_type is None or node_type not in assignment:
-        raise ValueError(f"`node_type` must be one of {list(assignment)}, got {node_type!r}")
-    return node_type
 
 
 def _mapped(file: Path) -> np.ndarray:

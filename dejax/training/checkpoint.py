@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dejax._cache import write_whole
+from dejax._files import write_whole
 from dejax._optional import optional
 
 SETTINGS_FILE = "settings.json"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dejax import _native
-from dejax._npy import to_save
+from dejax._files import to_save
 from dejax.host_gather import HostTable, _spec, scatter
 from dejax.host_gather.tables import _memory
 

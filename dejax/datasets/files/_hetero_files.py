@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dejax._npy import mapped_npy, to_save
+from dejax._files import mapped_npy, to_save
 from dejax.datasets.columns import Column
 from dejax.datasets.tasks.task import Task
 

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from dejax._drive_layout import BLOCK, DriveLayout, checksums_of
-from dejax._npy import mapped_npy
+from dejax._files import mapped_npy
 from dejax.datasets.files._narrow_rows import Encoder, block_rows
 from dejax.datasets.files._parquet_rows import ParquetRows
 from dejax.datasets.files._work import for_blocks

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dejax._npy import mapped_npy
+from dejax._files import mapped_npy
 from dejax.datasets._dataset import UNLABELLED
 from dejax.datasets._hetero import Ends, HeteroDataset, Relation
 from dejax.datasets.files._downloads import DATA_VARIABLE

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from dejax._npy import mapped_npy, read_description, to_save, write_description
+from dejax._files import mapped_npy, read_description, to_save, write_description
 from dejax.distributed.full_graph._rounds import Round
 from dejax.distributed.full_graph._sharded_graph import (
     ShardedGraph,

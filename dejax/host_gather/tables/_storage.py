@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from dejax import _native
-from dejax._npy import dtype_of_file
+from dejax._files import dtype_of_file
 from dejax.host_gather._spec import TableSpec, device_or_default, ordinal_of
 from dejax.host_gather.tables._memory import array_of, copy_rows, host_sharding, pin, zeros_on_cpu
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dejax._npy import read_description, write_description
+from dejax._files import read_description, write_description
 from dejax.host_gather import HostTable
 
 _FILE = "topology.json"

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dejax._cache import cache_folder, write_whole
+from dejax._files import cache_folder, write_whole
 from dejax._optional import is_there, optional
 from dejax.pallas.lowering import compiler
 from dejax.pallas.lowering.compiler import received

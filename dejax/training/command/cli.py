@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dejax._cache import keep_compiled_programs, write_whole
+from dejax._files import keep_compiled_programs, write_whole
 from dejax._optional import missing_packages
 from dejax.training.command.arguments import parser, settings_of
 from dejax.training.command.config import TablesConfig, read_config

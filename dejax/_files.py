@@ -1,13 +1,15 @@
-"""Folders of arrays: `.npy` files, also of dtypes that numpy lacks, and a JSON file that describes them.
+"""Files that dejax keeps: its folder of caches, files that are written whole, and folders of arrays.
 
-`numpy.save` writes elements of bfloat16 and FP8 as bytes without a name. Here a file has elements of one field, with
-the dtype's name and the bits as unsigned integers.
+A folder of arrays has `.npy` files, also of dtypes that numpy lacks, and a JSON file that describes them. `numpy.save`
+writes elements of bfloat16 and FP8 as bytes without a name. Here a file has elements of one field, with the name of the
+dtype and the bits as unsigned integers.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,42 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dejax._cache import write_whole
+
+def cache_folder() -> Path:
+    """`$DEJAX_CACHE_DIR`, or `dejax` in the user's cache folder. It need not exist."""
+    folder = os.environ.get("DEJAX_CACHE_DIR")
+    if folder:
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dejax"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file that other processes see whole or not at all; it replaces the one of this name.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # others may read it, unlike files of `tempfile`
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def keep_compiled_programs() -> None:
+    """Turns on jax's cache of compiled programs on disk, in `cache_folder()`, unless the user has chosen a folder.
+
+    dejax's commands call it before they compile anything: the second run of a command then reads the programs that the
+    first one has compiled. Programs that compile in less than 50 ms are not kept.
+    """
+    import jax  # here, since readers of data sets write files without it
+
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 
 def to_save(array: np.ndarray) -> np.ndarray:
