@@ -7,20 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
 
 from benchmarks.peers.case import Settings, make_graph, parameters
 from benchmarks.peers.jax_layers import rel_graph
 from dejax import rgnn
 from dejax.rgnn import library
-
-try:
-    from jax.sharding import AbstractDevice
-except ImportError:
-    from jax._src.mesh import AbstractDevice
-
-H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
-"""Under `jax.sharding.use_abstract_mesh(H200)`, kernels are lowered for an H200."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,8 +91,9 @@ def compile_layer(args: argparse.Namespace, folder: Path) -> int:
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    from benchmarks.described import H200, layer
+    from benchmarks.described import layer
     from benchmarks.peers.case import Settings
+    from tests.described import H200
 
     jax._src.lib.cuda_path = str(folder)
     jax.config.update("jax_platforms", "cpu")

@@ -1,6 +1,7 @@
 """What differs between the supported versions of jax (>= 0.10.2, < 0.13), in one place."""
 
 import contextlib
+import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -242,28 +243,35 @@ def varying_result(shape: tuple[int, ...], dtype: Any, *operands: Any) -> Any:
     return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=ManualAxisType(varying=axes))
 
 
-def unchecked(function: Any, *arrays: Any) -> list[Any]:
-    """The results of a function of arrays, in which a `jax.shard_map` does not check over which axes arrays vary.
+def kernel_call(on_gpu: Any, elsewhere: Any, *arrays: Any) -> list[Any]:
+    """The results of a kernel of a GPU, or of another function of the same arrays where a program is lowered for a CPU.
 
-    Kernels and functions that are traced later, while JAX lowers a program, do not say it of the values inside of them.
-    All results vary as all arrays do.
+    `elsewhere` is traced then, and only then; None: `on_gpu` serves everywhere. A `jax.shard_map` does not check over
+    which axes arrays vary in either, because kernels, and functions that are traced while JAX lowers a program, do not
+    say it of the values inside of them. All results vary as all arrays do.
     """
-    if not jax_config._check_vma.value:
-        return list(function(*arrays))
+    checks = jax_config._check_vma.value
+    if not checks and (elsewhere is None or not any(isinstance(x, jax.core.Tracer) for x in arrays)):
+        return list(on_gpu(*arrays))
     arrays = varying_alike(arrays)
+    types = map(jax.typeof, arrays)
     with jax_config._check_vma(False):
-        jaxpr = jax.make_jaxpr(lambda *given: list(function(*given)))(
-            *(jax.typeof(x).update(manual_axis_type=ManualAxisType()) for x in arrays)
+        jaxpr = jax.make_jaxpr(lambda *given: list(on_gpu(*given)))(
+            *(x.update(manual_axis_type=ManualAxisType()) if checks else x for x in types)
         )
-    return unchecked_p.bind(*arrays, jaxpr=jaxpr)
+    return kernel_call_p.bind(*arrays, jaxpr=jaxpr, elsewhere=elsewhere)
 
 
-unchecked_p = jax.extend.core.Primitive("dejax_unchecked")
-unchecked_p.multiple_results = True
+kernel_call_p = jax.extend.core.Primitive("dejax_kernel_call")
+kernel_call_p.multiple_results = True
 
 
-def _unchecked(*arrays: Any, jaxpr: Any) -> Any:
+def _on_gpu(*arrays: Any, jaxpr: Any, elsewhere: Any) -> Any:
     return jax.extend.core.jaxpr_as_fun(jaxpr)(*arrays)
+
+
+def _elsewhere(*arrays: Any, jaxpr: Any, elsewhere: Any) -> Any:
+    return _on_gpu(*arrays, jaxpr=jaxpr, elsewhere=None) if elsewhere is None else list(elsewhere(*arrays))
 
 
 def lower_unchecked(function: Any, multiple_results: bool = True) -> Any:
@@ -278,16 +286,19 @@ def lower_unchecked(function: Any, multiple_results: bool = True) -> Any:
     return rule
 
 
-def _batch_unchecked(arrays: Any, axes: Any, *, jaxpr: Any) -> tuple[Any, Any]:
-    function = jax.vmap(jax.extend.core.jaxpr_as_fun(jaxpr), in_axes=tuple(axes))
-    return unchecked(function, *arrays), [0] * len(jaxpr.out_avals)
+def _batch_kernel_call(arrays: Any, axes: Any, *, jaxpr: Any, elsewhere: Any) -> tuple[Any, Any]:
+    mapped = functools.partial(jax.vmap, in_axes=tuple(axes))
+    other = None if elsewhere is None else mapped(elsewhere)
+    return kernel_call(mapped(jax.extend.core.jaxpr_as_fun(jaxpr)), other, *arrays), [0] * len(jaxpr.out_avals)
 
 
-unchecked_p.def_abstract_eval(
-    lambda *operands, jaxpr: [varying_result(out.shape, out.dtype, *operands) for out in jaxpr.out_avals]
+kernel_call_p.def_abstract_eval(
+    lambda *operands, jaxpr, elsewhere: [varying_result(out.shape, out.dtype, *operands) for out in jaxpr.out_avals]
 )
-jax.interpreters.mlir.register_lowering(unchecked_p, lower_unchecked(_unchecked))
-jax.interpreters.batching.primitive_batchers[unchecked_p] = _batch_unchecked
+jax.interpreters.mlir.register_lowering(kernel_call_p, lower_unchecked(_elsewhere))
+for _platform in ("cuda", "rocm"):
+    jax.interpreters.mlir.register_lowering(kernel_call_p, lower_unchecked(_on_gpu), platform=_platform)
+jax.interpreters.batching.primitive_batchers[kernel_call_p] = _batch_kernel_call
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from jax import Array
 
 from dejax import _compat, _native
 from dejax._native import ffi_call
+from dejax._platform import default_device, described_device, platform
 from dejax.cuda.nvrtc import KernelError, compiled, nvrtc
 from dejax.pallas.machine import compute_capability
 
@@ -59,14 +60,16 @@ def by_platform(
     """The result of `on_gpu` or `on_cpu`, or of `by_xla` where the platform has no calls for rows of this size."""
     if available(size):
         return jax.lax.platform_dependent(*operands, cuda=on_gpu, default=by_xla)
-    if jax.default_backend() == "cpu" and compute_capability() is None and _native.unavailable_reason() is None:
+    if platform() == "cpu" and _native.unavailable_reason() is None:
         return jax.lax.platform_dependent(*operands, cpu=on_cpu, default=by_xla)  # exported for a GPU it has no calls
     return by_xla(*operands)
 
 
 def _parts(size: int, more_from: int) -> int:
     """How many blocks work on a row."""
-    whole = jax.default_backend() == "cpu" or getattr(jax.devices()[0], "core_count", 0) >= _MULTIPROCESSORS
+    described = described_device()
+    cores = getattr(default_device(), "core_count", 0) if described is None else described.num_cores
+    whole = (cores or 0) >= _MULTIPROCESSORS
     return _MORE_PARTS if size > more_from and whole and compute_capability() in _OF_DATA_CENTRES else _PARTS
 
 

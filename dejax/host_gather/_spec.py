@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dejax._platform import default_device
+
 # dejax/include/element_types.h has the same codes.
 ELEMENT_CODES = {
     "float32": 0,
@@ -170,8 +172,7 @@ def device_or_default(device: jax.Device | None) -> Any:
         if not hasattr(device, "platform"):
             raise TypeError(f"HostTable: `device` must be one of jax.devices(), got {device!r}")
         return device
-    default = jax.config.values["jax_default_device"]
-    return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+    return default_device()
 
 
 def platform_of(device: jax.Device) -> str:

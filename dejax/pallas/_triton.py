@@ -24,6 +24,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -41,6 +42,7 @@ from jax.extend.core import Primitive
 
 from dejax import _compat
 from dejax._jaxprs import loop
+from dejax._platform import on_gpu
 from dejax.pallas._shapes import divide
 from dejax.pallas._tiles import broadcast, where
 from dejax.pallas.formats.table_slice import SliceRef, TableSlice
@@ -150,8 +152,14 @@ def label(text: str) -> Iterator[None]:
 
 
 def use_interpreter(interpret: bool | None) -> bool:
-    """Whether to run kernels interpreted: `interpret`, or if it is None, whether the default backend is no GPU."""
-    return jax.default_backend() not in ("gpu", "cuda") if interpret is None else interpret
+    """Whether to run kernels interpreted: `interpret`, or if it is None, whether they are traced for no GPU."""
+    return not on_gpu() if interpret is None else interpret
+
+
+_INTERPRETED = (
+    "a function that was traced for a GPU is compiled for the CPU, where its arguments lie: kernels are interpreted, "
+    'which is slow; call the function under `with jax.default_device("cpu"):`, so that XLA computes it there'
+)
 
 
 def pallas_call(
@@ -168,26 +176,36 @@ def pallas_call(
     """A call of `kernel` on whole arrays, for each program id of a one-dimensional grid.
 
     One axis, because CUDA's other two end at 65,535 and because a kernel that splits the id itself settles which of its
-    blocks run next to each other, whatever `vmap` adds. Operands may be `TableSlice`s.
+    blocks run next to each other, whatever `vmap` adds. Operands may be `TableSlice`s. Where jax lowers a program for
+    a CPU, the kernel is interpreted, with a warning.
     """
 
     def run(*operands: Any) -> Sequence[jax.Array]:
         if not interpret:
             _check_offsets(name, [*operands, *out_shape])
-        slices = {i: o for i, o in enumerate(operands) if isinstance(o, TableSlice)}
-        kernel_call = pl.pallas_call(
-            _traced(kernel, interpret, slices),
-            out_shape=list(out_shape),
-            grid=(num_programs,),
-            compiler_params=_parameters(num_warps, num_stages),
-            interpret=interpret,
-            input_output_aliases=dict(aliases or {}),
-            name=f"{_label.get()}_{name}" if _label.get() else name,
-        )
+        slices = {i: replace(o, table=None) for i, o in enumerate(operands) if isinstance(o, TableSlice)}
+        full_name = f"{_label.get()}_{name}" if _label.get() else name
+
+        def kernel_call(interpret: bool) -> Callable[..., Any]:
+            return pl.pallas_call(
+                _traced(kernel, interpret, slices),
+                out_shape=list(out_shape),
+                grid=(num_programs,),
+                compiler_params=_parameters(num_warps, num_stages),
+                interpret=interpret,
+                input_output_aliases=dict(aliases or {}),
+                name=full_name,
+            )
+
+        def on_cpu(*given: Any) -> Sequence[Any]:
+            warnings.warn(_INTERPRETED, stacklevel=2)
+            return kernel_call(interpret=True)(*given)
+
         given = [o.table if isinstance(o, TableSlice) else o for o in operands]
-        own = _lowering() == "dejax" and not interpret
-        kernel_call = functools.partial(apart, kernel_call) if own else kernel_call
-        call = jax.custom_jvp(functools.partial(_compat.unchecked, kernel_call))
+        called = kernel_call(interpret)
+        if not interpret and _lowering() == "dejax":
+            called = functools.partial(apart, called)
+        call = jax.custom_jvp(functools.partial(_compat.kernel_call, called, None if interpret else on_cpu))
 
         @call.defjvp
         def no_derivative(primals: Any, tangents: Any) -> Any:

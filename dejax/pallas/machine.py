@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-import jax
+from dejax._platform import default_device, described_device, on_gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +33,21 @@ class Machine:
 
 H200 = Machine()
 # Shared memory of a multiprocessor by compute capability; other devices count as the smallest of these.
-_SHARED_BYTES = {"8.0": 163 * 1024, "8.7": 163 * 1024, "9.0": 227 * 1024, "10.0": 227 * 1024, "10.3": 227 * 1024}
+_SHARED_BYTES = {80: 163 * 1024, 87: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024}
 _LEAST_SHARED_BYTES = 99 * 1024
 
 
-@functools.cache
 def machine() -> Machine:
-    """The default device, or an H200 if it is no GPU. All figures except the shared memory are those of an H200."""
-    if jax.default_backend() not in ("gpu", "cuda"):
-        return H200
-    capability = getattr(jax.devices()[0], "compute_capability", "")
+    """The device that programs are traced for, or an H200 if it is no GPU.
+
+    All figures except the shared memory are those of an H200.
+    """
+    capability = compute_capability()
+    return H200 if capability is None else _machine(capability)
+
+
+@functools.cache
+def _machine(capability: int) -> Machine:
     return Machine(shared_bytes=_SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES))
 
 
@@ -55,12 +60,11 @@ def compute_capability() -> int | None:
 
     That of the abstract device of `jax.sharding.use_abstract_mesh`, else the default device's.
     """
-    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    words = str(getattr(described, "device_kind", "")).split()
+    words = str(getattr(described_device(), "device_kind", "")).split()
     known = [number for name, number in _CAPABILITIES.items() if name in words]
     if known:
         return known[0]
-    if jax.default_backend() not in ("gpu", "cuda"):
+    if not on_gpu():
         return None
-    found = getattr(jax.devices()[0], "compute_capability", None)
+    found = getattr(default_device(), "compute_capability", None)
     return None if found is None else int(str(found).replace(".", ""))

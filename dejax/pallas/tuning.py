@@ -24,7 +24,8 @@ from typing import Any
 
 import jax
 
-from dejax._cache import cache_folder, write_whole
+from dejax._files import cache_folder, write_whole
+from dejax._platform import default_device, on_gpu
 from dejax.pallas import _triton
 from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.profile import record
@@ -53,10 +54,9 @@ def cache_file() -> Path:
     return cache_folder() / f"schedules_{device_name()}.json"
 
 
-@functools.cache
 def device_name() -> str:
     """The default device, as part of a file's name: `nvidia_h200`."""
-    return re.sub(r"[^a-z0-9]+", "_", jax.devices()[0].device_kind.lower()).strip("_")
+    return re.sub(r"[^a-z0-9]+", "_", default_device().device_kind.lower()).strip("_")
 
 
 def read_table(path: Path) -> Table:
@@ -71,17 +71,19 @@ def read_table(path: Path) -> Table:
         return {}
 
 
-@functools.cache
 def _tables() -> tuple[Table, ...]:
     """The user's table, then the one that dejax ships for the device; none where there is no GPU."""
-    if jax.default_backend() not in ("gpu", "cuda"):
-        return ()
-    return read_table(cache_file()), read_table(TUNED / f"{device_name()}.json")
+    return _tables_of(device_name()) if on_gpu() else ()
+
+
+@functools.cache
+def _tables_of(device: str) -> tuple[Table, ...]:
+    return read_table(cache_file()), read_table(TUNED / f"{device}.json")
 
 
 def forget_tables() -> None:
     """Forgets the tables that were read: the next kernel reads the files again."""
-    _tables.cache_clear()
+    _tables_of.cache_clear()
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import jax
 
 import dejax
 from dejax._compiling import CompiledFunction, compiled_functions
+from dejax._platform import default_device, platform
 from dejax.offload import ActivationStore, default_store
 from dejax.offload.activations import current
 from dejax.reporting import _hlo, _liveness, _measure, _traffic
@@ -106,7 +107,7 @@ def report(
         offloads = any(i.target.startswith("dejax_offload") for i, _ in module.instructions())
         mine = store or ((current.innermost() or default_store()) if offloads else None)
         measured, moved, waits = _run(jitted, args, kwargs, donated, calls, mine)
-    events, on_gpu = (measured.events if measured else []), jax.default_backend() == "gpu"
+    events, on_gpu = (measured.events if measured else []), platform() == "gpu"
     kernels = kernels_of(module, events, calls, traced(), on_gpu=on_gpu)
     traffic = [*_traffic.of_tables(module, leaves, on_gpu=on_gpu), *moved]
     memory = _memory(compiled)
@@ -116,7 +117,7 @@ def report(
     return Report(
         name=_name(step),
         device=_device(),
-        backend=jax.default_backend(),
+        backend=platform(),
         how=_how(why, bool(events), on_gpu),
         leaves=leaves,
         timeline=timeline,
@@ -216,5 +217,5 @@ def _how(why: str, profiled: bool, on_gpu: bool) -> str:
 
 
 def _device() -> str:
-    kind = jax.devices()[0].device_kind
+    kind = default_device().device_kind
     return f"{kind}, jax {jax.__version__}, dejax {dejax.__version__}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from dejax._platform import default_device, platform
 from dejax.host_gather.tables.table import LocalTable
 
 
@@ -103,7 +104,7 @@ def measure(call: Callable[[Any], Any], arguments: Callable[[], Any], calls: int
         seconds.append(time.perf_counter() - began)
     given = [jax.block_until_ready(arguments()) for _ in range(calls)]
     events = record(lambda: [jax.block_until_ready(call(each)) for each in given])
-    stats = jax.local_devices()[0].memory_stats() or {}
+    stats = default_device().memory_stats() or {}
     return Measured(
         statistics.median(seconds[1:]), calls, events, seconds[0], stats.get("peak_bytes_in_use") if stats else None
     )
@@ -113,7 +114,7 @@ def record(run: Callable[[], Any]) -> list[Event]:
     """Calls `run` under jax's profiler and returns the events; none where another profile is being taken."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
-    options.host_tracer_level = 2 if jax.default_backend() == "cpu" else 1
+    options.host_tracer_level = 2 if platform() == "cpu" else 1
     with tempfile.TemporaryDirectory() as folder:
         try:
             jax.profiler.start_trace(folder, profiler_options=options)
@@ -145,4 +146,4 @@ def _events(path: Path) -> list[Event]:
                     if gpu or instruction:
                         kept = Event(event.name, instruction, event.start_ns, event.duration_ns)
                         (on_gpu if gpu else found).append(kept)
-    return on_gpu or ([] if jax.default_backend() == "gpu" else found)
+    return on_gpu or ([] if platform() == "gpu" else found)

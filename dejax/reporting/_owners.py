@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dejax._platform import platform
 from dejax.host_gather.tables.drive import DriveTable
 from dejax.host_gather.tables.table import LocalTable
 from dejax.host_gather.update import OptimizerState
@@ -169,7 +170,7 @@ def on_host(value: Any) -> bool:
     """Whether an array lies in host memory, where the device has a memory of its own."""
     sharding = getattr(value, "sharding", None)
     kind = getattr(sharding, "memory_kind", None)
-    return kind in ("pinned_host", "unpinned_host") and jax.default_backend() != "cpu"
+    return kind in ("pinned_host", "unpinned_host") and platform() != "cpu"
 
 
 def _table(path: str, table: LocalTable) -> Iterator[Leaf]:

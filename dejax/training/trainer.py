@@ -17,6 +17,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from dejax._optional import optional
+from dejax._platform import on_gpu
 from dejax.datasets import EntityDataset, HeteroDataset
 from dejax.distributed import Part, data_parallel, local, make_mesh, share
 from dejax.host_gather import RowGradient, adam, shardings
@@ -327,7 +328,7 @@ class Trainer:
         per_epoch = self.task.steps_per_epoch
         if per_epoch == 1 and not self.task.sampled:
             return self.settings.eval_every
-        most = min(self.settings.pipeline or (_PIPELINE if jax.default_backend() == "gpu" else 1), per_epoch)
+        most = min(self.settings.pipeline or (_PIPELINE if on_gpu() else 1), per_epoch)
         # Calls of one length fill an epoch, the last one with the fewest steps without seeds.
         return min(range(most, most // 2, -1), key=lambda count: -per_epoch % count)
 

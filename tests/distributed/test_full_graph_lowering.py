@@ -18,14 +18,10 @@ from jax.sharding import AbstractMesh, AxisType
 
 from dejax.distributed.full_graph import ShardedGraph, over_mesh
 from dejax.rgnn import Options, RelGraph, library
+from tests.described import gpus
 from tests.distributed.full_graphs import mesh_of
 
 pytestmark = pytest.mark.devices(4)
-
-try:
-    from jax.sharding import AbstractDevice
-except ImportError:
-    from jax._src.mesh import AbstractDevice
 
 N, EDGES, TYPES, NODE_TYPES, K, PARTS = 600, 6000, 4, 3, 32, 2
 # Of which a stage has its own, and those that only parts have.
@@ -54,8 +50,7 @@ def graphs() -> tuple[RelGraph, ShardedGraph]:
 
 
 def mesh(size: int) -> AbstractMesh:
-    device = AbstractDevice("NVIDIA H200", 132, "gpu")
-    return AbstractMesh((size,), ("parts",), axis_types=(AxisType.Auto,), abstract_device=device)
+    return gpus(size=size, axis="parts", axis_types=(AxisType.Auto,))
 
 
 def parameters(name: str) -> dict[str, jax.ShapeDtypeStruct]:

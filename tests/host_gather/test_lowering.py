@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
 
 from dejax.host_gather import (
     CachedTable,
@@ -28,6 +27,7 @@ from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.gradient import RowGradient
 from dejax.host_gather.update import OptimizerState
 from tests.barriers import without_barrier
+from tests.described import H200
 
 ON_GPU = jax.default_backend() == "gpu"
 IDS = jax.ShapeDtypeStruct((262_144,), jnp.int32)
@@ -40,12 +40,7 @@ def table(rows: int, width: int = 128, dtype: Any = np.float32) -> HostTable:
 
 
 def lowered(function: Callable, *args: Any, **options: Any) -> str:
-    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu") if hasattr(jax.sharding, "AbstractDevice") else None
-    if device is None:
-        from jax._src.mesh import AbstractDevice
-
-        device = AbstractDevice("NVIDIA H200", 132, "gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+    with jax.sharding.use_abstract_mesh(H200):
         return jax.jit(function, **options).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 

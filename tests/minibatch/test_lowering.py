@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from dejax import rgnn
 from dejax._jaxprs import nested
@@ -16,6 +15,7 @@ from dejax.host_gather import HostTable
 from dejax.minibatch import FeatureStore, make_blocks, pipelined_steps, sample_blocks
 from dejax.rgnn import library
 from tests.barriers import without_barrier
+from tests.described import H200
 from tests.minibatch.graphs import edge_lists, timed, topology_of
 
 OPTIONS = rgnn.Options(backend="pallas", interpret=False)
@@ -41,10 +41,9 @@ def test_a_step_lowers_for_the_gpu(layer):
             x = getattr(library, layer)(block.graph, x, own, options=OPTIONS)[: block.num_destinations]
         return (x**2).sum()
 
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
     topology = jax.eval_shape(lambda: topology_of(edge_lists(120)))
     seeds = jax.ShapeDtypeStruct((8,), jnp.int32)
-    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+    with jax.sharding.use_abstract_mesh(H200), warnings.catch_warnings():
         warnings.simplefilter("error", rgnn.KernelFallbackWarning)
         step = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(params, rows, topology, seeds)
         text = step.lower(lowering_platforms=("cuda",)).as_text()
@@ -106,8 +105,7 @@ def test_a_pipelined_step_starts_the_reads_first_and_ends_them_last(joined):
 
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 5))
     seeds = jax.ShapeDtypeStruct((5, 8), jnp.int32)
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(H200):
         traced = pipelined_steps(update, sample, joined=joined).trace(params, topology, store, keys, seeds)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     body = text[text.rindex("stablehlo.while") :]
@@ -145,8 +143,7 @@ def test_kernels_of_bipartite_blocks_have_no_rows_of_other_nodes():
         jax.eval_shape(lambda: topology),
         jax.ShapeDtypeStruct((8,), jnp.int32),
     )
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(H200):
         traced = jax.jit(jax.value_and_grad(loss, (0, 2))).trace(*given)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     rows = block.num_sources

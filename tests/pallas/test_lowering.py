@@ -8,20 +8,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh
 
 from dejax import pallas as kernels
 from dejax import segment
 from dejax.pallas import _triton
 from tests.cases import slow_but
+from tests.described import gpus
 from tests.pallas.equations import assert_extrema_keep_nan
 from tests.pallas.reference import GEMMS, TRAVERSALS, WEIGHT_GRADIENTS, Gemm, Traversal, WeightGradient, scaled
 from tests.pallas.test_contract import QUICK_GEMMS, QUICK_TRAVERSALS, QUICK_WEIGHT_GRADIENTS
-
-try:
-    from jax.sharding import AbstractDevice
-except ImportError:
-    from jax._src.mesh import AbstractDevice
 
 
 def lower(function, *arguments, device: str = "NVIDIA H200") -> str:
@@ -29,9 +24,8 @@ def lower(function, *arguments, device: str = "NVIDIA H200") -> str:
 
     No kernel may drop NaN.
     """
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device, 132, "gpu"))
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
-    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+    with jax.sharding.use_abstract_mesh(gpus(device)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Triton.*", category=DeprecationWarning)
         traced = jax.jit(function).trace(*shapes)
         assert_extrema_keep_nan(traced.jaxpr.jaxpr)

@@ -47,10 +47,17 @@ def own(monkeypatch, tmp_path):
     monkeypatch.setattr(binary, "_by_key", {})
 
 
+def the_kernel(equation):
+    """The equation of the kernel inside of a call's."""
+    (call,) = (e for e in equation.params["call_jaxpr"].eqns if e.primitive.name == "dejax_kernel_call")
+    (kernel,) = (e for e in call.params["jaxpr"].eqns if e.primitive.name == "pallas_call")
+    return kernel
+
+
 def printed(call, *operands):
     """The text of the kernel that `call` calls."""
     (equation,) = jax.make_jaxpr(call)(*operands).eqns
-    (equation,) = (e for e in equation.params["call_jaxpr"].eqns if e.primitive.name == "pallas_call")
+    equation = the_kernel(equation)
     return kernel_text(equation.params["jaxpr"], equation.params["grid_mapping"], "kernel")
 
 
@@ -96,7 +103,7 @@ def test_nan_stays():
         num_stages=1, interpret=False,
     )  # fmt: skip
     (equation,) = (e for e in jax.make_jaxpr(call)(jnp.zeros(8)).eqns if e.primitive.name == "custom_jvp_call")
-    (equation,) = (e for e in equation.params["call_jaxpr"].eqns if e.primitive.name == "pallas_call")
+    equation = the_kernel(equation)
     x = np.array([1, -1, np.nan, 2, 3, 4, 5, np.nan], np.float32)
     (found,) = run_printed(x, **equation.params)
     np.testing.assert_array_equal(found[:8], np.maximum(x, 0))

@@ -22,7 +22,7 @@ from dejax.offload.activations.residuals import Derivative
 # Elementwise equations do not wait: XLA fuses them.
 _LARGE = frozenset(
     ("dot_general", "conv_general_dilated", "scan", "while", "cond", "jit", "pjit", "remat2", "checkpoint")
-    + ("custom_vjp_call", "custom_jvp_call", "shard_map", "pallas_call", "ffi_call")
+    + ("custom_vjp_call", "custom_jvp_call", "shard_map", "pallas_call", "dejax_kernel_call", "ffi_call")
 )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dejax._platform import on_gpu
 from dejax.offload.activations.options import MIN_BYTES
 from dejax.offload.activations.residuals import Residual
 from dejax.offload.activations.store import ActivationStore
@@ -169,7 +170,7 @@ def _costs(
             sizes = [residual.nbytes for residual in residuals]
         # On a GPU an offloading stack is compiled, but not run: it could wait half a minute for a slow drive. It takes
         # the time of the choice that computes the same without offloading, and of two copies on the device.
-        twin = costs.get(_TWIN.get(choice, "")) if jax.default_backend() == "gpu" else None
+        twin = costs.get(_TWIN.get(choice, "")) if on_gpu() else None
         cost = profile_stack(variants[choice], params, x, run=twin is None)
         if twin is not None:
             copies = 4 * sum(sizes) / device_bandwidth()

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dejax._platform import default_device, on_gpu
 from dejax.offload.activations import calls, current
 from dejax.offload.activations.boundary import ring_bytes
 from dejax.offload.activations.residuals import Residual, make_derivative
@@ -88,8 +89,7 @@ class LayerCost:
 
 def tiers_of(store: ActivationStore | None) -> Tiers:
     """Measures the bus, one direction at a time, and the drive of a store for activations."""
-    gpu = jax.default_backend() == "gpu"
-    tiers = Tiers(*bandwidths()) if gpu else Tiers(float("inf"), float("inf"))
+    tiers = Tiers(*bandwidths()) if on_gpu() else Tiers(float("inf"), float("inf"))
     if store is None:
         return tiers
     tiers = dataclasses.replace(tiers, host_bytes=store.host_bytes)
@@ -273,7 +273,7 @@ def residuals_of(fn: Callable[[Any, Any], Any], params: Any, x: Any, min_bytes: 
 
 def ring_of(store: ActivationStore | None, sizes: Sequence[int], flops: float) -> int:
     """Bytes of the device's ring for a layer that stores tensors of these sizes; 0 on the CPU."""
-    if jax.default_backend() != "gpu" or not sizes:
+    if not on_gpu() or not sizes:
         return 0
     return store.device_bytes if store is not None and store.device_bytes is not None else ring_bytes(sizes, flops)
 
@@ -295,7 +295,7 @@ def bandwidths(nbytes: int = 1 << 28, count: int = 4) -> tuple[float, float]:
 
     The time of one copy is subtracted from that of several: it includes the allocation.
     """
-    on_device = [jax.device_put(np.full(nbytes // 4, i, np.float32), jax.devices()[0]) for i in range(count)]
+    on_device = [jax.device_put(np.full(nbytes // 4, i, np.float32), default_device()) for i in range(count)]
     on_host = jax.block_until_ready(jax.device_put(on_device, _HOST))
 
     def copy(arrays: list[Any], to: Any) -> Callable[[], Any]:
@@ -309,7 +309,7 @@ def bandwidths(nbytes: int = 1 << 28, count: int = 4) -> tuple[float, float]:
 
 def there_and_back(row_bytes: int, length: int) -> Callable[[], Any]:
     """A function that starts a loop in which rows of an array in host memory come to the device and go back."""
-    host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+    host = jax.sharding.SingleDeviceSharding(default_device(), memory_kind="pinned_host")
 
     def loop(arrays: list[Any]) -> list[Any]:
         moved = HostRows(arrays, [None], ahead=1)

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from dejax import _native
+from dejax._platform import default_device, on_gpu
 from dejax.offload.activations import memory
 from dejax.offload.activations.store import ActivationStore
 from dejax.offload.plan.measure import (
@@ -244,7 +245,7 @@ def _facts(
 ) -> StepFacts:
     """Measures the rates that predictions use, and counts the bytes whose place the plan does not choose."""
     tiers, copies = dataclasses.replace(tiers_of(store), host_bytes=host_bytes), math.inf
-    if jax.default_backend() == "gpu" and _native.unavailable_reason() is None:
+    if on_gpu() and _native.unavailable_reason() is None:
         tiers = tiers.with_duplex(duplex_bandwidth())
         copies = math.inf if step.streams is False else device_bandwidth()
     outside = step.split(outer, layers)[0].trained(jax.tree.leaves(outer))
@@ -364,7 +365,7 @@ def _free_bytes(path: Any) -> float:
 
 
 def _device_budget() -> float:
-    stats = jax.local_devices()[0].memory_stats() or {}
+    stats = default_device().memory_stats() or {}
     return 0.9 * float(stats.get("bytes_limit", memory.available_memory()))
 
 

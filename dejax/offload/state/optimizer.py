@@ -13,6 +13,7 @@ import numpy as np
 
 from dejax import _native
 from dejax._optional import optional
+from dejax._platform import on_gpu
 from dejax.offload._evaluation import inlined
 from dejax.offload.state.first_state import first_state, in_place
 from dejax.offload.state.meshes import divided, require_one_mesh, why_no_shards
@@ -237,7 +238,7 @@ def _chosen(values: Sequence[Any], where: Sequence[bool]) -> list[Any]:
 
 
 def _by_default() -> bool:
-    return jax.default_backend() == "gpu" and _native.unavailable_reason() is None
+    return on_gpu() and _native.unavailable_reason() is None
 
 
 def _trace_update(tx: Any, state: Any, others: tuple[Any, Any, Any]) -> tuple[StateUpdate, list[Any], Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial, wraps
 from typing import Any
 
@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from dejax import _compat
 from dejax._dtypes import broadcasting
+from dejax._platform import on_gpu, platform
 from dejax._pytrees import pytree
 from dejax.pallas import label
 from dejax.pallas.formats.column_powers import column_powers, of_array
@@ -69,6 +70,7 @@ class CompileTask:
     row_scaled_outputs: tuple[int, ...] = ()  # indices of the outputs that may be stored as row-scaled float16
     received: tuple[int, ...] = ()  # positions of inputs with rows of other devices, which get their gradients back
     first: tuple[int, ...] = ()  # indices of outputs that are computed before the others
+    platform: str = field(default_factory=platform)  # that it is compiled for
 
     @property
     def disable(self) -> frozenset[str]:
@@ -301,8 +303,8 @@ def why_xla(options: Options) -> str | None:
         return 'the backend is "xla"'
     if "backward" in options.disable:
         return 'without the pass "backward" gradients are JAX\'s, of XLA operators'
-    if options.backend == "auto" and jax.default_backend() != "gpu" and options.interpret is not False:
-        return f'the backend is "auto" and JAX\'s default device is a {jax.default_backend().upper()}'
+    if options.backend == "auto" and not on_gpu() and options.interpret is not False:
+        return f'the backend is "auto" and JAX\'s default device is a {platform().upper()}'
     return None
 
 

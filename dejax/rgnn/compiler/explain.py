@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dejax._platform import default_device, on_gpu
 from dejax.rgnn.compiler.bounds import Bounds, bounds_of
 from dejax.rgnn.compiler.execute import (
     CompileTask,
@@ -124,10 +125,10 @@ class Explanation:
 
 def _what_runs(why: str | None, interpret: bool | None) -> str:
     """The backend, and the device of the predictions."""
-    device = jax.devices()[0].device_kind
+    device = default_device().device_kind
     if why is not None:
         return f"everything runs in XLA on {device}: {why}"
-    interpreted = jax.default_backend() != "gpu" if interpret is None else interpret
+    interpreted = not on_gpu() if interpret is None else interpret
     runs = f"kernels run {'interpreted ' if interpreted else ''}on {device}"
     return f"{runs}; predicted times are those of an NVIDIA H200"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from dejax._platform import default_device, on_gpu
 from dejax.pallas.tuning import Measure, Tuned, Tuner, cache_file
 from dejax.rgnn.compiler import execute
 from dejax.rgnn.compiler.execute import CompileTask
@@ -53,8 +54,8 @@ def tune(
     """Runs each kernel of a task, forward and backward, with every candidate; see `Program.tune`."""
     if graph.is_traced or any(isinstance(x, jax.core.Tracer) for x in inputs):
         raise TypeError("tune must be called with concrete arrays, got traced ones; call it outside jit, grad and vmap")
-    if measure is None and jax.default_backend() not in ("gpu", "cuda"):
-        raise RuntimeError(f"tune needs a GPU, got the default backend {jax.default_backend()}")
+    if measure is None and not on_gpu():
+        raise RuntimeError(f"tune needs a GPU, got the default device {default_device()}")
     tuner = Tuner(measure, progress)
     with tuner.at_work():
         execute.run_kernels(task, graph, inputs)

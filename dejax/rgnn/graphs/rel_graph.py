@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from dejax._platform import on_gpu
 from dejax._pytrees import pytree
 from dejax.rgnn.graphs import checks
 from dejax.rgnn.graphs.building import build
@@ -439,7 +440,7 @@ class RelGraph:
             with jax.ensure_compile_time_eval():
                 return cls._made(build.build_traced(edges, node_type, node_mask, spec, nodes_sorted), spec)
         graph = cls._made(build.build(edges, node_type, node_mask, spec), spec)
-        return graph.with_loop_tables(spec.long_segment_chunk) if jax.default_backend() == "gpu" else on_device(graph)
+        return graph.with_loop_tables(spec.long_segment_chunk) if on_gpu() else on_device(graph)
 
     @property
     def is_traced(self) -> bool:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax._compat import computed_once
+from dejax._platform import platform
 from dejax.rgnn.graphs.building.sorting_traced import count_before, inverse, take
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.graphs.segments import Segments
@@ -39,7 +40,7 @@ _TILE = 32
 
 def _on_cpu() -> bool:
     """XLA's CPU compiler takes many products of two bfloat16 arrays for float32 results and fails when they run."""
-    return jax.default_backend() == "cpu"
+    return platform() == "cpu"
 
 
 class Evaluator:

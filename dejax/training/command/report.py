@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from dejax._optional import new_figure
 from dejax._origin import versions, without_paths
+from dejax._platform import default_device, on_gpu
 from dejax.training.metrics import is_better
 from dejax.training.state import History
 from dejax.training.trainer import Trainer
@@ -129,7 +129,7 @@ def origin(program: str, argv: Sequence[str], backend: str) -> dict[str, Any]:
 
 def machine_kind() -> str:
     """The machine of the run, e.g. "CPU, 2 cores" or "NVIDIA H200"."""
-    device = jax.devices()[0]
+    device = default_device()
     if device.platform == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return f"CPU, {cores} cores"
@@ -138,7 +138,7 @@ def machine_kind() -> str:
 
 def peak_memory() -> dict[str, Any]:
     """Peak memory so far: of the device's allocator, or of the process if there is no device."""
-    statistics_of_device = jax.devices()[0].memory_stats() or {}
+    statistics_of_device = default_device().memory_stats() or {}
     if "peak_bytes_in_use" in statistics_of_device:
         return {"bytes": statistics_of_device["peak_bytes_in_use"], "of": "device"}
     unit = 1 if sys.platform == "darwin" else 1024
@@ -291,7 +291,7 @@ def backend_name(backend: str) -> str:
     """The backend that "auto" stands for, or the given one."""
     if backend != "auto":
         return backend
-    return "pallas" if jax.default_backend() == "gpu" else "xla"
+    return "pallas" if on_gpu() else "xla"
 
 
 def without_folders(argv: Sequence[str]) -> list[str]:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh
 
 from dejax import rgnn
 from dejax.pallas.lowering import binary
@@ -20,16 +19,12 @@ from dejax.rgnn import Options, library
 from dejax.rgnn.ir.intra import Fallback, Kernels
 from dejax.rgnn.lowering.pallas import PallasLowering
 from tests.cases import slow_but
+from tests.described import gpus
 from tests.pallas.equations import assert_extrema_keep_nan, kernel_equations
 from tests.pallas.test_own_lowering import DEVICES, assembled, resources
 from tests.rgnn.cases import CASES, OPERATORS, Size
 from tests.rgnn.contract import make_arrays
 from tests.rgnn.references import GRAPHS, graph_of
-
-try:
-    from jax.sharding import AbstractDevice
-except ImportError:
-    from jax._src.mesh import AbstractDevice
 
 MODELS = {"rgcn": ("rgcn_mean", library.rgcn), "rgat": ("rgat", library.rgat), "hgt": ("hgt_skip", library.hgt)}
 
@@ -58,8 +53,7 @@ def left_to_xla(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def stablehlo(step: Any, *arguments: Any, device: str = "NVIDIA H200") -> str:
     """The StableHLO of a function for CUDA; its custom calls hold the kernels' Triton IR. No kernel may drop NaN."""
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device, 132, "gpu"))
-    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+    with jax.sharding.use_abstract_mesh(gpus(device)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Triton.*", category=DeprecationWarning)
         traced = jax.jit(step).trace(*arguments)
         assert_extrema_keep_nan(traced.jaxpr.jaxpr)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dejax._platform import platform
 from dejax.cuda import ordering
 
 xp = jnp
@@ -183,7 +184,7 @@ def cumulative_sum(x: Array) -> Array:
 def _sums_by_xla(x: Array) -> Array:
     size = x.shape[-1]
     front: list[tuple[int, int, int]] = [(0, 0, 0)] * (x.ndim - 1)
-    if jax.default_backend() != "cpu":
+    if platform() != "cpu":
         if size > _SHORT:
             return jax.lax.cumsum(x, axis=x.ndim - 1)
         step = 1
