@@ -10,11 +10,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from dejax.pallas.machine import H200
+
 _SORT_START = 80e-6
 _SORT_ENTRY = 45e-12
-# XLA's scatter: seconds for each entry, for each element, and for each entry that shares an address with others.
+# XLA's scatter: seconds for each entry, for each element (less where the results lie in the cache, of which the entries
+# take a part), and for each entry that shares an address with others.
 _SCATTERED_ENTRY = 10e-12
 _SCATTERED_ELEMENT = 3.4e-12
+_CACHED_ELEMENT = 2.2e-12
+_CACHED_BYTES = H200.cache_bytes / 2
 _MEETING = 2.5e-9
 _SWAPPED = 2.5  # times as long for extrema of floats, which compare and swap
 # A row that is read through an index takes at least the time of a sector from memory.
@@ -25,18 +30,32 @@ _STREAMED_BYTE = 1 / 4.0e12
 
 @dataclass(frozen=True, slots=True)
 class ReductionSize:
-    """A reduction: entries, segments, features of an entry, dtype of the data."""
+    """A reduction.
+
+    Attributes:
+        entries: number of entries.
+        segments: number of segments.
+        width: features of an entry.
+        dtype: dtype of the data.
+        examples: number of such reductions with the same ids.
+    """
 
     entries: int
     segments: int
     width: int
     dtype: Any
+    examples: int = 1
 
 
 def kernel_seconds(shape: ReductionSize, is_sorted: bool, planned: bool = False) -> float:
-    """Seconds of a kernel, and of the sort before it where ids are not sorted and have no plan."""
-    nbytes = shape.width * jnp.dtype(shape.dtype).itemsize
+    """Seconds of a kernel, and of the sort before it where ids are not sorted and have no plan.
+
+    Several examples are features of the same entries, for which the data are transposed.
+    """
+    nbytes = shape.examples * shape.width * jnp.dtype(shape.dtype).itemsize
     offsets = 0.0 if planned else 5e-6 + 20e-12 * shape.segments
+    if shape.examples > 1:
+        offsets += 2 * shape.entries * nbytes * _STREAMED_BYTE
     if is_sorted:
         return offsets + 9e-6 + shape.entries * (2e-12 + nbytes * _STREAMED_BYTE)
     sort = 0.0 if planned else _SORT_START + _SORT_ENTRY * shape.entries
@@ -45,9 +64,12 @@ def kernel_seconds(shape: ReductionSize, is_sorted: bool, planned: bool = False)
 
 def scatter_seconds(shape: ReductionSize, swapped: bool = False) -> float:
     """Seconds of XLA's scatter with the GPU's atomic additions of 32 or 64 bits, or where it compares and swaps."""
-    apart = shape.entries * (_SCATTERED_ENTRY + shape.width * _SCATTERED_ELEMENT)
-    if jnp.dtype(shape.dtype).itemsize < 4:  # they become wider first
-        apart += shape.entries * shape.width * 10 * _STREAMED_BYTE
+    entries, itemsize = shape.examples * shape.entries, jnp.dtype(shape.dtype).itemsize
+    results = shape.examples * shape.segments * shape.width * max(itemsize, 4)
+    element = _CACHED_ELEMENT if results <= _CACHED_BYTES else _SCATTERED_ELEMENT
+    apart = entries * (_SCATTERED_ENTRY + shape.width * element)
+    if itemsize < 4:  # they become wider first
+        apart += entries * shape.width * 10 * _STREAMED_BYTE
     seconds = max(apart, shape.entries / max(shape.segments, 1) * _MEETING)
     return 6e-6 + seconds * (_SWAPPED if swapped else 1)
 

@@ -44,6 +44,23 @@ class Grouping(NamedTuple):
         return SegmentBounds(self.offsets, self.first, self.last, self.ids.shape[0])
 
 
+_STATIC: dict[str, Any] = {"static": True}
+
+
+@pytree
+@dataclass(frozen=True, slots=True, eq=False)
+class Unsorted:
+    """Ids in any order, whose entries XLA's scatter reduces. Many examples of them may be sorted instead, under `vmap`.
+
+    Attributes:
+        ids: int32[entries], as those of a `Grouping`.
+        num_segments: number of segments (static).
+    """
+
+    ids: Any
+    num_segments: int = field(metadata=_STATIC)
+
+
 def as_ids(ids: Any) -> Array:
     """Ids as a jax array. Those that do not fit the widest integers of jax stay out of range.
 
@@ -112,9 +129,6 @@ def group(ids: Array, num_segments: int, is_sorted: bool, kernels: bool, interpr
         first = in_order[::chunk]
         last = in_order[np.minimum(np.arange(chunk - 1, entries + chunk - 1, chunk), entries - 1)]
     return Grouping(ids, order, offsets, first, last)
-
-
-_STATIC: dict[str, Any] = {"static": True}
 
 
 @pytree

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from dejax._dtypes import native_order
-from dejax.segment._grouping import SegmentPlan
+from dejax.segment._grouping import Grouping, SegmentPlan
 from dejax.segment._primitives import rows_at, spread, wide
 from dejax.segment._reductions import extremum, mean_of, summed
 from dejax.segment._request import SegmentOptions, SegmentRequest, request
@@ -19,8 +19,8 @@ from dejax.segment._request import SegmentOptions, SegmentRequest, request
 
 def _grouped(r: SegmentRequest, data: Array) -> SegmentRequest:
     """The request with its ids grouped once for all its reductions, and with other data."""
-    if r.kernels and r.plan is None:
-        r = dataclasses.replace(r, plan=SegmentPlan.of(r.grouping(), r.num_segments))
+    if r.kernels and r.plan is None and isinstance(g := r.grouping(), Grouping):
+        r = dataclasses.replace(r, plan=SegmentPlan.of(g, r.num_segments))
     return dataclasses.replace(r, data=data)
 
 

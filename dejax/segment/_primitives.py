@@ -3,7 +3,8 @@
 `reduce` sums the rows of entries by segment, `spread` gives each entry the row of its segment: each is the other's
 transpose. `gather_reduce` reduces gathered rows times scales without storing them. A batch becomes more features of
 the same entries or, where ids differ, more entries and segments: so kernels never see an axis of a batch, and ids are
-sorted as one array.
+sorted as one array. `scatter` is the reduction of unsorted entries by XLA. Whether a scatter or a sort and a kernel is
+faster depends on the batch, so `vmap` chooses again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from jax.interpreters import ad, batching, mlir
 
 from dejax import _compat
 from dejax.pallas.segments.reduce import segment_reduce
-from dejax.segment._grouping import Grouping, group
+from dejax.segment import _cost
+from dejax.segment._grouping import Grouping, Unsorted, group
 
 _LARGEST = 2**31 - 1
 
@@ -139,10 +141,12 @@ def _reduce_aval(data: Any, *arrays: Any, tree: Any, dtype: Any, **_: Any) -> tu
 reduce_p = _define("dejax_segment_reduce", _run_reduce, _reduce_aval)
 
 
-def reduce(kind: str, data: Array, g: Grouping, dtype: Any = None, interpret: bool | None = None) -> Array:
+def reduce(kind: str, data: Array, g: Grouping | Unsorted, dtype: Any = None, interpret: bool | None = None) -> Array:
     """[entries, width] reduced to [segments, width], of `dtype`, by default that of `data`."""
-    arrays, tree = jax.tree.flatten(g)
     dtype = jnp.dtype(dtype or data.dtype)
+    if isinstance(g, Unsorted):
+        return scatter_p.bind(data, g.ids, kind=kind, segments=g.num_segments, dtype=dtype, interpret=interpret)
+    arrays, tree = jax.tree.flatten(g)
     return reduce_p.bind(data, *arrays, tree=tree, kind=kind, dtype=dtype, interpret=interpret)
 
 
@@ -191,6 +195,53 @@ ad.primitive_transposes[reduce_p] = _reduce_transpose
 batching.primitive_batchers[reduce_p] = _reduce_batch
 
 
+# scatter: [entries, width] and [entries] -> [segments, width]
+
+
+def _run_scatter(data: Array, ids: Array, *, kind: str, segments: int, dtype: Any, interpret: bool | None) -> Array:
+    data = data.astype(wide(data.dtype))
+    operator = {"sum": jax.ops.segment_sum, "max": jax.ops.segment_max, "min": jax.ops.segment_min}[kind]
+    rows = data[:, 0] if data.shape[1] == 1 else data  # a scatter of numbers, not of rows
+    return operator(rows, ids, segments).astype(dtype).reshape(segments, data.shape[1])
+
+
+scatter_p = _define(
+    "dejax_segment_scatter",
+    _run_scatter,
+    lambda data, ids, *, segments, dtype, **_: ((segments, data.shape[1]), dtype),
+)
+
+
+def _scatter_transpose(ct: Any, data: Any, ids: Array, *, segments: int, **_: Any) -> list[Any]:
+    if _no_tangent(ct):
+        return [None, None]
+    return [spread(ct, Unsorted(ids, segments), data.aval.dtype), None]
+
+
+def _scatter_batch(args: Any, axes: Any, *, kind: str, segments: int, dtype: Any, interpret: Any) -> tuple[Array, int]:
+    """All examples in one scatter, or sorted together for one kernel where that is faster."""
+    (data, ids), (axis, ids_axis) = args, axes
+    size, sort = _size(args, axes), functools.partial(group, is_sorted=False, kernels=True, interpret=interpret)
+    rows, ids = _batched(data, axis, size), _batched(ids, ids_axis, size) if ids_axis is not None else ids
+    entries, width = rows.shape[1:]
+    pays = functools.partial(_cost.scatter_pays, kind=kind, is_sorted=False, deterministic=False)
+    if ids_axis is None and not pays(_cost.ReductionSize(entries, segments, width, rows.dtype, size)):
+        found = reduce(kind, _features_first(rows, 0), sort(ids, segments), dtype, interpret)
+        return found.reshape(segments, size, width), 1
+    if size * max(entries, segments + 1) > _LARGEST:  # more than one scatter takes
+        run = functools.partial(_run_scatter, kind=kind, segments=segments, dtype=dtype, interpret=interpret)
+        return jax.vmap(run, in_axes=(0, None if ids_axis is None else 0))(rows, ids), 0
+    count, merged = size * segments, _merged_ids(jnp.broadcast_to(ids, (size, entries)), segments)
+    scattered = ids_axis is None or pays(_cost.ReductionSize(size * entries, count, width, rows.dtype))
+    g = Unsorted(merged, count) if scattered else sort(merged, count)
+    return reduce(kind, _joined(rows), g, dtype, interpret).reshape(size, segments, width), 0
+
+
+ad.primitive_jvps[scatter_p] = functools.partial(_linear_jvp, scatter_p)
+ad.primitive_transposes[scatter_p] = _scatter_transpose
+batching.primitive_batchers[scatter_p] = _scatter_batch
+
+
 # spread: [segments, width] -> [entries, width]
 
 
@@ -214,8 +265,10 @@ def _spread_aval(rows: Any, *arrays: Any, tree: Any, dtype: Any, **_: Any) -> tu
 spread_p = _define("dejax_segment_spread", _run_spread, _spread_aval)
 
 
-def spread(rows: Array, g: Grouping, dtype: Any = None, interpret: bool | None = None) -> Array:
+def spread(rows: Array, g: Grouping | Unsorted, dtype: Any = None, interpret: bool | None = None) -> Array:
     """[segments, width] to [entries, width]: the row of each entry's segment, zeros for entries of none."""
+    if isinstance(g, Unsorted):
+        return rows_at(rows, g.ids).astype(dtype or rows.dtype)
     arrays, tree = jax.tree.flatten(g)
     return spread_p.bind(rows, *arrays, tree=tree, dtype=jnp.dtype(dtype or rows.dtype), interpret=interpret)
 

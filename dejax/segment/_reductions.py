@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dejax.segment._grouping import Grouping, SegmentPlan
+from dejax.segment._grouping import Grouping, SegmentPlan, Unsorted
 from dejax.segment._primitives import reduce, rows_at, spread, wide
 from dejax.segment._request import SegmentOptions, SegmentRequest, constant, request
 
@@ -44,7 +44,7 @@ def extremum(kind: str, r: SegmentRequest) -> Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _extremum(kind: str, interpret: bool, data: Array, g: Grouping) -> Array:
+def _extremum(kind: str, interpret: bool, data: Array, g: Grouping | Unsorted) -> Array:
     return reduce(kind, data, g, interpret=interpret)
 
 
@@ -57,7 +57,7 @@ def _extremum_jvp(kind: str, interpret: bool, primals: Any, tangents: Any) -> tu
     return out, shared(data == rows_at(out, g.ids), tangents[0], g, data.dtype, interpret)
 
 
-def shared(winners: Array, tangent: Array, g: Grouping, dtype: Any, interpret: bool) -> Array:
+def shared(winners: Array, tangent: Array, g: Grouping | Unsorted, dtype: Any, interpret: bool) -> Array:
     """The mean of the tangents of each segment's winners."""
     compute = wide(dtype)
     winners = winners & ((g.ids >= 0) & (g.ids < g.num_segments))[:, None]
@@ -68,9 +68,9 @@ def shared(winners: Array, tangent: Array, g: Grouping, dtype: Any, interpret: b
 
 def counts(r: SegmentRequest, dtype: Any) -> Array:
     """The number of entries of each segment, [segments, 1, ...]."""
-    if r.kernels:
-        offsets = r.grouping().offsets
-        found = (offsets[1:] - offsets[:-1]).astype(dtype)
+    g = r.grouping() if r.kernels else None
+    if isinstance(g, Grouping):
+        found = (g.offsets[1:] - g.offsets[:-1]).astype(dtype)
     else:
         ones = jnp.ones(r.ids.shape, jnp.int32)  # float32 does not count beyond 2^24
         found = jax.ops.segment_sum(ones, r.ids, r.num_segments, indices_are_sorted=r.is_sorted).astype(dtype)

@@ -12,9 +12,10 @@ import numpy as np
 from jax import Array
 
 from dejax._dtypes import native_order
+from dejax._platform import on_gpu
 from dejax.pallas import offsets_fit
 from dejax.segment import _cost
-from dejax.segment._grouping import Grouping, SegmentPlan, as_ids, checked_ids, group
+from dejax.segment._grouping import Grouping, SegmentPlan, Unsorted, as_ids, checked_ids, group
 
 BACKENDS = ("auto", "pallas", "xla")
 FLOATS = tuple(jnp.dtype(t) for t in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
@@ -65,8 +66,9 @@ class SegmentRequest:
         num_segments: number of segments.
         options: the choices of the caller.
         plan: None, or the plan that the caller gave.
-        kernels: whether kernels compute it, else XLA.
+        kernels: whether kernels may compute it, else XLA.
         interpret: whether kernels are interpreted.
+        scattered: whether XLA's scatter is faster than a kernel, for this example alone.
     """
 
     data: Array
@@ -76,6 +78,7 @@ class SegmentRequest:
     plan: SegmentPlan | None
     kernels: bool
     interpret: bool
+    scattered: bool = False
 
     @property
     def is_sorted(self) -> bool:
@@ -94,7 +97,9 @@ class SegmentRequest:
         """[segments or entries, width] with the axes of the data."""
         return out.reshape(out.shape[0], *self.data.shape[1:])
 
-    def grouping(self) -> Grouping:
+    def grouping(self) -> Grouping | Unsorted:
+        if self.scattered:
+            return Unsorted(self.ids, self.num_segments)
         if self.plan is not None:
             return self.plan.grouping
         return group(
@@ -133,17 +138,18 @@ def request(
     possible = possible and offsets_fit(data) and ids.shape[0] < 2**31  # positions have 32 bits
     if options.unique_indices and options.backend == "auto":
         possible = False  # a scatter without collisions
-    if kernels and options.backend == "auto" and possible:
+    kernels, scattered = kernels and possible, False
+    if kernels and options.backend == "auto":
         shape = _cost.ReductionSize(ids.shape[0], count, int(np.prod(data.shape[1:])), data.dtype)
         in_order = options.indices_are_sorted if plan is None else plan.order is None
-        possible = not _cost.scatter_pays(shape, kind, in_order, options.deterministic, plan is not None)
-    return SegmentRequest(data, ids, count, options, plan, kernels and possible, interpret)
+        scattered = _cost.scatter_pays(shape, kind, in_order, options.deterministic, plan is not None)
+        kernels = not scattered or options.bucket_size is None  # that of XLA's scatter, which the caller has chosen
+    return SegmentRequest(data, ids, count, options, plan, kernels, interpret, scattered)
 
 
 def place(backend: str) -> tuple[bool, bool]:
     """Whether kernels are used, and whether they are interpreted."""
-    on_gpu = jax.default_backend() in ("gpu", "cuda")
-    return backend == "pallas" or (backend == "auto" and on_gpu), not on_gpu
+    return backend == "pallas" or (backend == "auto" and on_gpu()), not on_gpu()
 
 
 def _of_plan(name: str, plan: SegmentPlan, ids: Any, count: int | None) -> tuple[Array, int]:
