@@ -79,7 +79,7 @@ def test_mistakes_in_a_task_of_a_file(shop):
     with pytest.raises(ValueError, match="must have a column of churn.csv as keys, who, at, gone; got 'customer'"):
         opened(shop, task.format("churn.csv", "customer") + SPLIT)
     with pytest.raises(
-        ValueError, match=r"must have the arguments of dejax.datasets.task_from_columns, got an error: .*'wrong'"
+        ValueError, match=r"must have the arguments of dejax.datasets.task_from_columns, entity, .*; got wrong$"
     ):
         opened(shop, task.format("churn.csv", "who") + SPLIT + "wrong = 1\n")
 
@@ -103,7 +103,10 @@ def test_mistakes_in_the_database_and_in_settings(shop):
     task = f'[tasks.late]\ntable = "orders"\nlabel = "late"\nkind = "classes"\n{SPLIT}'
     for wrong, message in (
         (DATABASE.replace('path = "shop"', ""), "must have `path`, a folder of tables or a SQLite file, got none"),
-        (DATABASE.replace("primary_keys", "primary_key"), "the arguments of from_tables, got an error: .*primary_key'"),
+        (
+            DATABASE.replace("primary_keys", "primary_key"),
+            "the arguments of dejax.datasets.from_tables, path, .* got primary_key .did you mean primary_keys",
+        ),
     ):
         (shop / "wrong.toml").write_text(wrong + task)
         with pytest.raises(ValueError, match=message):

@@ -107,7 +107,7 @@ def _followed(data: HeteroDataset, task: str, table: str, path: str) -> tuple[np
     found, at = np.arange(data.num_nodes[table] if table in data.num_nodes else 0, dtype=np.int32), table
     for column in [path] if (table, path) in references else path.split("."):
         if (at, column) not in references:
-            shown = ", ".join(".".join(key) for key in references)
+            shown = ", ".join(repr(".".join(key)) if "," in key[1] else ".".join(key) for key in references)
             raise ValueError(
                 f"task {task!r} must name a foreign key, {shown}, or a path of them such as order.customer; got "
                 f"{table}.{path}"

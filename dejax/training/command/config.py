@@ -19,8 +19,10 @@ epochs = 5
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,12 +71,8 @@ class TablesConfig:
             for table, of in given.get("vectors", {}).items()
         }
         given = {"fixed_features": False, "name": place.stem, **given}  # encoders read columns
-        try:
-            data = from_tables(place, foreign_keys=references, **given)
-        except TypeError as error:  # an unknown argument
-            raise ValueError(
-                f"[database] must have `path` and the arguments of from_tables, got an error: {error}"
-            ) from None
+        _check_names("[database]", self.database, from_tables, besides=("path",), without=("tables",))
+        data = from_tables(place, foreign_keys=references, **given)
         for name, task in self.tasks.items():
             data = data.with_task(_task(data, name, task, self.path.parent))
         return data
@@ -87,12 +85,33 @@ def _task(data: HeteroDataset, name: str, given: Mapping[str, Any], folder: Path
         make, arguments = task_from_columns, _with_columns(name, arguments, folder)
     elif "events" in given:
         arguments["cutoffs"] = _cutoffs(name, given, data.time_unit)
+    _check_names(f"[tasks.{name}]", arguments, make, without=("data", "name"))
     try:
         return make(data, name, **arguments)
-    except TypeError as error:  # a missing or unknown argument
+    except TypeError as error:  # a missing argument
         raise ValueError(
             f"[tasks.{name}] must have the arguments of dejax.datasets.{make.__name__}, got an error: {error}"
         ) from None
+
+
+def _check_names(
+    section: str,
+    given: Mapping[str, Any],
+    of: Callable[..., Any],
+    *,
+    besides: Sequence[str] = (),
+    without: Sequence[str],
+) -> None:
+    """Raises a ValueError if a section has a name that is no argument of a function."""
+    known = [*besides, *(name for name in inspect.signature(of).parameters if name not in without)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(
+                f"{section} must have the arguments of dejax.datasets.{of.__name__}, {', '.join(known)}; got {name}"
+                f"{hint}"
+            )
 
 
 def _cutoffs(name: str, given: Mapping[str, Any], unit: str) -> Any:
