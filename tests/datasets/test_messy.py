@@ -289,3 +289,26 @@ def test_text_of_sqlite_that_is_no_utf8_stays_apart(tmp_path):
         )
     city = from_tables(tmp_path / "a.db").columns["t"]["city"]
     assert sorted(city.categories) == ["K", "K\\xe4ln", "K\\xe5ln"]
+
+
+def test_times_that_lie_after_their_rows_are_said_to_do_so():
+    repairs = {"reported": ["2024-01-01", "2024-01-05"], "finished": ["2024-01-03", "2024-01-05"], "cost": [1.0, 2.0]}
+    given = {"repairs": repairs}
+    data = from_tables(given, time_columns={"repairs": "reported"})
+    assert "after its row in 1 of 2" in data.columns["repairs"]["finished"].oddities
+    assert not data.columns["repairs"]["reported"].oddities.count("after its row")
+    late = from_tables(given, time_columns={"repairs": "reported"}, known_at={"repairs": {"cost": "finished"}})
+    assert "after its row" not in late.columns["repairs"]["finished"].oddities
+    assert "after its row" not in from_tables(given).columns["repairs"]["finished"].oddities
+
+
+def test_an_index_of_pandas_is_a_key_if_it_has_a_name(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    users = pandas.DataFrame({"id": [7, 8], "age": [30.0, 40.0]}).set_index("id")
+    orders = pandas.DataFrame({"user": [7, 8, 8], "price": [1.0, 2.0, 3.0]})
+    data = from_tables({"users": users, "orders": orders}, {"users": "id"}, [("orders", "user", "users")])
+    assert data.keys["users"].tolist() == [7, 8] and list(data.columns["users"]) == ["age"]
+    orders.to_csv(tmp_path / "orders.csv")
+    for given in (tmp_path, {"orders": pandas.read_csv(tmp_path / "orders.csv")}):
+        with pytest.warns(UserWarning, match="of table 'orders' is left out, since it has no name"):
+            assert list(from_tables(given).columns["orders"]) == ["user", "price"]

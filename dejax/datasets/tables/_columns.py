@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ _NUMBERS = (int, float, np.floating, np.integer, np.bool_, decimal.Decimal)
 EXACT = 2**53  # beyond, float64 does not have every integer: keys with missing values stay objects
 
 
+_NO_NAMES = {"", "Unnamed: 0"}  # of a CSV file's first column, and as pandas reads it
+
+
 def columns_of(table: str, given: Any) -> Columns:
     """The columns of a table by name. Empty text is missing, as it is in CSV files.
 
@@ -34,6 +38,13 @@ def columns_of(table: str, given: Any) -> Columns:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the columns of table {table!r} must have different names, got {twice!r} more than once")
     columns = _columns_given(table, given)
+    for column in _NO_NAMES & columns.keys():
+        warnings.warn(
+            f"the column {column!r} of table {table!r} is left out, since it has no name, as an index of "
+            "pandas has none; give it a name if it means something",
+            stacklevel=3,
+        )
+        del columns[column]
     found: Columns = {}
     for column, values in columns.items():
         try:
@@ -61,6 +72,8 @@ def _columns_given(table: str, given: Any) -> dict[str, Any]:
     if isinstance(given, Mapping):
         return {str(column): values for column, values in given.items()}
     is_frame = hasattr(given, "columns") and hasattr(given, "isna")
+    if is_frame and (levels := [name for name in given.index.names if name is not None and name not in given]):
+        given = given.reset_index(level=levels)  # a key, often; Arrow has no column for a range
     # A DataFrame of pandas is an Arrow table where pyarrow is there and its columns have one type each.
     if hasattr(given, "__arrow_c_stream__") and not (is_frame and not is_there("pyarrow")):
         with optional("pyarrow", of=f"the table {table!r}, a {type(given).__name__},"):

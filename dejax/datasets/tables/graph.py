@@ -303,8 +303,19 @@ class _ColumnReader:
             late = shown_at[by[column]] if column in by else None
             fitted = _before(self.fit_before, known if late is None else late)
             raw = RawColumn(f"{table}.{column}", values, known, fitted, self.max_categories, late, self.unit)
-            found[column] = raw.typed(kind)
+            typed = raw.typed(kind)
+            found[column] = typed if late is not None else self._with_later_times(table, column, typed, known)
         return found
+
+    def _with_later_times(self, table: str, name: str, column: Column, known: np.ndarray) -> Column:
+        """The column; times that lie after their rows are among its oddities, since they may tell the future."""
+        if column.kind != "time" or column.unit != self.unit or self.time_columns.get(table) in (None, name):
+            return column
+        later = int((~column.missing & (column.values > known)).sum())
+        if not later:
+            return column
+        what = f"after its row in {later:,} of {len(column):,}: if it was not known by then, name it in known_at"
+        return dataclasses.replace(column, oddities=", ".join(filter(None, (column.oddities, what))))
 
 
 def _before(time: int | float | None, known: np.ndarray) -> np.ndarray:
