@@ -352,7 +352,8 @@ def _draw_loss(axes: Any, histories: Sequence[History]) -> None:
         return
     losses = np.array([h.loss[:length] for h in histories])
     _band(axes, np.arange(1, length + 1), losses, _COLOURS["train"], None)
-    axes.set_yscale("log")
+    if losses.max() > 3 * losses.min() > 0:  # else a logarithmic axis has no tick that is a round number
+        axes.set_yscale("log")
 
 
 def _draw_measures(axes: Any, results: dict[str, Any], histories: Sequence[History]) -> None:
