@@ -826,15 +826,6 @@ def test_a_traversal_reads_all_rows_of_nodes_where_what_it_makes_goes_elsewhere(
         assert len(read) == (2 if elsewhere == "nowhere" else 0)
 
 
-@pytest.mark.parametrize(("edges", "rounded"), [(60_000_000, True), (600_000, False)])
-def test_vectors_that_sums_of_many_pairs_multiply_are_read_as_float16(edges: int, rounded: bool) -> None:
-    _, kernels = hgt_training(edges, 4, model="rgat")
-    loops = [t for t in kernels.instances if isinstance(t, Traversal) and t.via is not None and ".node" in t.via]
-    assert len(loops) == 2
-    vectors = {o.name for t in loops for o in t.operands if o.via == "destination_pair.etype"}
-    assert kernels.read_row_scaled == (vectors if rounded else set())
-
-
 @pytest.mark.parametrize(("nodes", "heads", "forward", "backward"), [(100, 1, 0, 0), (100, 4, 1, 1), (10**7, 1, 1, 0)])
 def test_a_few_vectors_by_type_are_a_narrow_product(nodes: int, heads: int, forward: int, backward: int) -> None:
     """RGAT's scores of destinations with many heads, or where rows of nodes come from memory, and their gradient."""

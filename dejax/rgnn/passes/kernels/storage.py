@@ -29,8 +29,6 @@ _OF_MEMORY = 0.6  # such rows come from memory if they need more than this share
 # 3 million rows of 1.9 million, 256 to 256: 1.47 ms and 0.68 ms for putting them in 16 bits, instead of 2.78 ms.
 _WIDE_PRODUCT = 256
 _READS_OF_WIDE = 4
-# Vectors of types come from the L1, and in 16 bits in half the time: sums over 3 million pairs of nodes 0.40 -> 0.34 ms
-_MANY_ENTRIES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +239,9 @@ def storage(
       row_scaled_outputs: positions of the program's outputs that may be stored so too; others may not.
       inference: whether no gradients are made of the program. Its inner products are then compared with none of those
         that a gradient would compute, so they may be of rounded rows, as products of matrices are.
-      counts: numbers of nodes, edges and types of the graph. Where it has many pairs, sums of vectors of types are sums
-        of rounded vectors. For inference on a small graph nothing is stored in 16 bits, because that would save less
-        than the kernel takes that measures the scales of columns. Training on such a graph gains more: its products
-        read these rows again (aifb's HGT takes 154 us, and 174 with rows in float32).
+      counts: numbers of nodes, edges and types of the graph. For inference on a small graph nothing is stored in 16
+        bits, because that would save less than the kernel takes that measures the scales of columns. Training on such a
+        graph gains more: its products read these rows again (aifb's HGT takes 154 us, and 174 with rows in float32).
     """
     outputs = {v for i, v in enumerate(kernels.program.outputs) if i not in row_scaled_outputs}
     found: set[int] = set()
@@ -263,10 +260,6 @@ def storage(
             rounded |= names
             elsewhere |= {o.name for o in t.operands} - names
     rounded -= elsewhere
-    if counts is not None:
-        traversals = [t for t in kernels.instances if isinstance(t, Traversal)]
-        many = [t for t in traversals if t.via is not None and counts.rows(t.space) >= _MANY_ENTRIES]
-        rounded.update(*(_vectors_of_sums(kernels, t) for t in many))
     return Kernels(kernels.program, kernels.instances, frozenset(found), frozenset(rounded))
 
 
@@ -280,14 +273,6 @@ def _pays_measuring(kernels: Kernels, values: set[int], counts: Counts) -> bool:
         for v in values.intersection(instance.reads):
             saved.move(rows, 2 * ops[v].width)
     return saved.seconds() >= RATES.measuring_seconds
-
-
-def _vectors_of_sums(kernels: Kernels, t: Traversal) -> set[int]:
-    """Vectors of types in float32 that a traversal multiplies scalars by, and sums."""
-    ops = kernels.program.ops
-    weights = {ops[i].args[1] for i in t.body if ops[i].name == "linear" and ops[i].width > ops[ops[i].args[0]].width}
-    read = [o for o in t.operands if o.access == "gathered" and o.name in weights and o.part is None]
-    return {o.name for o in read if ops[o.name].dtype == "float32" and ops[o.name].width >= _ENCODED_WIDTH}
 
 
 def _in_inner_products(kernels: Kernels, t: Traversal) -> set[int]:
