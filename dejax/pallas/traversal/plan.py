@@ -27,6 +27,7 @@ class LoopPlan:
     names: tuple[Name, ...] = ()
     factored: bool = False  # the body takes wide tiles of entries as `Factored`
     chunk: int | None = None  # the most entries of a row that is not cut
+    merged_chunks: int = 1  # chunks of a long segment that are merged in a step
 
     @property
     def rows(self) -> int:
@@ -35,14 +36,6 @@ class LoopPlan:
     @property
     def entries(self) -> int:
         return self.schedule.entries_per_step
-
-    @property
-    def merged_chunks(self) -> int:
-        """Chunks of a long segment that are merged in a step: as many as the loop over entries has slots.
-
-        More would take registers from that loop, which is in the same kernel.
-        """
-        return self.rows * self.entries
 
     @property
     def needs_entries(self) -> bool:

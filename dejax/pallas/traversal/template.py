@@ -28,6 +28,9 @@ from dejax.pallas.traversal.traversal_schedule import (
 )
 from dejax.pallas.tuning import bucket, choose
 
+# Chunks of a long segment that are merged in a step.
+_MERGED_CHUNKS = 8
+
 
 def traverse(
     body: Callable[..., Any],
@@ -116,6 +119,8 @@ def traverse(
         schedule=schedule,
         factored=factored,
         chunk=None if segments.chunks is None else segments.chunks.chunk,
+        # More of them at once would take registers from the program of rows, which is the same kernel.
+        merged_chunks=max(schedule.rows_per_program * schedule.entries_per_step, min(_MERGED_CHUNKS, 4096 // width)),
     )
     return _run(plan, named(ready, tables), segments, interpret)
 
