@@ -162,7 +162,7 @@ class Trainer:
         state = self._begin(int(plain["seed"]))
         moments = {}
         for kind, of_type in state.moments.items():
-            own, may_grow = plain["moments"][kind], self.task.layout_of_data is not None
+            own, may_grow = plain["moments"][kind], self.task.may_grow
             parts = (state.embeddings[kind].table, plain["tables"][kind]), (of_type.first, own["first"])
             for table, rows in (*parts, (of_type.second, own["second"])):
                 _overwrite(kind, table, np.asarray(rows), may_grow)

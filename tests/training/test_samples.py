@@ -16,7 +16,7 @@ from dejax.training.tasks import models
 from dejax.training.tasks.data import one_type
 from dejax.training.tasks.link_graph import LinkGraph
 from dejax.training.tasks.prepared import prepare
-from tests.training.graphs import WRITES, community_graph, one_type_of
+from tests.training.graphs import WRITES, community_graph, links, one_type_of
 
 TINY = {"task": "samples", "hidden": 8, "heads": 2, "batch_size": 8, "fan_outs": (4, 2), "epochs": 6, "lr": 0.05}
 
@@ -91,6 +91,39 @@ def test_two_devices_have_the_numbers_of_one_and_go_on_on_one():
     further = run(1, 2)[2]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), run(1, 2, exported)[2], further)
     assert trainer.final(two, inference="sampled") == one_trainer.final(one, inference="sampled")
+
+
+def _turned(data: HeteroDataset, *names: str) -> HeteroDataset:
+    """The data set with fields in the reverse order."""
+    turned = {name: dict(reversed(getattr(data, name).items())) for name in names}
+    return dataclasses.replace(data, **turned, check=False)
+
+
+@pytest.mark.parametrize("task", ["samples", "links"])
+def test_a_state_is_of_data_whose_relations_and_types_are_numbered_alike(task):
+    if task == "samples":
+        data, changes = community_graph(), TINY
+    else:
+        data, changes = links(), {"task": "links", "model": "embeddings", "hidden": 8}
+    of = lambda data: Trainer(resolve("mine", **changes), data).task.layout_of_data  # noqa: E731
+    assert of(data) == of(dataclasses.replace(data, check=False))
+    assert len({of(data), of(_turned(data, "edges")), of(_turned(data, "num_nodes"))}) == 3
+    names = {kind: tuple(f"{kind} {n}" for n in range(count)) for kind, count in data.num_nodes.items()}
+    named = dataclasses.replace(data, node_names=names, features={}, check=False)
+    others = {kind: own[::-1] for kind, own in names.items()}
+    assert of(named) != of(dataclasses.replace(named, node_names=others, check=False))
+
+
+def test_a_run_is_evaluated_on_data_that_are_numbered_alike(tmp_path, capsys):
+    data = community_graph()
+    data.save(tmp_path / "data")
+    _turned(data, "edges").save(tmp_path / "turned")
+    words = ["--sampled", "--data", str(tmp_path / "data"), "--hidden", "8", "--fan-outs", "2", "--epochs", "1"]
+    assert cli.main([*words, "--seeds", "1", "--no-baseline", "--out", str(tmp_path / "run")]) == 0
+    evaluate = ["--evaluate", str(tmp_path / "run"), "--data"]
+    assert cli.main([*evaluate, str(tmp_path / "data")]) == 0
+    assert cli.main([*evaluate, str(tmp_path / "turned")]) == 2
+    assert "trained on, got other types, relations or classes" in capsys.readouterr().err
 
 
 def test_an_epoch_has_each_training_node_once():

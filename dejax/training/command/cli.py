@@ -161,8 +161,7 @@ def _train_into(
 
 def _layout(trainer: Any) -> dict[str, str]:
     """The description of the data in the folder of a run."""
-    found = trainer.task.layout_of_data
-    return {} if found is None else {_LAYOUT: found}
+    return {_LAYOUT: trainer.task.layout_of_data}
 
 
 def _data(args: argparse.Namespace, settings: Settings, configured: TablesConfig | None) -> tuple[Any, Settings]:
@@ -288,9 +287,12 @@ def _evaluate(args: argparse.Namespace) -> None:
     data, _ = _data(args, settings, read_config(args.tables) if args.tables else None)
     trainer = _trainer(args, settings, data)
     if layout not in (None, trainer.task.layout_of_data):
+        what = "types, relations or classes, other numbers of them, or other names of nodes"
+        if settings.task == "tables":
+            what = "tables, columns, relations, categories or classes among what is known by the last training cutoff"
         raise ValueError(
-            f"--evaluate {folder} must be given the data that it was trained on, got other tables, columns, relations, "
-            "categories or classes among what is known by the last training cutoff; train again, or undo the change"
+            f"--evaluate {folder} must be given the data that it was trained on, got other {what}; train again, or "
+            "undo the change"
         )
     found: dict[str, list[float]] = {}
     for number in seeds:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +40,7 @@ from dejax.training.tasks.task import (
     StepView,
     TrainingTask,
     World,
+    digest_of,
     spread_over_steps,
 )
 
@@ -66,7 +65,7 @@ class TableTask(TrainingTask):
     """
 
     classes = False
-    sampled = True
+    sampled = may_grow = True
 
     @property
     def lower_is_better(self) -> bool:
@@ -382,8 +381,7 @@ class TableTask(TrainingTask):
         histories = [
             [table, [place.name for place in history.plan.columns]] for table, history in self.histories.items()
         ]
-        said = json.dumps([columns, self._edge_types, examples, self._rows_with_parameters(), histories])
-        return hashlib.sha256(said.encode()).hexdigest()[:16]
+        return digest_of([columns, self._edge_types, examples, self._rows_with_parameters(), histories])
 
     def _rows_with_parameters(self) -> str:
         """A digest of the rows that have parameters of their own; "" for none."""

@@ -38,6 +38,7 @@ from dejax.training.tasks.task import (
     StepView,
     TrainingTask,
     World,
+    digest_of,
     spread_over_steps,
 )
 
@@ -137,6 +138,8 @@ class LinkTask(TrainingTask):
         self.batch_size = min(settings.batch_size, len(graph.train))
         self.steps_per_epoch = -(-len(graph.train) // self.batch_size)
         self.embedded = {NODE: graph.num_nodes} if graph.features is None else {}
+        own = graph.data.node_names if self.embedded else {}
+        self.layout_of_data = digest_of([list(graph.data.edges), list(graph.data.num_nodes), own])
         features = FeatureStore()
         if graph.features is not None:
             features = FeatureStore.from_arrays({NODE: graph.features})

@@ -17,7 +17,15 @@ from dejax.training.settings import Settings
 from dejax.training.state import TrainState
 from dejax.training.tasks.data import SPLITS, needs_reverse, split_nodes
 from dejax.training.tasks.models import EntityClassifier, NodeMLP
-from dejax.training.tasks.task import Runner, StepView, TrainingTask, World, cross_entropy, most_frequent
+from dejax.training.tasks.task import (
+    Runner,
+    StepView,
+    TrainingTask,
+    World,
+    cross_entropy,
+    digest_of,
+    most_frequent,
+)
 
 with optional("flax", of="dejax.training"):
     from flax import nnx
@@ -55,6 +63,8 @@ class WholeGraphTask(TrainingTask):
         }
         self.world = World(None, FeatureStore(), arrays)
         self.seeds_per_epoch = len(self.splits["train"])
+        nodes = int(data.num_nodes) if features is None else None  # which have parameters of their own
+        self.layout_of_data = digest_of([data.edge_type_names, data.node_type_names, data.class_names, nodes])
         self._correct = jax.jit(self._num_correct, static_argnums=0)
 
     def model(self, key: Array) -> Any:

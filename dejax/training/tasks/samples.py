@@ -37,6 +37,7 @@ from dejax.training.tasks.task import (
     TrainingTask,
     World,
     cross_entropy,
+    digest_of,
     most_frequent,
     spread_over_steps,
 )
@@ -72,6 +73,8 @@ class SampledTask(TrainingTask):
         self.prepared = prepared = prepare(data, settings)
         topology, self.splits = prepared.topology, prepared.splits
         self.embedded = {k: count for k, count in topology.num_nodes.items() if k not in prepared.features}
+        own = {kind: data.node_names.get(kind) for kind in self.embedded}
+        self.layout_of_data = digest_of([prepared.edge_types, topology.node_types, prepared.num_classes, own])
         labels = {kind: jnp.asarray(np.asarray(prepared.data.labels[kind]), jnp.int32) for kind in prepared.targets}
         arrays: dict[str, Any] = {"labels": labels}
         if prepared.edge_type is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import hashlib
+import json
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +21,11 @@ from dejax.training.state import TrainState
 
 CAPACITY_BATCHES = 20
 SAMPLE_OPTIONS = SampleOptions(max_degree=512)  # edges of a node that a sample has room for with a fan-out of -1
+
+
+def digest_of(names: Any) -> str:
+    """A digest of plain values that JSON can hold, such as names in their order."""
+    return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16]
 
 
 @pytree
@@ -91,8 +98,9 @@ class TrainingTask(abc.ABC):
         seeds_per_epoch: training nodes, or training edges.
         classes: whether its measures are accuracies; otherwise `final` has several measures of test examples.
         measure: the name of the measure of the curves.
-        layout_of_data: a digest of what the places of parameters mean, such as the order of categories; None: the
-            shapes of parameters tell it.
+        layout_of_data: a digest of what the places of parameters mean, such as the order of relations or categories:
+            of data with another one, a saved state would give wrong numbers.
+        may_grow: whether a saved state serves data that have more nodes with embeddings, at the end of their types.
         lower_is_better: whether a lower validation measure is better; in no task but one that overrides it.
     """
 
@@ -107,7 +115,8 @@ class TrainingTask(abc.ABC):
     measure = "accuracy"
     sample_options = SAMPLE_OPTIONS
     capacities: Capacities | None = None
-    layout_of_data: str | None = None
+    layout_of_data: str
+    may_grow = False
 
     @property
     def lower_is_better(self) -> bool:
