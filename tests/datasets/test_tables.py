@@ -150,6 +150,34 @@ def test_a_csv_file_whose_last_value_is_no_number(tmp_path: Path) -> None:
     assert data.keys["t"][-1] == 200_000
 
 
+def test_newlines_in_a_large_csv_file(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    texts = [f'"{row}\n{row},b,{row}\nend"' for row in range(80_000)]  # pyarrow reads a megabyte at once
+    (tmp_path / "t.csv").write_text("id,text,n\n" + "".join(f"{row},{text},1\n" for row, text in enumerate(texts)))
+    table = read_csv(tmp_path / "t.csv")
+    assert table["id"].to_pylist() == list(range(80_000))
+    assert table["text"].to_pylist() == [text.strip('"') for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a;b\n1;2\n", "must have commas between its columns, got the header 'a;b'"),
+        ("a\tb\n1\t2\n", "must have commas between its columns"),
+        ("a,b\n1\n", "must be a CSV file, got an error: CSV parse error: Expected 2 columns, got 1"),
+        ("", "must be a CSV file, got an error: Empty CSV file"),
+    ],
+)
+def test_files_that_are_no_csv_files_are_named(tmp_path: Path, text: str, why: str) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "orders.csv").write_text(text)
+    with pytest.raises(ValueError, match=rf"orders\.csv {why}"):
+        from_tables(tmp_path)
+    (tmp_path / "orders.csv").rename(tmp_path / "orders.parquet")
+    with pytest.raises(ValueError, match=r"orders\.parquet must be a Parquet file, got an error: "):
+        from_tables(tmp_path)
+
+
 def test_sqlite_by_its_own_keys(tmp_path: Path) -> None:
     path = tmp_path / "shop.db"
     with sqlite3.connect(path) as db:

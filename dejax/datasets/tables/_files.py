@@ -105,7 +105,7 @@ def read_file(path: Path) -> Any:
     """The table of a Parquet or CSV file, or of a folder of Parquet files, as a `pyarrow.Table`.
 
     Raises:
-        ValueError: a file of another kind.
+        ValueError: a file of another kind, or a damaged one.
         ModuleNotFoundError: pyarrow is missing.
     """
     if path.name.endswith(_SUFFIXES[1:]):
@@ -113,8 +113,12 @@ def read_file(path: Path) -> Any:
     if not (path.is_dir() or path.name.endswith(_SUFFIXES[0])):
         raise ValueError(f"tables must be files {', '.join(_SUFFIXES)}, got {path.name}")
     with optional("pyarrow", of=f"reading {path}"):
+        import pyarrow
         import pyarrow.parquet as parquet
-    return parquet.read_table(path)
+    try:
+        return parquet.read_table(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} must be a Parquet file, got an error: {error}; write it again") from error
 
 
 def read_csv(path: str | os.PathLike[str]) -> Any:
@@ -125,7 +129,7 @@ def read_csv(path: str | os.PathLike[str]) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no CSV file.
+        ValueError: the file is no CSV file with commas between its columns.
         ModuleNotFoundError: pyarrow is not installed.
 
     >>> import pathlib, tempfile
@@ -136,9 +140,24 @@ def read_csv(path: str | os.PathLike[str]) -> Any:
     [55, None]
     """
     with optional("pyarrow", of=f"reading {os.fspath(path)}"):
+        import pyarrow
         import pyarrow.csv as csv
-    with _opened(Path(path)) as file:
-        return csv.read_csv(file, convert_options=csv.ConvertOptions(strings_can_be_null=True))
+    # Without `newlines_in_values`, pyarrow cuts files of more than a megabyte inside of quoted text that has newlines.
+    options = {
+        "parse_options": csv.ParseOptions(newlines_in_values=True),
+        "convert_options": csv.ConvertOptions(strings_can_be_null=True),
+    }
+    try:
+        with _opened(Path(path)) as file:
+            table = csv.read_csv(file, **options)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} must be a CSV file, got an error: {error}; mend the file, or move it away") from error
+    if table.num_columns == 1 and any(sign in table.column_names[0] for sign in ";\t|"):
+        raise ValueError(
+            f"{path} must have commas between its columns, got the header {table.column_names[0]!r}; write the file "
+            "with commas, or read it with pandas.read_csv(path, sep=...)"
+        )
+    return table
 
 
 @contextmanager
