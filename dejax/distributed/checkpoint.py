@@ -12,9 +12,12 @@ import numpy as np
 
 from dejax._optional import optional
 from dejax.distributed.tables import ShardedTable
+from dejax.host_gather._operands import Table
 from dejax.host_gather._spec import TableSpec
 from dejax.host_gather.tables._memory import copy_rows
 from dejax.host_gather.tables.table import is_table_of_host
+
+_TABLES = "dtypes of tables"  # in the metadata of a checkpoint
 
 
 def save(folder: str | os.PathLike[str], step: int, state: Any, *, keep: int = 2) -> None:
@@ -33,7 +36,8 @@ def save(folder: str | os.PathLike[str], step: int, state: Any, *, keep: int = 2
         import orbax.checkpoint as ocp
 
     with _manager(folder, keep) as manager:
-        manager.save(step, args=ocp.args.StandardSave(_named(state)), force=True)
+        tables = {_TABLES: _dtypes_of_tables(state)}
+        manager.save(step, args=ocp.args.StandardSave(_named(state)), force=True, custom_metadata=tables)
         manager.wait_until_finished()
 
 
@@ -53,7 +57,7 @@ def restore(folder: str | os.PathLike[str], like: Any, *, step: int | None = Non
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: the checkpoint and `like` differ in structure or in the shape of an array.
+        ValueError: the checkpoint and `like` differ in structure, or in the shape or dtype of an array or table.
     """
     with optional("orbax-checkpoint", of="a checkpoint"):
         import orbax.checkpoint as ocp
@@ -67,6 +71,8 @@ def restore(folder: str | os.PathLike[str], like: Any, *, step: int | None = Non
     wanted = _named(like)
     with _manager(folder, None) as manager:
         _check_same(manager.item_metadata(found), wanted)
+        saved = manager.metadata(found).custom_metadata or {}
+        _check_dtypes(saved.get(_TABLES, {}), _dtypes_of_tables(like))
         abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in wanted.items()}
         arrays = manager.restore(found, args=ocp.args.StandardRestore(abstract))
     return _written(like, [arrays[name] for name in wanted]), found
@@ -109,7 +115,8 @@ def _named(state: Any) -> dict[str, Any]:
 
 
 def _check_same(metadata: Any, wanted: dict[str, Any]) -> None:
-    there = {name: tuple(leaf.shape) for name, leaf in dict(getattr(metadata, "tree", metadata) or {}).items()}
+    saved = dict(getattr(metadata, "tree", metadata) or {})
+    there = {name: tuple(leaf.shape) for name, leaf in saved.items()}
     if not there:
         return
     if odd := sorted(set(there) ^ set(wanted)):
@@ -122,6 +129,26 @@ def _check_same(metadata: Any, wanted: dict[str, Any]) -> None:
                 f"distributed.restore: `like` must have the shapes of the checkpoint, {there[name]} for {name!r}, got "
                 f"{tuple(leaf.shape)}; divided tables keep their shape on 1, 2, 4 ... 64 devices"
             )
+    _check_dtypes(
+        {name: np.dtype(leaf.dtype).name for name, leaf in saved.items()},
+        {name: leaf.dtype.name for name, leaf in wanted.items()},
+    )
+
+
+def _check_dtypes(saved: dict[str, str], wanted: dict[str, str]) -> None:
+    """Orbax converts values of another dtype, and the words of a table would be read as other numbers."""
+    for name in saved.keys() & wanted.keys():
+        if saved[name] != wanted[name]:
+            raise ValueError(
+                f"distributed.restore: `like` must have the dtypes of the checkpoint, {saved[name]} for {name!r}, got "
+                f"{wanted[name]}; restore with that dtype, and convert the result"
+            )
+
+
+def _dtypes_of_tables(state: Any) -> dict[str, str]:
+    """The dtype of each table, whose rows are saved as unsigned integers."""
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda leaf: isinstance(leaf, Table))
+    return {jax.tree_util.keystr(path): leaf.dtype.name for path, leaf in leaves if isinstance(leaf, Table)}
 
 
 def _written(like: Any, arrays: list[Any]) -> Any:

@@ -5,12 +5,13 @@ import subprocess
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from dejax import distributed
-from dejax.distributed import failing
-from dejax.host_gather import HostTable
+from dejax.distributed import ShardedTable, failing, make_mesh
+from dejax.host_gather import DeviceTable, HostTable
 from tests.distributed import job, processes
 
 PROGRAM = """
@@ -131,6 +132,8 @@ def test_errors_of_checkpoints(tmp_path) -> None:
         distributed.restore(tmp_path, {"w": jnp.zeros(3), "v": jnp.zeros(3)})
     with pytest.raises(ValueError, match="must have the shapes of the checkpoint"):
         distributed.restore(tmp_path, {"w": jnp.zeros(4)})
+    with pytest.raises(ValueError, match="must have the dtypes of the checkpoint, float32 for 'w', got bfloat16"):
+        distributed.restore(tmp_path, {"w": jnp.zeros(3, jnp.bfloat16)})
     for step in (2, 3, 4):
         distributed.save(tmp_path, step, {"w": jnp.full(3, step)}, keep=2)
     assert distributed.latest_step(tmp_path) == 4
@@ -138,6 +141,18 @@ def test_errors_of_checkpoints(tmp_path) -> None:
     assert step == 3 and state["w"].tolist() == [3, 3, 3]
     with pytest.raises(FileNotFoundError, match="must have a checkpoint of step 1"):
         distributed.restore(tmp_path, {"w": jnp.zeros(3)}, step=1)
+
+
+@pytest.mark.parametrize(
+    "make", [HostTable.from_numpy, DeviceTable.from_numpy, lambda x: ShardedTable.from_numpy(x, make_mesh(1))]
+)
+def test_tables_are_restored_in_their_own_dtype(make, tmp_path) -> None:
+    rows = np.arange(8).reshape(4, 2) + 0.5
+    distributed.save(tmp_path, 1, {"t": make(rows.astype(np.float16))})
+    found, _ = distributed.restore(tmp_path, {"t": make(np.zeros((4, 2), np.float16))})
+    np.testing.assert_array_equal(found["t"].numpy(), rows)
+    with pytest.raises(ValueError, match="the dtypes of the checkpoint, float16 for .*'t'.*, got bfloat16"):
+        distributed.restore(tmp_path, {"t": make(np.zeros((4, 2), ml_dtypes.bfloat16))})
 
 
 def test_facts_of_one_process() -> None:
