@@ -1,7 +1,7 @@
 """What differs between the supported versions of jax (>= 0.10.2, < 0.13), in one place."""
 
 import contextlib
-import functools
+import enum
 from collections.abc import Collection
 from typing import Any
 
@@ -197,6 +197,12 @@ def devices_of_the_mesh() -> set[Any]:
     return set(jax.sharding.get_mesh().devices.flat)
 
 
+def trace_settings() -> tuple[Any, ...]:
+    """jax's settings that change what is traced, such as 64-bit mode, as texts; meshes and axes by their types only."""
+    plain = bool, int, float, str, type(None), enum.Enum
+    return tuple(str(s) if isinstance(s, plain) else type(s).__name__ for s in jax_config.trace_context())
+
+
 def on_several_devices() -> bool:
     """Whether what is traced now runs inside of a `shard_map` over several devices."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -243,35 +249,12 @@ def varying_result(shape: tuple[int, ...], dtype: Any, *operands: Any) -> Any:
     return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=ManualAxisType(varying=axes))
 
 
-def kernel_call(on_gpu: Any, elsewhere: Any, *arrays: Any) -> list[Any]:
-    """The results of a kernel of a GPU, or of another function of the same arrays where a program is lowered for a CPU.
+def without_checks() -> Any:
+    """A context in which a `jax.shard_map` does not check over which axes arrays vary.
 
-    `elsewhere` is traced then, and only then; None: `on_gpu` serves everywhere. A `jax.shard_map` does not check over
-    which axes arrays vary in either, because kernels, and functions that are traced while JAX lowers a program, do not
-    say it of the values inside of them. All results vary as all arrays do.
+    Kernels, and functions that are traced while JAX lowers a program, do not say it of the values inside of them.
     """
-    checks = jax_config._check_vma.value
-    if not checks and (elsewhere is None or not any(isinstance(x, jax.core.Tracer) for x in arrays)):
-        return list(on_gpu(*arrays))
-    arrays = varying_alike(arrays)
-    types = map(jax.typeof, arrays)
-    with jax_config._check_vma(False):
-        jaxpr = jax.make_jaxpr(lambda *given: list(on_gpu(*given)))(
-            *(x.update(manual_axis_type=ManualAxisType()) if checks else x for x in types)
-        )
-    return kernel_call_p.bind(*arrays, jaxpr=jaxpr, elsewhere=elsewhere)
-
-
-kernel_call_p = jax.extend.core.Primitive("dejax_kernel_call")
-kernel_call_p.multiple_results = True
-
-
-def _on_gpu(*arrays: Any, jaxpr: Any, elsewhere: Any) -> Any:
-    return jax.extend.core.jaxpr_as_fun(jaxpr)(*arrays)
-
-
-def _elsewhere(*arrays: Any, jaxpr: Any, elsewhere: Any) -> Any:
-    return _on_gpu(*arrays, jaxpr=jaxpr, elsewhere=None) if elsewhere is None else list(elsewhere(*arrays))
+    return jax_config._check_vma(False)
 
 
 def lower_unchecked(function: Any, multiple_results: bool = True) -> Any:
@@ -279,26 +262,11 @@ def lower_unchecked(function: Any, multiple_results: bool = True) -> Any:
     lower = jax.interpreters.mlir.lower_fun(function, multiple_results=multiple_results)
 
     def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
-        with jax_config._check_vma(False):
+        with without_checks():
             same = [aval.update(manual_axis_type=ManualAxisType()) for aval in ctx.avals_in]
             return lower(ctx.replace(avals_in=same), *operands, **params)
 
     return rule
-
-
-def _batch_kernel_call(arrays: Any, axes: Any, *, jaxpr: Any, elsewhere: Any) -> tuple[Any, Any]:
-    mapped = functools.partial(jax.vmap, in_axes=tuple(axes))
-    other = None if elsewhere is None else mapped(elsewhere)
-    return kernel_call(mapped(jax.extend.core.jaxpr_as_fun(jaxpr)), other, *arrays), [0] * len(jaxpr.out_avals)
-
-
-kernel_call_p.def_abstract_eval(
-    lambda *operands, jaxpr, elsewhere: [varying_result(out.shape, out.dtype, *operands) for out in jaxpr.out_avals]
-)
-jax.interpreters.mlir.register_lowering(kernel_call_p, lower_unchecked(_elsewhere))
-for _platform in ("cuda", "rocm"):
-    jax.interpreters.mlir.register_lowering(kernel_call_p, lower_unchecked(_on_gpu), platform=_platform)
-jax.interpreters.batching.primitive_batchers[kernel_call_p] = _batch_kernel_call
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:

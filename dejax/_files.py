@@ -7,6 +7,8 @@ dtype and the bits as unsigned integers.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import uuid
@@ -39,6 +41,30 @@ def write_whole(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_checked(path: Path, data: bytes) -> None:
+    """Writes a file for `read_checked`. Where the folder cannot be written, the next process makes the data again."""
+    with contextlib.suppress(OSError):
+        write_whole(path, hashlib.sha256(data).digest() + data)
+
+
+def read_checked(path: Path) -> bytes | None:
+    """What `write_checked` wrote; None if the file is not there, or is not as it was written."""
+    try:
+        kept = path.read_bytes()
+    except OSError:
+        return None
+    digest, data = kept[:32], kept[32:]
+    return data if hashlib.sha256(data).digest() == digest else None
+
+
+def programs_are_kept() -> bool:
+    """Whether jax keeps compiled programs on disk, by the user's choice or by `keep_compiled_programs`."""
+    import jax
+
+    values = jax.config.values
+    return bool(values["jax_enable_compilation_cache"] and values["jax_compilation_cache_dir"])
 
 
 def keep_compiled_programs() -> None:

@@ -6,7 +6,6 @@ definitions, architecture and compiler.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -14,7 +13,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from dejax._files import cache_folder, write_whole
+from dejax._files import cache_folder, read_checked, write_checked
 
 
 class KernelError(RuntimeError):
@@ -34,14 +33,11 @@ def compiled(
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     identity = repr((source, definitions, capability, major.value, minor.value))
     path = cache_folder() / "kernels" / f"{hashlib.sha256(identity.encode()).hexdigest()}.cubin"
-    with contextlib.suppress(OSError):
-        kept = path.read_bytes()
-        digest, image = kept[:32], kept[32:]
-        if hashlib.sha256(image).digest() == digest:  # otherwise the file was cut short
-            return image
+    kept = read_checked(path)
+    if kept is not None:
+        return kept
     image = compile_source(library, source, name, definitions, capability)
-    with contextlib.suppress(OSError):  # without a cache each process compiles
-        write_whole(path, hashlib.sha256(image).digest() + image)
+    write_checked(path, image)
     return image
 
 

@@ -43,12 +43,13 @@ from jax.extend.core import Primitive
 from dejax import _compat
 from dejax._jaxprs import loop
 from dejax._platform import on_gpu
+from dejax.pallas._calls import KernelCall, call_kernel, looked_up
 from dejax.pallas._shapes import divide
 from dejax.pallas._tiles import broadcast, where
 from dejax.pallas.formats.table_slice import SliceRef, TableSlice
 from dejax.pallas.lowering import primitives
 from dejax.pallas.lowering.choice import chosen
-from dejax.pallas.lowering.launch import KernelSchedule, apart
+from dejax.pallas.lowering.launch import KernelSchedule
 
 try:
     import jax.experimental.pallas.triton as plt
@@ -202,19 +203,13 @@ def pallas_call(
             return kernel_call(interpret=True)(*given)
 
         given = [o.table if isinstance(o, TableSlice) else o for o in operands]
-        called = kernel_call(interpret)
-        if not interpret and _lowering() == "dejax":
-            called = functools.partial(apart, called)
-        call = jax.custom_jvp(functools.partial(_compat.kernel_call, called, None if interpret else on_cpu))
-
-        @call.defjvp
-        def no_derivative(primals: Any, tangents: Any) -> Any:
-            raise NotImplementedError(
-                f"the kernel {name} has no derivative of its own; differentiate a dejax.rgnn program, which makes its "
-                "own backward kernels, or give the function that calls the kernel a jax.custom_vjp"
-            )
-
-        return call(*given)
+        called = KernelCall(name, kernel_call(interpret), tuple(out_shape))
+        if not interpret:
+            types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
+            parts = {i: (s.start, s.length) for i, s in slices.items()}
+            told = kernel, types, parts, num_programs, num_warps, num_stages, aliases, full_name
+            called = looked_up(replace(called, elsewhere=on_cpu, lowering=_lowering()), *told)
+        return call_kernel(called, given)
 
     return run
 

@@ -47,17 +47,16 @@ def own(monkeypatch, tmp_path):
     monkeypatch.setattr(binary, "_by_key", {})
 
 
-def the_kernel(equation):
-    """The equation of the kernel inside of a call's."""
-    (call,) = (e for e in equation.params["call_jaxpr"].eqns if e.primitive.name == "dejax_kernel_call")
-    (kernel,) = (e for e in call.params["jaxpr"].eqns if e.primitive.name == "pallas_call")
-    return kernel
+def pallas_equation(call, *operands):
+    """The equation of Pallas in the only kernel that `call` calls."""
+    (equation,) = (e for e in jax.make_jaxpr(call)(*operands).eqns if e.primitive.name == "dejax_kernel_call")
+    (equation,) = (e for e in equation.params["jaxpr"].eqns if e.primitive.name == "pallas_call")
+    return equation
 
 
 def printed(call, *operands):
     """The text of the kernel that `call` calls."""
-    (equation,) = jax.make_jaxpr(call)(*operands).eqns
-    equation = the_kernel(equation)
+    equation = pallas_equation(call, *operands)
     return kernel_text(equation.params["jaxpr"], equation.params["grid_mapping"], "kernel")
 
 
@@ -102,8 +101,7 @@ def test_nan_stays():
         kernel, name="extrema", num_programs=1, out_shape=[jax.ShapeDtypeStruct((10,), jnp.float32)], num_warps=1,
         num_stages=1, interpret=False,
     )  # fmt: skip
-    (equation,) = (e for e in jax.make_jaxpr(call)(jnp.zeros(8)).eqns if e.primitive.name == "custom_jvp_call")
-    equation = the_kernel(equation)
+    equation = pallas_equation(call, jnp.zeros(8))
     x = np.array([1, -1, np.nan, 2, 3, 4, 5, np.nan], np.float32)
     (found,) = run_printed(x, **equation.params)
     np.testing.assert_array_equal(found[:8], np.maximum(x, 0))

@@ -105,6 +105,12 @@ def found(key: int) -> tuple[bytes, int]:
     return made.image, made.shared_bytes
 
 
+def is_kept(key: int) -> bool:
+    """Whether `found` has the binary with this key, or will have it."""
+    with _lock:
+        return key in _by_key or _path(key).exists()
+
+
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(_MOST_AT_ONCE, os.cpu_count() or 1), thread_name_prefix="dejax-kernels")

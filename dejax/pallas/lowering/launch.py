@@ -12,7 +12,6 @@ import hashlib
 import math
 import re
 import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,18 +39,25 @@ class KernelSchedule:
     num_stages: int
 
 
-def apart(call: Callable[..., Sequence[Any]], *operands: Any) -> Sequence[Any]:
-    """`call(*operands)`, whose kernel is compiled while the rest of a program is traced.
-
-    Barriers keep it apart from the slices around it, as all calls of native code (`dejax._native.ffi_call` says why).
-    """
-    traced = jax.make_jaxpr(call)(*operands)
+def prepare_kernels(jaxpr: Any) -> None:
+    """Begins to compile the kernels that a closed jaxpr calls, while the rest of a program is traced."""
     capability = compute_capability()
-    for equation in traced.jaxpr.eqns:
+    for equation in jaxpr.jaxpr.eqns:
         if capability is not None and equation.primitive.name == "pallas_call":
             prepare(_source(equation.params, capability))
-    results = jax.extend.core.jaxpr_as_fun(traced)(*jax.lax.optimization_barrier(operands))
-    return jax.lax.optimization_barrier(results)
+
+
+def binary_key(jaxpr: Any) -> int:
+    """The key of the binary of the only kernel that a closed jaxpr calls."""
+    (equation,) = (e for e in jaxpr.jaxpr.eqns if e.primitive.name == "pallas_call")
+    capability = compute_capability()
+    assert capability is not None
+    return _source(equation.params, capability).key
+
+
+def leaves(ctx: Any) -> bool:
+    """Whether a program that is lowered may run in another process, so that its calls have the binaries of kernels."""
+    return bool(ctx.module_context.lowering_parameters.for_export) or jax.default_backend() not in ("gpu", "cuda")
 
 
 def _source(params: Any, capability: int) -> KernelSource:
@@ -71,14 +77,14 @@ def _source(params: Any, capability: int) -> KernelSource:
 
 
 @functools.cache
-def _load_extension() -> None:
+def load_extension() -> None:
     """Registers the handler, and what finds binaries for it."""
     _native.extension("the lowering 'dejax' of kernels").set_kernel_finder(found)
 
 
 def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     """The lowering rule: a native call with the kernel's key, or with its binary where the program is exported."""
-    _load_extension()
+    load_extension()
     capability = compute_capability()
     if capability is None:
         raise ValueError(
@@ -87,11 +93,10 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         )
     source = _source(params, capability)
     coming = prepare(source)
-    leaves = ctx.module_context.lowering_parameters.for_export or jax.default_backend() not in ("gpu", "cuda")
     image, key, shared_bytes = b"", source.key, 0
-    if leaves or coming.done() or not is_there("triton"):
+    if leaves(ctx) or coming.done() or not is_there("triton"):
         made = coming.result()  # an error is raised here, where it can be
-        if leaves:
+        if leaves(ctx):
             image, shared_bytes = made.image, made.shared_bytes
             key = int.from_bytes(hashlib.sha256(image).digest()[:8], "little", signed=True)
     call = jax.ffi.ffi_lowering(HANDLER, operand_output_aliases=dict(params["input_output_aliases"]))

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 
+from dejax.pallas.lowering.identity import identity_of
+
 
 class Space(enum.StrEnum):
     """What the rows of a value stand for."""
@@ -155,6 +157,14 @@ class OpProgram:
 
     def __hash__(self) -> int:  # programs are keys of the compilation cache: hash once
         return self._hash
+
+    @cached_property
+    def _identity(self) -> str:
+        return identity_of(self.ops, self.outputs)
+
+    def identity(self) -> str:
+        """What tells kernels of this program from those of others: its operators, which several kernels share."""
+        return self._identity
 
     @property
     def inputs(self) -> tuple[int, ...]:

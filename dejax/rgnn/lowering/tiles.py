@@ -49,6 +49,11 @@ class TileProgram:
         self.without = without or WithoutFactors({}, {}, {}, frozenset())
         self.tiles: Sequence[Any] = ()  # of powers of two, of the traversal that is being traced
 
+    def identity(self) -> tuple[Any, ...]:
+        """What tells the functions of this object from others (`dejax.pallas.lowering.identity`)."""
+        kept = self.row_scaled, self.columns, self.without, self.stored
+        return self.program, self.t, tuple(self.side_by_side), kept
+
     def divided(self, value: int, tile: Any, tiles: Sequence[Any], lead: int) -> Any:
         """A value in its padded form, over the powers of two of its columns where it is stored so."""
         if value not in self.stored:
