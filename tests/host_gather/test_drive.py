@@ -226,11 +226,18 @@ def test_files_that_change_while_they_are_used(engine: str) -> None:
         with pytest.raises(Exception, match=rf"row \d+: .*{path.name} {why}.*open the table again"):
             table[np.arange(30, 50)].block_until_ready()
         np.testing.assert_array_equal(table[np.arange(4)], ROWS[:4])  # what the cache has is right
+        with pytest.raises(ValueError, match=rf"DriveTable.numpy: .*{path.name} {why}.*open the table again"):
+            table.numpy()
     # A file that takes the place of another one leaves the open one as it is.
     path, other = file_of(ROWS), file_of(-ROWS)
     table = DriveTable.from_npy(path, cache_bytes=2400, **ENGINES[engine])
     os.replace(other, path)
     np.testing.assert_array_equal(table[np.arange(50)], ROWS)
+    np.testing.assert_array_equal(table.numpy(), ROWS)
+    path.unlink()
+    view = table.numpy()
+    table.close()
+    np.testing.assert_array_equal(view, ROWS)
 
 
 @pytest.mark.parametrize("engine", ["ring", "threads"])

@@ -109,9 +109,19 @@ def _number_of(leaf: Array) -> int:
     return ctypes.c_int64.from_address(address_of(leaf)).value
 
 
-def layout_of(reader: Any, spec: TableSpec) -> DriveLayout:
-    """Where a native reader's rows lie."""
-    return DriveLayout(spec.shape, spec.dtype, tuple(reader.paths), *reader.layout)
+def rows_of(reader: Any, spec: TableSpec, what: str) -> np.ndarray:
+    """All rows, of the files that a native reader has open: a memory map, or a copy (`DriveLayout.numpy`).
+
+    Raises:
+        ValueError: a file was written or became shorter while the table was used.
+    """
+    try:
+        reader.require_unchanged()
+        rows = DriveLayout(spec.shape, spec.dtype, tuple(reader.open_paths), *reader.layout).numpy()
+        reader.require_unchanged()  # while the rows were copied
+    except RuntimeError as error:
+        raise ValueError(f"{what}: {error}") from error
+    return rows
 
 
 class RowsAhead:

@@ -14,7 +14,7 @@ from jax import Array
 from dejax._drive_layout import DriveLayout
 from dejax.host_gather._spec import TableSpec, table_spec
 from dejax.host_gather.tables import _storage
-from dejax.host_gather.tables._drive_files import ReadingOptions, check_size, layout_of, open_reader, reader_of
+from dejax.host_gather.tables._drive_files import ReadingOptions, check_size, open_reader, reader_of, rows_of
 from dejax.host_gather.tables._lifetime import TableClosedError
 from dejax.host_gather.tables.table import _TABLES, LocalTable
 
@@ -185,7 +185,7 @@ class DriveTable(LocalTable):
         return found
 
     def _host_rows(self, leaf: Array) -> np.ndarray:
-        rows = layout_of(self._reader("numpy"), self._spec).numpy()
+        rows = rows_of(self._reader("numpy"), self._spec, "DriveTable.numpy")
         rows.flags.writeable = False
         return rows
 

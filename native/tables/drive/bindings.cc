@@ -83,7 +83,8 @@ void DefineRowReader(nb::module_& m) {
       .def_static("find", &RowReader::Find)
       .def_prop_ro("number", &RowReader::number)
       .def_prop_ro("engine", &RowReader::engine)
-      .def_prop_ro("paths", [](const RowReader& reader) { return reader.options().paths; })
+      .def("require_unchanged", [](const RowReader& reader) { reader.files().RequireUnchanged(); })
+      .def_prop_ro("open_paths", [](const RowReader& reader) { return reader.files().OpenPaths(); })
       .def_prop_ro("layout",
                    [](const RowReader& reader) {
                      const TableLayout& layout = reader.options().layout;

@@ -95,6 +95,7 @@ class RowReader {
 
   int64_t number() const { return number_; }
   const Options& options() const { return options_; }
+  const TableFiles& files() const { return files_; }
   const std::string& engine() const { return engine_; }
   Stats GetStats();
   int64_t rows_in_cache();

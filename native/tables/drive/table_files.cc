@@ -114,4 +114,10 @@ void TableFiles::RequireUnchanged() const {
   }
 }
 
+std::vector<std::string> TableFiles::OpenPaths() const {
+  std::vector<std::string> paths;
+  for (const File& file : files_) paths.push_back("/proc/self/fd/" + std::to_string(file.descriptor));
+  return paths;
+}
+
 }  // namespace dejax

@@ -51,6 +51,9 @@ class TableFiles : public offload::BlockSource {
   // Throws std::runtime_error where a file became shorter or was written since it was opened.
   void RequireUnchanged() const;
 
+  // Paths by which this process reads the open files, whatever their names lead to by now.
+  std::vector<std::string> OpenPaths() const;
+
  private:
   struct File {
     std::string path;
