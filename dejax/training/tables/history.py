@@ -29,7 +29,7 @@ _ALWAYS = np.iinfo(np.int32).min
 
 
 @dataclass(frozen=True, slots=True)
-class _HistoryPart:
+class _Relation:
     """The numbers from the edges of one relation.
 
     Attributes:
@@ -85,7 +85,7 @@ class RowHistory:
     """
 
     table: str
-    relations: tuple[_HistoryPart, ...]
+    relations: tuple[_Relation, ...]
     day: int
     kept: tuple[int, ...] = ()
     plan: TablePlan = dataclasses.field(default_factory=lambda: TablePlan((), 0, 0))
@@ -126,7 +126,7 @@ class RowHistory:
                 if target != to or not relation.num_edges or is_latest(edge_type) or of_own_key:
                     continue
                 columns = tuple(_columns_known_with(data, edge_type, plans[source]))
-                found.append(_HistoryPart(edge_type, key, edge_type in data.edge_times, columns[:_MOST_COLUMNS]))
+                found.append(_Relation(edge_type, key, edge_type in data.edge_times, columns[:_MOST_COLUMNS]))
         return cls(table, tuple(found), day_of(data))
 
     def fitted(self, numbers: np.ndarray, bins: int) -> RowHistory:
@@ -185,7 +185,7 @@ class HistoryReader:
             if (to_row := self._to_row(relation)) is not None and to_row not in self._edges:
                 self._edges[to_row] = _EdgesByTime(topology, to_row, {})
 
-    def _to_row(self, relation: _HistoryPart) -> EdgeType | None:
+    def _to_row(self, relation: _Relation) -> EdgeType | None:
         """The relation from the rows that a foreign key leads to, to the table; None for the table itself."""
         return None if relation.key is None else (relation.edge_type[2], f"rev_{relation.key}", self.history.table)
 
@@ -228,7 +228,7 @@ class HistoryReader:
 
 
 @dataclass(frozen=True, slots=True)
-class _Deviations:
+class _Values:
     """A column in deviations: the difference to its mean in whole numbers of 1 / `_UNIT`, 0 where missing."""
 
     whole: np.ndarray
@@ -239,7 +239,7 @@ class _Deviations:
 class _EdgesByTime:
     """The edges of a relation by receiver and time, with running sums of columns of their senders."""
 
-    def __init__(self, topology: HeteroTopology, edge_type: EdgeType, columns: Mapping[str, _Deviations]) -> None:
+    def __init__(self, topology: HeteroTopology, edge_type: EdgeType, columns: Mapping[str, _Values]) -> None:
         starts, senders, _ = topology.csc(edge_type)
         relation = topology.relations[topology.number_of(edge_type)]
         times = topology.lists[relation.lists].times
@@ -310,10 +310,10 @@ def _columns_known_with(data: HeteroDataset, edge_type: EdgeType, plan: TablePla
                 yield place.name
 
 
-def _in_deviations(column: Column, plan: TablePlan, name: str) -> _Deviations:
+def _in_deviations(column: Column, plan: TablePlan, name: str) -> _Values:
     place = next(place for place in plan.columns if place.name == name)
     there = ~column.missing & np.isfinite(column.values)
     values = np.where(there, column.values, place.mean[0]).astype(np.float64)
     scaled = (np.clip(values, -1e300, 1e300) - place.mean[0]) / place.deviation[0]
     whole = np.rint(np.clip(scaled, -_UNIT, _UNIT) * _UNIT).astype(np.int64)
-    return _Deviations(whole, there, place.mean[0] / place.deviation[0])
+    return _Values(whole, there, place.mean[0] / place.deviation[0])
