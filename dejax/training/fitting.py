@@ -11,7 +11,7 @@ import numpy as np
 
 from dejax.datasets.files._work import Progress
 from dejax.training.checkpoint import Checkpoints
-from dejax.training.state import Epochs, History, TrainState
+from dejax.training.state import History, TrainState
 from dejax.training.trainer import Trainer
 
 SAVE_SECONDS = 30.0
@@ -61,10 +61,6 @@ def fit(
         state, history = trainer.imported(plain), History(**curves)
     saved, saved_at = int(state.step), time.monotonic()
     done, was_saved = saved, checkpoints is not None and checkpoints.latest(seed) == saved
-    if settings.patience and not history.epochs and (first := trainer.task.first_measures()):
-        history.add(Epochs(0, [], first, 0.0), per_epoch)
-        if best_report(history, trainer.task.lower_is_better) is not None:
-            best = _kept(trainer, state, checkpoints, seed, done, history)
     has_best = best_report(history, trainer.task.lower_is_better) is not None
     stopped = stops(history, settings.patience, trainer.task.lower_is_better)
     with Progress(f"seed {seed}", total, unit="steps") as bar:
@@ -104,16 +100,11 @@ def best_report(history: History, lower: bool) -> int | None:
 
 
 def stops(history: History, patience: int, lower: bool) -> bool:
-    """Whether `patience` reports with a validation measure have followed the best one.
-
-    A report before the first step may be the best, but nobody waits for a network to become better than that one.
-    """
-    trained = [epoch > 0 for epoch in history.epochs]
-    values = [value for value, own in zip(history.measures.get("valid", []), trained, strict=False) if own]
-    best = best_report(History(measures={"valid": values}), lower) if patience else None
+    """Whether `patience` reports with a validation measure have followed the best one."""
+    best = best_report(history, lower) if patience else None
     if best is None:
         return False
-    return bool(np.isfinite(np.array(values[best + 1 :], np.float64)).sum() >= patience)
+    return bool(np.isfinite(np.array(history.measures["valid"][best + 1 :], np.float64)).sum() >= patience)
 
 
 def _kept(

@@ -15,7 +15,6 @@ from dejax._optional import new_figure
 from dejax.datasets import Task
 from dejax.reporting._page import page
 from dejax.training.command.predictions import labels_of
-from dejax.training.command.report import LINEAR
 from dejax.training.metrics import Ranking, interval, measure
 
 _BLUE, _GREY = "#0072B2", "#555555"
@@ -46,8 +45,7 @@ def write_page(
         "<h2>Measures</h2><p>Of the first seed, with bootstrap intervals of 95 %; of the test also over all seeds, "
         "where there are several.</p>",
         _table(("", "value", "95 %", "mean of seeds", "deviation"), measures(results, task, predicted)),
-        "<h2>Curves</h2>"
-        + ("<p>Epoch 0 is the linear model, from which the network starts.</p>" if _linear(results) else ""),
+        "<h2>Curves</h2>",
         _image((path.parent / "curves.png").read_bytes()),
     ]
     split = "test" if len(predicted.get("test", ())) else "valid"
@@ -99,13 +97,10 @@ def measures(
             several = split == "test" and len(of_seeds["runs"]) > 1
             more = (f"{of_seeds['mean']:.4f}", f"{of_seeds['std']:.4f}") if several else ("", "")
             rows.append((f"{name}, {split}", f"{value:.4f}", f"{low:.4f} .. {high:.4f}", *more))
-    rows += [(f"{name}, test, {LINEAR}", f"{value:.4f}", "", "", "") for name, value in _linear(results).items()]
+    linear = results["baselines"].get("linear") or {}
+    simple = "test, a linear model of counts and times"
+    rows += [(f"{name}, {simple}", f"{value:.4f}", "", "", "") for name, value in linear.items()]
     return rows
-
-
-def _linear(results: Mapping[str, Any]) -> Mapping[str, float]:
-    """The test measures of the linear model; {} without."""
-    return results["baselines"].get("linear") or {}
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -32,7 +32,6 @@ MODEL_NAMES = {
     "embeddings": "Embeddings",
     "relgt": "RelGT",
 }
-LINEAR = "linear model"
 _PATH_OPTIONS = ("--data", "--out")
 _SPLITS = {"test": "test", "valid": "validation", "train": "training nodes"}
 
@@ -66,7 +65,7 @@ def summarise(
         skipped: steps of each seed whose gradients were not finite.
         inference: how accuracies at the end were computed: "layers" or "sampled"; None: from the whole graph.
         baseline: test accuracies of the model without edges.
-        linear: of tables, the test measures of `dejax.training.tables.linear.LinearModel`.
+        linear: of tables, the test measures of `dejax.training.tables.history.linear_baseline`.
         total_seconds: time of the whole job, with reading the data and compiling.
         argv: the arguments after the program's name.
 
@@ -75,7 +74,7 @@ def summarise(
         measure in "test" for links and tables, whose errors are in the labels' unit. "measure" is that of the curves.
     """
     settings, task = trainer.settings, trainer.task
-    steps = [s / n for h in histories for s, n in zip(h.seconds, h.steps, strict=True) if n]
+    steps = [s / n for h in histories for s, n in zip(h.seconds, h.steps, strict=True)]
     step_s = statistics.median(steps) if steps else None
     epoch_s = None if step_s is None else step_s * task.steps_per_epoch
     results = {name: spread([final[name] for final in finals]) for name in finals[0]}
@@ -224,7 +223,7 @@ def _rank_rows(results: dict[str, Any]) -> tuple[list[_Row], _Row]:
     for name, values in results["test"].items():
         rows.append((f"{name}, test", f"{values['mean']:.4f}", f"± {values['std']:.4f}", f"{min(values['runs']):.4f}"))
         if name in linear and len(rows) == 1:
-            rows.append((f"{name}, {LINEAR}", f"{linear[name]:.4f}", "", ""))
+            rows.append((f"{name}, a linear model of counts and times", f"{linear[name]:.4f}", "", ""))
     return rows or [("no test examples", "", "", "")], ("", "mean", "± std", "lowest")
 
 

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dejax.datasets import HeteroDataset
 from dejax.host_gather import HostTable
 from dejax.minibatch import FeatureStore, HeteroTopology
 from dejax.training.metrics import LOWER_IS_BETTER
@@ -44,8 +43,8 @@ def importance(
     places = task.splits[split]
     places = np.sort(rng.choice(places, examples, replace=False)) if examples < len(places) else places
 
-    def value(world: Any, data: HeteroDataset = task.data) -> float:
-        found = task.measures_of(split, task.predict(trainer, state, places, world=world, data=data), places)
+    def value(world: Any) -> float:
+        found = task.measures_of(split, task.predict(trainer, state, places, world=world), places)
         name, first = next(iter(found.items()))
         return -first if name in LOWER_IS_BETTER else first
 
@@ -60,26 +59,17 @@ def importance(
                 continue
             changed = np.array(task.packed[name])
             some = slice(place.first, place.first + place.width)
-            order = rng.permutation(len(changed))
-            changed[:, some] = changed[order, some]
+            changed[:, some] = changed[rng.permutation(len(changed)), some]
             features = world.features | FeatureStore.from_arrays(
                 {name: changed}, on_device=task.settings.place == "device"
             )
-            data = with_permuted(task.data, table, place.name, order)
-            columns[f"{table}.{place.name}"] = whole - value(dataclasses.replace(world, features=features), data)
+            columns[f"{table}.{place.name}"] = whole - value(dataclasses.replace(world, features=features))
     relations = {
         ", ".join(edge_type): whole - value(dataclasses.replace(world, topology=without(topology, number)))
         for number, edge_type in enumerate(topology.edge_types)
         if not is_latest(edge_type)  # its edges are edges of another one, too
     }
     return {"columns": _sorted(columns), "relations": _sorted(relations)}
-
-
-def with_permuted(data: HeteroDataset, table: str, name: str, order: np.ndarray) -> HeteroDataset:
-    """The tables with the values of a column in another order; each keeps the time from which it is known."""
-    column = data.columns[table][name]
-    own = {**data.columns[table], name: dataclasses.replace(column.take(order), known_at=column.known_at)}
-    return dataclasses.replace(data, columns={**data.columns, table: own}, check=False)
 
 
 def without(topology: HeteroTopology, number: int) -> HeteroTopology:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,16 +18,13 @@ from jax import Array
 
 from dejax._optional import optional
 from dejax.datasets import HeteroDataset, Task
-from dejax.datasets.files._work import for_blocks
 from dejax.minibatch import FeatureStore, HeteroTopology, NegativePool, SampledBlocks, softmax_cross_entropy
 from dejax.rgnn import Options
 from dejax.segment import gather
 from dejax.training.metrics import Ranking
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
-from dejax.training.tables.history import HistoryReader, RowHistory
 from dejax.training.tables.models import LinkedTablesModel
-from dejax.training.tables.seed_inputs import as_bits, of_bits, some_of
 from dejax.training.tables.task import TableTask, task_of
 from dejax.training.tasks.task import CAPACITY_BATCHES, Runner, StepView, World, spread_over_steps
 
@@ -114,24 +111,6 @@ class TableLinkTask(TableTask):
             )
         return links[there].astype(np.int32)
 
-    def _histories(self) -> dict[str, RowHistory]:
-        bins, of = self.settings.bins, (self.data, self.prepared.topology)
-        found = {
-            table: RowHistory.of(*of, table, self.plans, referred=False)
-            for table in dict.fromkeys((self.examples.entity, self._target))
-        }
-        readers = self._readers_of(found, *of)
-        ids, times = self._ids_and_times(some_of(self._train), np.random.default_rng(0))
-        numbers = {table: read(ids[table], times[table])[ids[table] >= 0] for table, read in readers.items()}
-        fitted = {table: own.fitted(numbers[table], bins) for table, own in found.items()}
-        self._readers = self._readers_of(fitted, *of)
-        return fitted
-
-    def _readers_of(
-        self, histories: Mapping[str, RowHistory], data: HeteroDataset, topology: HeteroTopology
-    ) -> dict[str, HistoryReader]:
-        return {table: HistoryReader(own, data, topology, self.plans) for table, own in histories.items()}
-
     def _rows_with_parameters(self) -> str:
         rows = np.flatnonzero(self._known < self.until)
         keys = np.asarray(self.data.keys[self._target])[rows] if self._target in self.data.keys else rows
@@ -149,37 +128,7 @@ class TableLinkTask(TableTask):
         """The training links of an epoch in random order, with wrong candidates."""
         rng = np.random.default_rng([seed, epoch])
         links = spread_over_steps(rng.permutation(self._train), self.steps_per_epoch, self._batch)
-        return self._with_history(self._seeds_of_links(links, rng), self._readers)
-
-    def _with_history(self, seeds: dict[str, Any], readers: Mapping[str, HistoryReader]) -> dict[str, Any]:
-        """Seeds with the packed history of entities, and of candidates, float32[..., width]."""
-        found = {}
-        for ends, table in (("entities", self.examples.entity), ("targets", self._target)):
-            if table in self.histories:
-                ids, times = seeds[ends], seeds["times"]
-                times = np.repeat(times.reshape(-1), ids.size // times.size)
-                found[ends] = self._packed_history(readers[table], ids.reshape(-1), times).reshape(*ids.shape, -1)
-        return {**seeds, "history": found}
-
-    @staticmethod
-    def _packed_history(read: HistoryReader, rows: np.ndarray, cutoffs: np.ndarray) -> np.ndarray:
-        """The packed history of rows as bits, by all cores."""
-        found = np.empty((len(rows), len(read.history.kept)), np.int32)
-
-        def work(_: int, start: int, stop: int) -> None:
-            found[start:stop] = as_bits(read.history.packed(read(rows[start:stop], cutoffs[start:stop])))
-
-        for_blocks(work, len(rows), 1 << 14, progress=False)
-        return found
-
-    def _history_by_table(self, seeds: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for ends, table in (("entities", self.examples.entity), ("targets", self._target)):
-            if table in self.histories:
-                rows = of_bits(seeds["history"][ends])
-                rows = rows.reshape(-1, rows.shape[-1])
-                found[table] = jnp.concatenate([found[table], rows]) if table in found else rows
-        return found
+        return self._seeds_of_links(links, rng)
 
     def _seeds_of_links(self, links: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Seeds, of places in `labels`, -1 for padding: the candidates of a link are its own and wrong ones."""
@@ -272,14 +221,6 @@ class TableLinkTask(TableTask):
 
     # -------------------------------------------------------------------------------------------- predictions
 
-    def first_measures(self) -> dict[str, float]:
-        """{}: there is no linear model of links."""
-        return {}
-
-    def linear_measures(self) -> dict[str, float]:
-        """{}: there is no linear model of links."""
-        return {}
-
     def _vectors_of(
         self, trainer: Runner, key: Array, params: Any, embeddings: FeatureStore, world: World, seeds: Any
     ) -> tuple[Array, Array]:
@@ -287,17 +228,14 @@ class TableLinkTask(TableTask):
         return self._vectors(trainer.merged(params), view, x, seeds, None)
 
     def _predictions(
-        self, trainer: Runner, state: TrainState, places: np.ndarray, examples: Task, world: World, data: HeteroDataset
+        self, trainer: Runner, state: TrainState, places: np.ndarray, examples: Task, world: World
     ) -> Ranking:
         """The best candidates of examples, among all rows of the target that are known by their cutoffs.
 
         All candidates get a vector for each different cutoff, so a grid of cutoffs is much faster than a cutoff of its
         own for each example.
         """
-        assert examples.offsets is not None and world.topology is not None
-        readers = self._readers
-        if world is not self.world or data is not self.data:
-            readers = self._readers_of(self.histories, data, world.topology)
+        assert examples.offsets is not None
         count, k = len(places), self.settings.top
         rows, scores = np.full((count, k), -1, np.int32), np.zeros((count, k), np.float32)
         first = np.full(count, np.inf)
@@ -307,7 +245,7 @@ class TableLinkTask(TableTask):
             candidates = np.flatnonzero(self._known <= cutoff)
             if not len(candidates):
                 continue
-            vectors = self._both(trainer, state, world, readers, examples.rows[places[asked]], candidates, cutoff)
+            vectors = self._both(trainer, state, world, examples.rows[places[asked]], candidates, cutoff)
             links = self._places_of_links(examples, places[asked], candidates)
             part = max(1, min(_SCORES // len(vectors[1]), 1 << (len(asked) - 1).bit_length()))
             for at in range(0, len(asked), part):
@@ -322,14 +260,7 @@ class TableLinkTask(TableTask):
         return Ranking(rows, scores, self._hits(examples, places, rows), first)
 
     def _both(
-        self,
-        trainer: Runner,
-        state: TrainState,
-        world: World,
-        readers: Mapping[str, HistoryReader],
-        entities: np.ndarray,
-        targets: np.ndarray,
-        cutoff: int,
+        self, trainer: Runner, state: TrainState, world: World, entities: np.ndarray, targets: np.ndarray, cutoff: int
     ) -> tuple[np.ndarray, Array, int]:
         """The vectors of entities, of candidates (padded), and the number of candidates, at one cutoff."""
         each = 1 + self.settings.negatives
@@ -349,7 +280,6 @@ class TableLinkTask(TableTask):
                 "times": times,
             }
             key = jax.random.fold_in(jax.random.key(0), call)
-            seeds = self._with_history(seeds, readers)
             found.append(self._both_vectors(trainer, key, state.params, state.embeddings, world, seeds))
         there = np.flatnonzero(others >= 0)
         place = there[np.argsort(others[there])]  # of each candidate among the vectors; candidates ascend

@@ -29,7 +29,7 @@ class TableModel(nnx.Module):
         histories: those of the history of seeds of some tables (`dejax.training.tables.history`).
         edge_types: those of the topology.
         day: the day since 1970 from which cutoffs are counted.
-        outputs: width of the result, which is 0 before training; None for the last layer's result itself.
+        outputs: width of the result; None for the last layer's result itself.
         options: options of the compiler.
         rngs: streams `params` and, with dropout, `dropout`.
     """
@@ -49,10 +49,9 @@ class TableModel(nnx.Module):
         self.encoder = TablesEncoder(plans, settings.hidden, numbers=settings.numbers, day=day, rngs=rngs)
         more = {"numbers": settings.numbers, "rngs": rngs}
         self.history = TablesEncoder(histories, settings.hidden, **more) if histories else nnx.data(None)
-        zero = {"kernel_init": nnx.initializers.zeros, "rngs": rngs}  # the first outputs are those of a linear model
         self.wide = nnx.data(None)
         if histories and outputs is not None:
-            self.wide = nnx.Linear(settings.hidden, outputs, **zero)
+            self.wide = nnx.Linear(settings.hidden, outputs, rngs=rngs)
         self.has_trees = settings.model == "relgt"
         self.layers: Any
         if self.has_trees:
@@ -63,8 +62,6 @@ class TableModel(nnx.Module):
             self.layers = SampledClassifier(
                 settings, {}, edge_types, tuple(plans), outputs, normalized=norm, options=options, rngs=rngs
             )
-        if outputs is not None:
-            self.layers.head = nnx.Linear(settings.hidden, outputs, **zero)
 
     def __call__(
         self,

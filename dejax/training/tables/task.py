@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,13 +27,11 @@ from dejax.training.command.predictions import labels_of
 from dejax.training.metrics import Ranking, measure
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
-from dejax.training.tables.history import RowHistory
-from dejax.training.tables.labels import Labels
+from dejax.training.tables.encoders import apart_name
+from dejax.training.tables.history import RowHistory, linear_baseline
 from dejax.training.tables.models import TableModel
-from dejax.training.tables.prepared import PreparedTables
-from dejax.training.tables.rows import ColumnPlace, TablePlan
-from dejax.training.tables.seed_inputs import ExampleInputs, SeedInputs, as_bits, of_bits
-from dejax.training.tables.seed_times import Clock, is_latest
+from dejax.training.tables.rows import ColumnPlace, TablePlan, apart, pack
+from dejax.training.tables.seed_times import Clock, is_latest, topology_in_time
 from dejax.training.tables.tree_attention import days_between
 from dejax.training.tasks.task import (
     CAPACITY_BATCHES,
@@ -41,6 +40,7 @@ from dejax.training.tasks.task import (
     TrainingTask,
     World,
     digest_of,
+    log_losses,
     spread_over_steps,
 )
 
@@ -48,6 +48,8 @@ with optional("flax", of="dejax.training"):
     from flax import nnx
 
 
+_MOST_OF_BASELINE = 50_000
+_MOST_OF_HISTORY = 50_000  # training examples to which its columns are fitted
 _MEASURES = {"binary": "auroc", "classes": "accuracy", "regression": "mae", "link": "map@{k}"}
 
 
@@ -82,24 +84,36 @@ class TableTask(TrainingTask):
         self.settings, self.options, self.data = settings, options, data
         self.examples = examples = task_of(data, settings.target)
         self.splits = {name: np.asarray(places) for name, places in examples.splits.items()}
-        self.labels = Labels(examples, balanced=settings.class_weights == "balanced")
+        self._check_labels()
         self.measure = _MEASURES[examples.kind].format(k=settings.top)
         self.embedded: dict[str, int] = {}
         self.clock = Clock.of(examples.times, f"cutoffs of task {examples.name!r}")
         self.until = until = examples.times[self.splits["train"]].max() + 1
-        self.prepared = prepared = PreparedTables.of(
-            data,
-            self.clock,
-            until,
-            hidden=examples.hidden,
-            bins=settings.bins,
-            latest=settings.recent,
-            on_host=settings.place != "device",
-        )
-        self.plans, self.packed, topology = prepared.plans, prepared.packed, prepared.topology
-        self.world = World(topology, prepared.features, {**self._labels(), "known": self._known_from()})
+        both = {
+            table: pack(
+                data.columns.get(table, {}),
+                data.known_from.get(table),
+                until,
+                hidden=[column for other, column in examples.hidden if other == table],
+                bins=settings.bins,
+                day=self.clock.day,
+            )
+            for table in data.num_nodes
+        }
+        self.plans = {table: plan for table, (_, plan) in both.items()}
+        self.packed = {table: rows for table, (rows, plan) in both.items() if plan.width and len(rows)}
+        self.table_of = {
+            apart_name(table, place.name): table for table, plan in self.plans.items() for place in plan.apart
+        }
+        for table, plan in self.plans.items():
+            if data.num_nodes[table]:
+                vectors = apart(data.columns.get(table, {}), plan)
+                self.packed |= {apart_name(table, column): values for column, values in vectors.items()}
+        topology = topology_in_time(data, self.clock, latest=settings.recent, on_host=settings.place != "device")
+        features = FeatureStore.from_arrays(self.packed, on_device=settings.place == "device")
+        self.world = World(topology, features, {**self._labels(), "known": self._known_from()})
         self._train = self._trained_on(print_table)
-        self.histories = {table: own for table, own in self._histories().items() if own.kept}
+        self.histories = self._histories(topology)
         self.seeds_per_epoch = train = len(self._train)
         self.steps_per_epoch = -(-train // settings.batch_size)
         self._part = -(-train // (self.steps_per_epoch * settings.parts))
@@ -129,15 +143,52 @@ class TableTask(TrainingTask):
             return {}
         return {table: jnp.asarray(self.clock.relative(times)) for table, times in self.data.known_from.items()}
 
-    def _histories(self) -> dict[str, RowHistory]:
-        """The history of each table's seeds."""
-        bins = self.settings.bins
-        self.seed_inputs = SeedInputs(self.data, self.prepared, self.clock, self.examples, self.labels, bins)
-        return {self.examples.entity: self.seed_inputs.history}
+    def _histories(self, topology: HeteroTopology) -> dict[str, RowHistory]:
+        """The history of each table's seeds, if it differs among training examples."""
+        some = self._train[:: -(-len(self._train) // _MOST_OF_HISTORY)]
+        ids, times = self._ids_and_times(some, np.random.default_rng(0))
+        found = {}
+        for table, rows in ids.items():
+            history = RowHistory.of(self.data, topology, table)
+            numbers = history.numbers_of(topology, rows, times[table])
+            found[table] = history.fitted(numbers[rows >= 0], self.settings.bins)
+        return {table: history for table, history in found.items() if history.kept}
 
     def _labels(self) -> dict[str, Array]:
-        """The labels as the loss reads them."""
-        return {"labels": jnp.asarray(self.labels.values)}
+        """The labels as the loss reads them; sets what it scales them by."""
+        examples, train = self.examples, self.splits["train"]
+        self.center, self.scale = 0.0, 1.0
+        self._class_weights = np.ones(self.outputs if self._is_classes else 2, np.float32)
+        if examples.kind == "regression":
+            labels = examples.labels.astype(np.float64)  # float32 would round those that lie far from 0
+            self.center, self.scale = float(labels[train].mean()), float(labels[train].std()) or 1.0
+            return {"labels": jnp.asarray((labels - self.center) / self.scale, jnp.float32)}
+        labels = examples.labels.astype(np.int32)
+        if self.settings.class_weights == "balanced":
+            counts = np.bincount(labels[train], minlength=len(self._class_weights))
+            self._class_weights = (len(train) / (len(counts) * np.maximum(counts, 1))).astype(np.float32)
+        return {"labels": jnp.asarray(labels)}
+
+    def _check_labels(self) -> None:
+        train = self.splits.get("train", np.zeros(0, np.int64))
+        if not len(train):
+            raise ValueError(
+                f"task {self.examples.name!r} must have training examples, got none; move `valid_from` and `test_from`"
+            )
+        if self.examples.kind == "link":  # a label is a row
+            return
+        labels, valid = self.examples.labels[train], self.splits.get("valid", np.zeros(0, np.int64))
+        if self.examples.kind == "binary" and len(valid) and np.ptp(self.examples.labels[valid]) == 0:
+            warnings.warn(
+                f"task {self.examples.name!r} has one class among its {len(valid):,} validation examples, of which no "
+                "AUROC can be computed: training does not stop early; move `valid_from` or `test_from`",
+                stacklevel=4,
+            )
+        if (labels == labels[0]).all():
+            raise ValueError(
+                f"labels of task {self.examples.name!r} must differ in training, got {labels[0].item()!r} in all "
+                f"{len(train):,} examples; move `valid_from` and `test_from`, or choose another label"
+            )
 
     def _capacity_batches(self) -> list[tuple[dict[str, np.ndarray], dict[str, Any]]]:
         """Examples of each split in turn: later ones see more."""
@@ -150,13 +201,22 @@ class TableTask(TrainingTask):
 
     def _ids_and_times(self, places: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
         """The ids and times by table of seeds, by their places as in `_trained_on`."""
-        return self._by_table(self._seeds_of(self.examples, places, self.seed_inputs.own))
+        return self._by_table(self._seeds_of(self.examples, places))
+
+    @property
+    def outputs(self) -> int:
+        """Width of the model's result."""
+        return len(self.examples.classes) or int(self.examples.labels.max()) + 1 if self._is_classes else 1
+
+    @property
+    def _is_classes(self) -> bool:
+        return self.examples.kind == "classes"
 
     def model(self, key: Array) -> TableModel:
         """Encoders, relational layers, and a linear map to the outputs."""
         edge_types = self._edge_types
         more = {"day": self.clock.day, "options": self.options, "rngs": nnx.Rngs(key)}
-        return TableModel(self.settings, self.plans, self._history_plans, edge_types, self.labels.outputs, **more)
+        return TableModel(self.settings, self.plans, self._history_plans, edge_types, self.outputs, **more)
 
     @property
     def _history_plans(self) -> dict[str, TablePlan]:
@@ -176,11 +236,10 @@ class TableTask(TrainingTask):
         """The training examples of an epoch in random order: rows, cutoffs, and places of labels."""
         rng = np.random.default_rng([seed, epoch])
         places = rng.permutation(self._train)
-        places = spread_over_steps(places, self.steps_per_epoch, self._batch)
-        return self._seeds_of(self.examples, places, self.seed_inputs.own.of(places))
+        return self._seeds_of(self.examples, spread_over_steps(places, self.steps_per_epoch, self._batch))
 
-    def _seeds_of(self, examples: Task, places: np.ndarray, inputs: ExampleInputs) -> dict[str, Any]:
-        """The seeds of a task's examples, by their places, and their inputs; -1 for padding."""
+    def _seeds_of(self, examples: Task, places: np.ndarray) -> dict[str, Any]:
+        """The seeds of a task's examples, by their places; -1 for padding."""
         there, entity = places >= 0, examples.entity
         ids = np.where(there, examples.rows[places], -1).astype(np.int32)
         times = {entity: self.clock.cutoffs(np.where(there, examples.times[places], examples.times[0]))}
@@ -188,14 +247,12 @@ class TableTask(TrainingTask):
             "ids": {entity: ids},
             "times": times,
             "places": {entity: places.astype(np.int32)},
-            "history": {entity: as_bits(inputs.history)} if entity in self.histories else {},
-            "offsets": as_bits(inputs.offsets),
         }
 
     def sample(self, key: Array, topology: HeteroTopology, seeds: Any) -> SampledBlocks:
         """As any task's; the ids of a table stand also under the names of its vectors, so that they are read."""
         found = super().sample(key, topology, seeds)
-        more = {name: found.node_ids[table] for name, table in self.prepared.table_of.items()}
+        more = {name: found.node_ids[table] for name, table in self.table_of.items()}
         return dataclasses.replace(found, node_ids={**found.node_ids, **more}) if more else found
 
     def view(self, topology: HeteroTopology | None, data: Any, seeds: Any, sample: SampledBlocks | None) -> StepView:
@@ -210,14 +267,12 @@ class TableTask(TrainingTask):
                 if table in data["known"]
                 else jnp.full(ids.shape, always, jnp.int32)
                 for table, ids in sample.node_ids.items()
-                if table not in self.prepared.table_of
+                if table not in self.table_of
             }
-        history = self._history_by_table(seeds)
+        assert topology is not None
+        ids, cutoffs = self._by_table(seeds)
+        history = {table: own.packed(topology, ids[table], cutoffs[table]) for table, own in self.histories.items()}
         return StepView(make_blocks(sample), sample.node_ids, sample.seed_positions, lost, sample.trees, times, history)
-
-    def _history_by_table(self, seeds: Any) -> dict[str, Any]:
-        """The packed history of a step's seeds by table, float32[seeds, width]."""
-        return {table: of_bits(bits) for table, bits in seeds["history"].items()}
 
     def _by_table(self, seeds: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The ids and times of a step's seeds by table."""
@@ -230,7 +285,7 @@ class TableTask(TrainingTask):
         deterministic = key is None or not self.settings.dropout
         rngs = None if key is None else nnx.Rngs(dropout=key)
         found = model(view.graphs, x, cutoffs, **more, deterministic=deterministic, rngs=rngs)
-        return found[entity][view.positions[entity]] + of_bits(seeds["offsets"])
+        return found[entity][view.positions[entity]]
 
     def _of_trees(self, view: StepView, of_seeds: Array) -> tuple[dict[str, Array], dict[str, Any]]:
         """The cutoff of each sampled row, and what else a model reads of the seeds' trees."""
@@ -245,11 +300,17 @@ class TableTask(TrainingTask):
     def loss(
         self, model: Any, view: StepView, x: dict[str, Array], seeds: Any, data: Any, key: Array
     ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
-        """Mean loss of the seeds, of `Labels.losses`."""
+        """Mean loss of the seeds: cross-entropy, or of amounts Huber's loss in deviations of the training labels."""
         raw, places = self._raw(model, view, x, seeds, key), seeds["places"][self.examples.entity]
-        there = places >= 0
-        each, counted = self.labels.losses(raw, data["labels"][jnp.maximum(places, 0)])
-        weight = jnp.where(there, counted, 0.0)
+        there, wanted = places >= 0, data["labels"][jnp.maximum(places, 0)]
+        weight = there.astype(jnp.float32)
+        if self.examples.kind == "regression":
+            error = jnp.abs(raw[:, 0] - wanted)
+            each = jnp.where(error < 1.0, error**2 / 2, error - 0.5)
+        else:
+            weight = weight * jnp.asarray(self._class_weights)[jnp.maximum(wanted, 0)]
+            logits = raw if self._is_classes else jnp.concatenate([jnp.zeros_like(raw), raw], axis=1)
+            each = log_losses(logits, jnp.maximum(wanted, 0))
         total = weight.sum()
         return jnp.where(there, each * weight, 0.0).sum() / jnp.maximum(total, 1e-9), (total, {})
 
@@ -267,7 +328,6 @@ class TableTask(TrainingTask):
         *,
         examples: Task | None = None,
         world: World | None = None,
-        data: HeteroDataset | None = None,
     ) -> np.ndarray | Ranking:
         """Predictions of examples: probabilities of class 1, of each class [rows, classes], amounts, or ranked rows.
 
@@ -277,32 +337,35 @@ class TableTask(TrainingTask):
             places: int[n], which examples; None: all.
             examples: rows and cutoffs instead of the task's own, of the same entity table.
             world: what is read instead of the task's own.
-            data: the tables from whose columns histories are computed, instead of the task's own.
         """
         examples = examples or self.examples
         places = np.arange(len(examples)) if places is None else places
-        return self._predictions(trainer, state, places, examples, world or self.world, data or self.data)
+        return self._predictions(trainer, state, places, examples, world or self.world)
 
     def _predictions(
-        self, trainer: Runner, state: TrainState, places: np.ndarray, examples: Task, world: World, data: HeteroDataset
+        self, trainer: Runner, state: TrainState, places: np.ndarray, examples: Task, world: World
     ) -> np.ndarray | Ranking:
-        if examples is self.examples and world is self.world and data is self.data:
-            inputs = self.seed_inputs.own.of(places)
-        else:
-            assert world.topology is not None
-            inputs = self.seed_inputs.of(data, world.topology, examples, places)
         order = np.random.default_rng(0).permutation(len(places))  # so that samples are of about one size
         found = []
         for at in range(0, len(places), self._part):
-            some = np.pad(order[at : at + self._part], (0, max(0, at + self._part - len(places))))
-            padded = np.where(np.arange(self._part) < len(places) - at, places[some], -1)
-            seeds = self._seeds_of(examples, padded, inputs.of(some))
+            some = places[order[at : at + self._part]]
+            seeds = self._seeds_of(examples, np.pad(some, (0, self._part - len(some)), constant_values=-1))
             key = jax.random.fold_in(jax.random.key(0), at)
-            found.append(self._outputs(trainer, key, state.params, world, seeds)[: len(places) - at])
-        raw = np.concatenate([np.zeros((0, self.labels.outputs), np.float32), *map(np.asarray, found)])
+            found.append(self._outputs(trainer, key, state.params, world, seeds)[: len(some)])
+        raw = np.concatenate([np.zeros((0, self.outputs), np.float32), *map(np.asarray, found)])
         back = np.empty_like(raw)
         back[order] = raw
-        return self.labels.in_units(back)
+        return self.in_units(back)
+
+    def in_units(self, raw: np.ndarray) -> np.ndarray:
+        """A model's outputs as probabilities, or as amounts in the labels' unit."""
+        raw = raw.astype(np.float64)
+        if self.examples.kind == "regression":
+            return raw[:, 0] * self.scale + self.center
+        if self._is_classes:
+            odds = np.exp(raw - raw.max(-1, keepdims=True))
+            return odds / odds.sum(-1, keepdims=True)
+        return 1.0 / (1.0 + np.exp(-np.clip(raw[:, 0], -700, 700)))
 
     def predicted(self, trainer: Runner, state: TrainState) -> dict[str, np.ndarray | Ranking]:
         """The predictions of the validation and the test examples."""
@@ -318,26 +381,15 @@ class TableTask(TrainingTask):
 
     def measures(self, trainer: Runner, state: TrainState, *, last: bool) -> dict[str, float]:
         """The first measure of the validation examples, or of `Settings.eval_rows` of them, the same each time."""
-        places = self._places_of_measures()
-        if not len(places):
-            return {}
-        predicted = self.predict(trainer, trainer.on_one_device(state), places)
-        return {"valid": next(iter(self.measures_of("valid", predicted, places).values()))}
-
-    def first_measures(self) -> dict[str, float]:
-        """`measures` of the linear model, whose outputs are those of a network before its first step."""
-        places = self._places_of_measures()
-        if not len(places):
-            return {}
-        return {"valid": next(iter(self.measures_of("valid", self._linear(places), places).values()))}
-
-    def _places_of_measures(self) -> np.ndarray:
         places, most = self.splits.get("valid", np.zeros(0, np.int64)), self.settings.eval_rows
         if self.examples.kind == "link":  # those without links have no measure
             places = places[labels_of(self.examples, places) > 0]
+        if not len(places):
+            return {}
         if most and most < len(places):
             places = np.sort(np.random.default_rng(1).choice(places, most, replace=False))
-        return places
+        predicted = self.predict(trainer, trainer.on_one_device(state), places)
+        return {"valid": next(iter(self.measures_of("valid", predicted, places).values()))}
 
     def final(self, trainer: Runner, state: TrainState, *, inference: str | None = None) -> dict[str, float]:
         """All measures of the test examples."""
@@ -345,13 +397,16 @@ class TableTask(TrainingTask):
         return self.measures_of("test", self.predict(trainer, state, places))
 
     def linear_measures(self) -> dict[str, float]:
-        """The test measures of the linear model of each example's row and history; {} of links."""
+        """The test measures of a linear model of counts and times, on at most 50,000 examples; {} of links."""
         places = self.splits.get("test", np.zeros(0, np.int64))
-        return self.measures_of("test", self._linear(places)) if len(places) else {}
-
-    def _linear(self, places: np.ndarray) -> np.ndarray:
-        """The linear model's predictions of examples of later splits."""
-        return self.labels.in_units(self.seed_inputs.own.offsets[places])
+        if self.examples.kind == "link" or not len(places):
+            return {}
+        if len(places) > _MOST_OF_BASELINE:
+            places = np.sort(np.random.default_rng(0).choice(places, _MOST_OF_BASELINE, replace=False))
+        assert self.world.topology is not None
+        history = RowHistory.of(self.data, self.world.topology, self.examples.entity)
+        numbers = lambda rows, times: history.numbers_of(self.world.topology, rows, self.clock.cutoffs(times))  # noqa: E731
+        return self.measures_of("test", linear_baseline(self.data, self.examples, places, numbers), places)
 
     def counts(self) -> dict[str, Any]:
         """The sizes of the tables, for the report."""

@@ -179,10 +179,6 @@ class TrainingTask(abc.ABC):
     def measures(self, trainer: Runner, state: TrainState, *, last: bool) -> dict[str, float]:
         """Points of the curves after an epoch, by split. `last`: no epoch follows."""
 
-    def first_measures(self) -> dict[str, float]:
-        """`measures` before the first step, if that state is a model of its own; {} otherwise."""
-        return {}
-
     @abc.abstractmethod
     def final(self, trainer: Runner, state: TrainState, *, inference: str | None = None) -> dict[str, float]:
         """The results of a finished run, by split or by measure."""
