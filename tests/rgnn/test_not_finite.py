@@ -5,6 +5,7 @@ Interpreted here; on a GPU the same tests run the kernels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,3 +153,13 @@ def test_large_reductions_on_a_cpu() -> None:
         largest, smallest, whole = jax.jit(lambda x, b=backend: layer(graph, x, options=Options(backend=b)))(x)
         assert np.flatnonzero(np.isnan(largest)).tolist() == np.flatnonzero(np.isnan(smallest)).tolist() == [5, 7]
         assert np.flatnonzero(np.isnan(whole)).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_zeros_of_both_signs_are_different_constants(backend: str) -> None:
+    """In one program, and in two that differ in nothing else, which the caches must tell apart."""
+    graph, x = rgnn.RelGraph.from_edges([0], [0], num_nodes=1), np.ones((1, 4), np.float32)
+    for zero in (0.0, -0.0):
+        layer = rgnn.program(lambda g, x, zero=zero: (1 / (g.node(x) * zero), 1 / (g.node(x) * -zero)))
+        same, other = layer(graph, x, options=Options(backend=backend))
+        assert (same == math.copysign(math.inf, zero)).all() and (other == math.copysign(math.inf, -zero)).all()

@@ -19,6 +19,7 @@ which adds rows at places that integers give.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -119,7 +120,10 @@ class Builder:
 
     def const(self, value: float, dtype: str, space: Space = Space.GRAPH) -> int:
         """Appends a constant: the scalar `value` in every row of `space`. Returns the number of its value."""
-        return self.op("const", value=float(value), dtype=dtype, space=str(space))
+        value = float(value)
+        # 0.0 == -0.0, so that programs which differ in this alone would be one to the caches and to `cse`.
+        sign = {"negative": True} if value == 0 and math.copysign(1, value) < 0 else {}
+        return self.op("const", value=value, dtype=dtype, space=str(space), **sign)
 
     def lift(self, x: int, space: Space) -> int:
         """Repeats the value `x`, of space `graph` or a constant, for every row of `space`; returns the new value."""

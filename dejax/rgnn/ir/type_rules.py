@@ -103,7 +103,7 @@ def of_input(*, name: str, position: int, space: str, shape: tuple[int, ...], dt
     return Space(space), tuple(shape), dtype
 
 
-def of_const(*, value: float, dtype: str, space: str) -> Typed:
+def of_const(*, value: float, dtype: str, space: str, negative: bool = False) -> Typed:
     return Space(space), (), dtype
 
 
