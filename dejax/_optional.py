@@ -25,12 +25,15 @@ def missing_packages() -> list[str]:
 
 
 def hidden_installation() -> Path | None:
-    """The folder of an installed dejax that this dejax, a source tree without the extension, hides on Python's path."""
+    """The folder of an installed dejax that this dejax, a source tree without the extension, hides on Python's path.
+
+    An editable installation hides nothing: its folder has the extension alone, and Python's code is that of the tree.
+    """
     here = Path(__file__).parent
     if any(here.glob("_dejax_native.*.so")):
         return None
     folders = (Path(entry, here.name) for entry in sys.path if entry)
-    return next((folder for folder in folders if any(folder.glob("_dejax_native.*.so"))), None)
+    return next((f for f in folders if (f / "__init__.py").exists() and any(f.glob("_dejax_native.*.so"))), None)
 
 
 @contextmanager

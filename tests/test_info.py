@@ -78,9 +78,11 @@ def test_a_source_tree_that_hides_an_installed_dejax_says_so(tmp_path: Path) -> 
     shutil.copytree(Path(dejax.__file__).parent, tmp_path / "tree/dejax", ignore=without)
     installed = tmp_path / "site/dejax"
     installed.mkdir(parents=True)
+    (installed / "__init__.py").touch()
     (installed / "_dejax_native.abi3.so").touch()
     path = [str(tmp_path / "tree"), str(tmp_path / "site")]
-    code = f"import sys; sys.path[:0] = {path}; import dejax.info; dejax.info.main(['--json'])"
+    hidden = "sys.modules['dejax._dejax_native'] = None"  # an editable installation would give it to any dejax
+    code = f"import sys; sys.path[:0] = {path}; {hidden}; import dejax.info; dejax.info.main(['--json'])"
     report = json.loads(run(code=code, JAX_PLATFORMS="cpu"))
     assert str(installed) in reasons(report)["native extension"]
     assert "run Python in another folder" in [entry["remedy"] for entry in report["unavailable"]]
