@@ -20,7 +20,7 @@ from dejax.training.fitting import best_report, stops
 from dejax.training.metrics import auroc
 from dejax.training.state import History
 from dejax.training.tables.encoders import TableEncoder
-from dejax.training.tables.history import HistoryReader, RowHistory, linear_baseline
+from dejax.training.tables.history import RowHistory, linear_baseline
 from dejax.training.tables.importance import importance
 from dejax.training.tables.rows import apart, as_days, pack
 from dejax.training.tables.seed_times import Clock, is_latest, topology_in_time
@@ -132,7 +132,7 @@ def test_numbers_and_labels_far_from_0_are_not_rounded_away(scale, tmp_path):
     own = resolve("far", task="tables", fan_outs=(1,), hidden=4, epochs=1, batch_size=32, bins=2)
     made = Trainer(own, data.with_task(task)).task
     wanted = np.asarray(made.world.data["labels"])
-    np.testing.assert_allclose(made.labels.in_units(wanted[:, None]), far, rtol=1e-12)
+    np.testing.assert_allclose(made.in_units(wanted[:, None]), far, rtol=1e-12)
     path = tmp_path / "p.csv"
     predictions.write(path, {"o": np.array(["\ud800"] * 200), "prediction": far})
     with path.open(encoding="utf-8") as file:
@@ -375,8 +375,8 @@ def test_the_linear_baseline_reads_counts_and_recency_up_to_the_cutoff():
         task = data.tasks["gone"]
         clock = Clock.of(task.times, "cutoffs")
         topology = topology_in_time(data, clock, latest=False, on_host=False)
-        read = HistoryReader(RowHistory.of(data, topology, task.entity), topology)
-        numbers = lambda rows, cutoffs: read.numbers(rows, clock.cutoffs(cutoffs))  # noqa: E731
+        history = RowHistory.of(data, topology, task.entity)
+        numbers = lambda rows, cutoffs: history.numbers_of(topology, rows, clock.cutoffs(cutoffs))  # noqa: E731
         return task.labels[task.splits["test"]], linear_baseline(data, task, task.splits["test"], numbers)
 
     labels, found = baseline()
@@ -405,7 +405,7 @@ def test_counts_of_a_relation_by_time(on_host):
     topology = topology_in_time(data, Clock(), latest=True, on_host=on_host)
     history = RowHistory.of(data, topology, "a")
     assert [name for name in history.names if "days" not in name] == ["b, x, a: rows", "b, y, a: rows"]
-    found = np.expm1(HistoryReader(history, topology).numbers(rows, cutoffs))
+    found = np.expm1(history.numbers_of(topology, rows, cutoffs))
     np.testing.assert_array_equal(found[:, 0].round(), [2, 3, 0, 0])
     np.testing.assert_allclose(found[:, 1], [0, 91, np.nan, np.nan])  # since the last edge
     np.testing.assert_array_equal(found[:, 2].round(), [2, 0, 0, 0])  # within 30
