@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dejax._files import cache_folder, write_whole
+from dejax._files import cache_folder, read_checked, write_checked
 from dejax._optional import is_there, optional
 from dejax.pallas.lowering import compiler
 from dejax.pallas.lowering.compiler import received
@@ -145,11 +145,13 @@ def _version() -> str:
 
 
 def _read(path: Path) -> KernelBinary | None:
+    data = read_checked(path)
+    if data is None:
+        return None
+    head, _, image = data.partition(b"\n")
     try:
-        head, _, image = path.read_bytes().partition(b"\n")
-        fields = json.loads(head)
-        return KernelBinary(image=image, **fields) if fields.pop("image_bytes") == len(image) else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # not there, not whole, or of an earlier version
+        return KernelBinary(image=image, **json.loads(head))
+    except TypeError:  # of an earlier version, with other fields
         return None
 
 
@@ -157,9 +159,7 @@ def _write(path: Path, made: KernelBinary) -> None:
     """Writes a binary to disk. If the folder cannot be written, the next process compiles the binary again."""
     head = asdict(made)
     image = head.pop("image")
-    head["image_bytes"] = len(image)
-    with contextlib.suppress(OSError):
-        write_whole(path, json.dumps(head).encode() + b"\n" + image)
+    write_checked(path, json.dumps(head).encode() + b"\n" + image)
 
 
 # ------------------------------------------------------------------------------------------------ Triton
