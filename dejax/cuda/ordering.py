@@ -27,12 +27,12 @@ from dejax.pallas.machine import compute_capability
 _SOURCE = Path(__file__).parent / "ordering.cu"
 _THREADS, _BINS = 1024, 256
 # Blocks of a cluster, which work on a row. All GPUs with clusters run eight, those of data centres sixteen, too, which
-# are faster for more entries than these.
+# sort more entries than these faster.
 _CLUSTERS_SINCE, _OF_DATA_CENTRES = 90, (90, 100, 103)  # compute capabilities
 _PARTS, _MORE_PARTS = 8, 16
-_MORE_TO_SORT, _MORE_TO_SUM = 1 << 13, 1 << 17
+_MORE_TO_SORT = 1 << 13
 _MULTIPROCESSORS = 100  # a GPU with fewer is a part of one, or a small one
-LONGEST = 1 << 18
+LONGEST = 1 << 17
 """Rows of more entries stay with XLA's kernels, which use the whole GPU (docs/performance/calls.md)."""
 MOST_TYPES = 64
 
@@ -65,12 +65,12 @@ def by_platform(
     return by_xla(*operands)
 
 
-def _parts(size: int, more_from: int) -> int:
-    """How many blocks work on a row."""
+def _parts_of_sort(size: int) -> int:
+    """How many blocks sort a row."""
     described = described_device()
     cores = getattr(default_device(), "core_count", 0) if described is None else described.num_cores
     whole = (cores or 0) >= _MULTIPROCESSORS
-    return _MORE_PARTS if size > more_from and whole and compute_capability() in _OF_DATA_CENTRES else _PARTS
+    return _MORE_PARTS if size > _MORE_TO_SORT and whole and compute_capability() in _OF_DATA_CENTRES else _PARTS
 
 
 @functools.cache
@@ -137,9 +137,8 @@ def _by_rows(call: Callable[..., Any]) -> Callable[..., Any]:
 @_by_rows
 def _row_sums(x: Array) -> Array:
     rows, size = x.shape
-    parts = _parts(size, _MORE_TO_SUM)
-    result, scratch = _like([x], [x.shape]), _like([x], [(rows, parts)])
-    (found,) = _call("dejax_sums", [x], [size], result, scratch, rows, parts)
+    result, scratch = _like([x], [x.shape]), _like([x], [(rows, _PARTS)])
+    (found,) = _call("dejax_sums", [x], [size], result, scratch, rows, _PARTS)
     return found
 
 
@@ -182,7 +181,7 @@ def sort_pairs(
 
     def on_gpu(key: Array, *values: Array) -> Sequence[Array]:
         rows, size = key.shape
-        parts = _parts(size, _MORE_TO_SORT)
+        parts = _parts_of_sort(size)
         scratch = _like([key, *values], [(rows, n) for n in (2 * size, 2 * size, parts * _BINS)])
         sizes = [size, bits, len(values)]
         return tuple(
@@ -234,7 +233,7 @@ def number(
         return tuple(x[0] for x in _by_rows(call)(keys[None]))
 
     def on_gpu(keys: Array) -> Sequence[Array]:
-        rows, parts = keys.shape[0], _parts(size, _MORE_TO_SORT)
+        rows, parts = keys.shape[0], _parts_of_sort(size)
         sizes = [size, none.bit_length(), known, none, places, types, *of_types]
         scratch = rows_of(keys, (2 * size, 2 * size, size, parts * _BINS))
         return tuple(_call("dejax_number", [keys], sizes, rows_of(keys, lengths), scratch, rows, parts))
