@@ -312,3 +312,31 @@ def test_an_index_of_pandas_is_a_key_if_it_has_a_name(tmp_path):
     for given in (tmp_path, {"orders": pandas.read_csv(tmp_path / "orders.csv")}):
         with pytest.warns(UserWarning, match="of table 'orders' is left out, since it has no name"):
             assert list(from_tables(given).columns["orders"]) == ["user", "price"]
+
+
+def test_nuls_at_the_end_of_text_keep_no_keys_and_labels_apart() -> None:
+    """Fields of a fixed width end with NULs, which numpy's text cannot: labels became one class, keys lost their rows."""
+    orders = {"user": ["a\0\0", "b", "a"], "at": [1, 2, 3], "note": ["\0", "x\0", "x"]}
+    data = from_tables(
+        {"users": {"id": ["a", "b\0"]}, "orders": orders}, {"users": "id"}, [("orders", "user", "users")], {"orders": "at"}
+    )
+    assert data.edges["orders", "user", "users"][1].tolist() == [0, 1, 0]
+    note = data.columns["orders"]["note"]
+    assert note.categories == ("x",) and note.values.tolist() == [-1, 0, 0]
+    times, labels = [1, 2, 3, 4], ["yes\0", "no", "yes", "no"]
+    task = task_from_columns(data, "t", "users", ["b\0", "a", "b", "a\0"], times, labels, valid_from=3, test_from=4)
+    assert task.rows.tolist() == [1, 0, 1, 0] and task.classes == ("no", "yes") and task.labels.tolist() == [1, 0, 1, 0]
+    with pytest.raises(ValueError, match="must be unique, got 'a' in 2 rows"):
+        from_tables({"users": {"id": ["a", "a\0"]}}, {"users": "id"})
+
+
+@pytest.mark.parametrize("missing", [[], [None]])
+def test_integers_beyond_floats_are_different_categories_and_classes(missing: list[None]) -> None:
+    big = [2**60, 2**60 + 1, 2**60 + 2]
+    table = {"session": [*big, *missing], "at": np.arange(3 + len(missing))}
+    data = from_tables({"visits": table}, None, None, {"visits": "at"}, kinds={"visits": {"session": "category"}})
+    assert data.columns["visits"]["session"].categories == tuple(map(str, big))
+    times, labels = np.arange(6 + 2 * len(missing)), [*big, *missing] * 2
+    rows = times % len(table["at"])
+    task = task_from_columns(data, "t", "visits", rows, times, labels, kind="classes", valid_from=3, test_from=5)
+    assert task.classes == tuple(map(str, big)) and task.labels.tolist() == [0, 1, 2] * 2

@@ -75,6 +75,8 @@ class RawColumn:
         }
         if kind not in makers:
             raise ValueError(f"kinds must be {', '.join(makers)} or ignore, got {kind!r} for the column {self.name}")
+        if kind in ("category", "text") and values is not self.values:  # integers that float64 would round
+            values = self.values
         return makers[kind](values)
 
     def _column(self, kind: str, values: np.ndarray, missing: np.ndarray, **more: Any) -> Column:

@@ -27,7 +27,7 @@ _NO_NAMES = {"", "Unnamed: 0"}  # of a CSV file's first column, and as pandas re
 
 
 def columns_of(table: str, given: Any) -> Columns:
-    """The columns of a table by name. Empty text is missing, as it is in CSV files.
+    """The columns of a table by name. Empty text is missing, as it is in CSV files; NULs at the end of text are no text.
 
     Raises:
         ValueError: no table of a known kind; columns of different lengths; times with and without zones in one column.
@@ -57,15 +57,22 @@ def columns_of(table: str, given: Any) -> Columns:
     return found
 
 
-def _without_empty_text(values: np.ndarray) -> np.ndarray:
-    """The column with None in place of empty text; of the type that the other values have."""
+def _with_plain_text(values: np.ndarray) -> np.ndarray:
+    """The column with None in place of empty text, and text without NULs at its end; of the type that the values have.
+
+    Fields of a fixed width are filled up with NULs, and numpy's text cannot end with one: of two texts that differ in
+    them, keys and labels could not stay apart.
+    """
     if values.dtype.kind != "O":
         return values
-    empty = np.array([isinstance(value, str) and not value.strip() for value in values], bool)
-    if not empty.any():
+    odd = np.array([isinstance(value, str) and (not value.strip() or value[-1] == "\0") for value in values], bool)
+    if not odd.any():
         return values
-    others = [None if gone else value for value, gone in zip(values.tolist(), empty.tolist(), strict=True)]
-    return objects_of(others)
+    plain = values.tolist()
+    for row in np.flatnonzero(odd).tolist():
+        text = plain[row].rstrip("\0")
+        plain[row] = text if text.strip() else None
+    return objects_of(plain)
 
 
 def _columns_given(table: str, given: Any) -> dict[str, Any]:
@@ -94,7 +101,7 @@ def _columns_given(table: str, given: Any) -> dict[str, Any]:
 
 def array_of(values: Any) -> np.ndarray:
     """A column as numbers, booleans, times, rows of numbers, or objects with None where missing or empty text."""
-    return _without_empty_text(_array_of(values))
+    return _with_plain_text(_array_of(values))
 
 
 def _array_of(values: Any) -> np.ndarray:

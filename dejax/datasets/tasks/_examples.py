@@ -174,9 +174,10 @@ def label_values(task: str, labels: Any, kind: str | None) -> tuple[TaskKind, np
         raise ValueError(f"labels of task {task!r} must be numbers, booleans or text, got {given.dtype}; convert them")
     known = given[~missing]
     is_text = given.dtype.kind == "O" and not all(isinstance(value, bool | int | float) for value in known.tolist())
-    names = (
-        sorted({str(value) for value in known.tolist()}) if is_text else np.unique(known.astype(np.float64)).tolist()
-    )
+    if not is_text:  # integers as they are: float64 would round those beyond 2**53
+        known = np.array(known.tolist()) if known.dtype.kind == "O" and len(known) else known
+        known = known if known.dtype.kind in "iuO" and len(known) else known.astype(np.float64)
+    names = sorted({str(value) for value in known.tolist()}) if is_text else np.unique(known).tolist()
     if kind is None:
         zeros_and_ones = not is_text and set(names) <= {0.0, 1.0}
         kind = "binary" if zeros_and_ones or (is_text and len(names) <= 2) else "classes" if is_text else "regression"
@@ -194,10 +195,10 @@ def label_values(task: str, labels: Any, kind: str | None) -> tuple[TaskKind, np
         )
     if kind == "binary" and not is_text and set(names) <= {0.0, 1.0}:
         names = [0.0, 1.0]
-    values = np.array([str(value) for value in known.tolist()]) if is_text else known.astype(np.float64)
+    values = np.array([str(value) for value in known.tolist()]) if is_text else known
     codes = np.zeros(len(given), np.int32)
     if len(known):
-        codes[~missing] = np.searchsorted(np.array(names), values)
+        codes[~missing] = np.searchsorted(np.array(names, values.dtype), values)
     shown = tuple(str(int(n)) if isinstance(n, float) and n == int(n) else str(n) for n in names)
     return cast(TaskKind, kind), codes, missing, shown
 
