@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import warnings
 from functools import partial
 from typing import Any
 
@@ -193,3 +194,45 @@ def test_a_function_of_cutoffs_and_dates() -> None:
     assert same.labels.tolist() == [0, 0, 0, 1, 0, 0] and (np.diff(same.times) % 86400 == 0).all()
     with pytest.raises(ValueError, match="must give as many labels as keys, got 1 and 2 at 3"):
         task_from_function(data, "t", "users", lambda cutoff: ([1, 2], [0]), [3])
+
+
+@pytest.mark.parametrize(
+    ("column", "tells"),
+    [
+        (lambda y, rng: y, True),
+        (lambda y, rng: 3.0 - 2 * y, True),
+        (lambda y, rng: np.where(y, "sent back", "kept"), True),
+        (lambda y, rng: [["worn", "small", "late"][k % 3] if back else None for k, back in enumerate(y)], True),
+        (lambda y, rng: np.where(y, rng.lognormal(size=len(y)), np.nan), True),  # the amount that was paid back
+        (lambda y, rng: 100 * y + rng.normal(size=len(y)), True),
+        (lambda y, rng: y + rng.normal(size=len(y)), False),
+        (lambda y, rng: np.where(rng.random(len(y)) < 0.05, 1 - y, y), False),
+        (lambda y, rng: [f"order {k}" for k in range(len(y))], False),
+    ],
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_column_that_tells_the_label_is_pointed_out(column: Any, tells: bool, late: bool) -> None:
+    rng, n = np.random.default_rng(0), 400
+    y = rng.integers(0, 2, n)
+    orders = {"at": np.arange(n), "told": np.arange(n) + 3, "y": y, "x": column(y, rng)}
+    known_at = {"orders": {"y": "told", **({"x": "told"} if late else {})}}
+    data = from_tables({"orders": orders}, time_columns={"orders": "at"}, known_at=known_at)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        task_of_rows(data, "t", "orders", "y", valid_from=300, test_from=350)
+    assert len(found) == (tells and not late)
+    assert all("the column orders.x tells nearly all 300 training labels" in str(one.message) for one in found)
+
+
+def test_amounts_and_classes_that_a_column_tells_are_pointed_out() -> None:
+    rng, n = np.random.default_rng(0), 300
+    amount = rng.lognormal(size=n)
+    orders = {"at": np.arange(n), "told": np.arange(n) + 3, "y": amount, "x": np.log(amount), "z": rng.normal(size=n)}
+    data = from_tables({"orders": orders}, time_columns={"orders": "at"}, known_at={"orders": {"y": "told"}})
+    with pytest.warns(UserWarning, match=r"orders\.x tells nearly all 200 training labels"):
+        task_of_rows(data, "t", "orders", "y", valid_from=200, test_from=250)
+    color = rng.choice(["red", "green", "blue"], n)
+    orders |= {"y": color, "x": np.char.upper(color)}
+    data = from_tables({"orders": orders}, time_columns={"orders": "at"}, known_at={"orders": {"y": "told"}})
+    with pytest.warns(UserWarning, match=r"orders\.x tells nearly all 200 training labels"):
+        task_of_rows(data, "t", "orders", "y", valid_from=200, test_from=250)

@@ -12,6 +12,7 @@ from dejax.datasets._hetero import ALWAYS, SPLITS, HeteroDataset
 from dejax.datasets.tables._columns import array_of, missing_in
 from dejax.datasets.tables._known_from import TimeColumn, boundary
 from dejax.datasets.tables._references import rows_of_keys
+from dejax.datasets.tasks._telling import warn_of_telling_columns
 from dejax.datasets.tasks.task import Task, TaskKind
 
 _ALWAYS_KNOWN = (ALWAYS, -(2**63), -np.inf)  # times of rows without one
@@ -216,12 +217,18 @@ def labelled_task(
     unit: str = "",
     hidden: tuple[tuple[str, str], ...] = (),
 ) -> Task:
-    """A task of rows (-1 for none), int64 cutoffs and labels, without the examples that have no row or no label."""
+    """A task of rows (-1 for none), int64 cutoffs and labels, without the examples that have no row or no label.
+
+    Warns:
+        UserWarning: a column of the entity tells nearly all labels of training.
+    """
     parts = splitting.of(data, name, cutoffs)
     found, values, missing, classes = label_values(name, labels, kind)
     task = Task(name, found, entity, rows, cutoffs, values, parts, classes=classes, unit=unit, hidden=hidden)
     task = task.with_kept(rows >= 0, f"examples whose key {entity} lacks")
-    return finished(data, task.with_kept(~missing[rows >= 0], "examples without a label"))
+    task = finished(data, task.with_kept(~missing[rows >= 0], "examples without a label"))
+    warn_of_telling_columns(data, task)
+    return task
 
 
 def finished(data: HeteroDataset, task: Task) -> Task:
