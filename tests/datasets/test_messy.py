@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -340,3 +341,37 @@ def test_integers_beyond_floats_are_different_categories_and_classes(missing: li
     rows = times % len(table["at"])
     task = task_from_columns(data, "t", "visits", rows, times, labels, kind="classes", valid_from=3, test_from=5)
     assert task.classes == tuple(map(str, big)) and task.labels.tolist() == [0, 1, 2] * 2
+
+
+def _as_given(times: list[str], how: str) -> Any:
+    stamps = [datetime.datetime.fromisoformat(time) for time in times]
+    if how == "text":
+        return times
+    if how == "datetimes":
+        return stamps
+    if how == "numpy":
+        return np.array([stamp.replace(tzinfo=None) for stamp in stamps], "datetime64[s]")
+    if how == "pandas":
+        return pytest.importorskip("pandas").Series(stamps)
+    return pytest.importorskip("pyarrow").chunked_array([pytest.importorskip("pyarrow").array(stamps)])
+
+
+@pytest.mark.parametrize("first", ["text", "datetimes", "pandas", "arrow"])
+@pytest.mark.parametrize("second", ["text", "datetimes", "numpy", "pandas", "arrow"])
+def test_columns_with_and_without_zones_are_pointed_out(first: str, second: str) -> None:
+    """Between them lie hours: a model might see rows before they came to be."""
+    plain = ["2024-01-01T08:00:00", "2024-01-02T08:00:00"]
+    zone = [f"{time}-05:00" for time in plain]
+
+    def read(a: list[str], b: list[str]) -> Any:
+        tables = {"a": {"at": _as_given(a, first)}, "b": {"at": _as_given(b, second)}}
+        return from_tables(tables, time_columns={"a": "at", "b": "at"})
+
+    with pytest.warns(
+        UserWarning, match=r"times of a\.at have a zone and those of b\.at have none, which are taken as UTC"
+    ):
+        data = read(zone, plain)
+    assert (data.node_times["a"] - data.node_times["b"]).tolist() == [5 * 3600] * 2
+    read(plain, plain)
+    if second != "numpy":
+        read(zone, zone)

@@ -331,3 +331,45 @@ def warn_of_unnamed_times(columns: Mapping[str, Mapping[str, Column]], known: Kn
                     f"a row came to be at that time; or {{{table!r}: {{{name!r}: 'ignore'}}}} to kinds",
                     stacklevel=3,
                 )
+
+
+def warn_of_mixed_zones(tables: Mapping[str, Any], of_times: Iterable[tuple[str, str]]) -> None:
+    """Warns if some columns of times have a zone and others have none: what is compared may be hours apart.
+
+    Args:
+        tables: the tables as they were given: as arrays their times have lost their zones.
+        of_times: (table, column) of times.
+    """
+    found: dict[bool, str] = {}
+    for table, column in of_times:
+        try:
+            zone = _has_zone(tables[table][column])
+        except (KeyError, TypeError):  # a level of an index, or a table of DuckDB
+            continue
+        if zone is not None:
+            found.setdefault(zone, f"{table}.{column}")
+    if len(found) > 1:
+        warnings.warn(
+            f"times of {found[True]} have a zone and those of {found[False]} have none, which are taken as UTC; give "
+            "all columns of times a zone, or none after converting them to UTC",
+            stacklevel=3,
+        )
+
+
+def _has_zone(values: Any) -> bool | None:
+    """Whether a column of times has a zone; None if it cannot tell, as of dates and numbers."""
+    kind: Any = getattr(values, "type", getattr(values, "dtype", None))  # of Arrow, or of pandas and numpy
+    for name in ("tz", "time_zone"):
+        if hasattr(kind, name):
+            return getattr(kind, name) is not None
+    if getattr(kind, "kind", "O") == "M":
+        return None if np.datetime_data(kind)[0] in "YMWD" else False
+    if getattr(kind, "kind", "O") not in "OUT":
+        return None
+    first: Any = next((value for value in values if value is not None and value == value and str(value).strip()), None)
+    first = first.as_py() if hasattr(first, "as_py") else first
+    if isinstance(first, str):
+        text, first = first.strip(), None
+        with contextlib.suppress(ValueError):
+            first = datetime.datetime.fromisoformat(text) if len(text) > len("2024-12-31") else None
+    return first.tzinfo is not None if isinstance(first, datetime.datetime) else None

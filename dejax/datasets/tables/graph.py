@@ -22,6 +22,7 @@ from dejax.datasets.tables._known_from import (
     boundary,
     read_times,
     since_1970,
+    warn_of_mixed_zones,
     warn_of_unnamed_times,
 )
 from dejax.datasets.tables._labels import Label, labelled
@@ -120,7 +121,8 @@ def from_tables(
 
     Warns:
         UserWarning: a table without a time column has a column of times that lie after the first time of the others: a
-            model might see its rows before they came to be.
+            model might see its rows before they came to be; or some columns of times have a zone and others have none,
+            which are taken as UTC.
 
     Raises:
         ValueError: a table or column does not exist; columns have different lengths; primary keys are missing or
@@ -145,66 +147,70 @@ def from_tables(
     tables, primary_keys, foreign_keys = _opened(tables, primary_keys, foreign_keys)
     if dangling not in ("error", "drop", "add"):
         raise ValueError(f"dangling must be 'error', 'drop' or 'add', got {dangling!r}")
-    columns = {table: columns_of(table, given) for table, given in tables.items()}
-    columns = with_vectors(columns, vectors or {})
+    columns = with_vectors({table: columns_of(table, given) for table, given in tables.items()}, vectors or {})
     columns, keys, references = with_joined_keys(columns, primary_keys or {}, foreign_keys or ())
-    time_columns, known_at, kinds = dict(time_columns or {}), dict(known_at or {}), dict(kinds or {})
-    _check_references(keys, references)
-    _check_names(
-        columns,
-        primary_keys=keys.items(),
-        time_columns=time_columns.items(),
-        known_at=((table, column) for table, of in known_at.items() for pair in of.items() for column in pair),
-        kinds=((table, column) for table, of in kinds.items() for column in of),
-        foreign_keys=(reference[:2] for reference in references),
-        label=() if label is None else [(label.table, label.column)],
+    told = _Told(
+        keys, references, dict(time_columns or {}), dict(known_at or {}), dict(kinds or {}), label, max_categories
     )
+    told.check(columns)
+    warn_of_mixed_zones(tables, told.columns_of_times)
     if numbers_since_1970 is not None:
-        of_times = {*time_columns.items(), *((t, by) for t, of in known_at.items() for by in of.values())}
-        for table, column in sorted(of_times):
+        for table, column in told.columns_of_times:
             columns[table][column] = since_1970(columns[table][column], numbers_since_1970)
-    times = read_times(columns, time_columns, missing_times)
+    times = read_times(columns, told.time_columns, missing_times)
     split_at = None if label is None else label.split_times(times)
-    left_out: dict[str, int] = {}
-    if dangling == "add":
-        columns, times = _with_rows_of_keys(columns, keys, references, times, left_out)
-    edges, dangled = edges_of(columns, keys, references, dangling)
-    left_out |= {f"edges {' -> '.join(r)}, whose key no row has": n for r, n in dangled.items()}
-    if missing_times == "drop":
-        columns, times, edges = _without_rows_of_no_time(columns, times, edges, left_out)
-    known = KnownTimes.of(columns, times, edges, known_at)
-
+    rows = _linked(columns, told, times, dangling, missing_times)
+    known = KnownTimes.of(rows.columns, rows.times, rows.edges, told.known_at)
     if fit_before is not None:
-        every = np.concatenate([np.zeros(0, np.int64), *(time.values[~time.missing] for time in times.values())])
+        every = np.concatenate([np.zeros(0, np.int64), *(time.values[~time.missing] for time in rows.times.values())])
         fit_before = boundary("from_tables must have a `fit_before`", fit_before, every, known.unit, "the time columns")
     elif split_at is not None:
         fit_before = split_at[0]
-    reader = _ColumnReader(keys, references, time_columns, known_at, kinds, fit_before, max_categories, known.unit)
-    typed = {
-        table: reader.read(table, found, known.rows[table], known.values.get(table, {}))
-        for table, found in columns.items()
-    }
+    typed = told.typed(rows.columns, known, fit_before)
     warn_of_unnamed_times(typed, known)
     features = {}
     if fixed_features:
-        not_features = {*time_columns.items(), *([(label.table, label.column)] if label else ())}
-        fitted = {table: _before(fit_before, rows) for table, rows in known.rows.items()}
-        features = _features(typed, not_features, fitted, max_categories, text_width)
+        fitted = {table: _before(fit_before, of_rows) for table, of_rows in known.rows.items()}
+        features = _features(typed, told.not_features, fitted, max_categories, text_width)
     data = HeteroDataset(
         name,
-        {table: _rows_of(found) for table, found in columns.items()},
-        edges,
+        {table: _rows_of(found) for table, found in rows.columns.items()},
+        rows.edges,
         features=features,
         node_times=known.late_rows | known.own,
-        edge_times=known.late_edges(edges),
-        left_out={what: count for what, count in left_out.items() if count},
+        edge_times=known.late_edges(rows.edges),
+        left_out={what: count for what, count in rows.left_out.items() if count},
         columns=typed,
-        keys={table: _key_array(columns[table][key]) for table, key in keys.items()},
+        keys={table: _key_array(rows.columns[table][key]) for table, key in keys.items()},
         known_from=known.late_rows,
         time_unit=known.unit,
     ).with_reverse()
     data = _with_events(data, known.values)
-    return data if label is None else labelled(data, columns, label, split_at)
+    return data if label is None else labelled(data, rows.columns, label, split_at)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Rows:
+    """The rows of the tables and the edges between them, and what was left out of them."""
+
+    columns: dict[str, Columns]
+    times: dict[str, TimeColumn]
+    edges: dict[Relation, Ends]
+    left_out: dict[str, int]
+
+
+def _linked(
+    columns: dict[str, Columns], told: _Told, times: dict[str, TimeColumn], dangling: str, missing_times: str
+) -> _Rows:
+    """The rows with their edges, by what is to happen to keys that no row has, and to rows without a time."""
+    left_out: dict[str, int] = {}
+    if dangling == "add":
+        columns, times = _with_rows_of_keys(columns, told.keys, told.references, times, left_out)
+    edges, dangled = edges_of(columns, told.keys, told.references, dangling)
+    left_out |= {f"edges {' -> '.join(r)}, whose key no row has": n for r, n in dangled.items()}
+    if missing_times == "drop":
+        columns, times, edges = _without_rows_of_no_time(columns, times, edges, left_out)
+    return _Rows(columns, times, edges, left_out)
 
 
 def _opened(
@@ -272,20 +278,58 @@ def _with_events(data: HeteroDataset, shown_at: Mapping[str, Mapping[str, np.nda
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _ColumnReader:
-    """What `from_tables` was told about columns."""
+class _Told:
+    """What `from_tables` was told about columns, by the names of its arguments."""
 
     keys: Mapping[str, str]
     references: Sequence[ForeignKey]
     time_columns: Mapping[str, str]
     known_at: Mapping[str, Mapping[str, str]]
     kinds: Mapping[str, Mapping[str, str]]
-    fit_before: int | float | None
+    label: Label | None
     max_categories: int
-    unit: str
 
-    def read(
-        self, table: str, columns: Columns, known: np.ndarray, shown_at: Mapping[str, np.ndarray]
+    def check(self, columns: Mapping[str, Columns]) -> None:
+        """Raises if a table or column does not exist, or a foreign key refers to a table without a primary key."""
+        _check_references(self.keys, self.references)
+        _check_names(
+            columns,
+            primary_keys=self.keys.items(),
+            time_columns=self.time_columns.items(),
+            known_at=((table, column) for table, of in self.known_at.items() for pair in of.items() for column in pair),
+            kinds=((table, column) for table, of in self.kinds.items() for column in of),
+            foreign_keys=(reference[:2] for reference in self.references),
+            label=() if self.label is None else [(self.label.table, self.label.column)],
+        )
+
+    @property
+    def columns_of_times(self) -> list[tuple[str, str]]:
+        """(table, column) of the times from which rows or values are known."""
+        late = ((table, by) for table, of in self.known_at.items() for by in of.values())
+        return sorted({*self.time_columns.items(), *late})
+
+    @property
+    def not_features(self) -> set[tuple[str, str]]:
+        """(table, column) of what is no fixed feature."""
+        return {*self.time_columns.items(), *([(self.label.table, self.label.column)] if self.label else ())}
+
+    def typed(
+        self, columns: Mapping[str, Columns], known: KnownTimes, fit_before: int | float | None
+    ) -> dict[str, dict[str, Column]]:
+        """The typed columns of each table."""
+        return {
+            table: self._typed(table, found, known.rows[table], known.values.get(table, {}), fit_before, known.unit)
+            for table, found in columns.items()
+        }
+
+    def _typed(
+        self,
+        table: str,
+        columns: Columns,
+        known: np.ndarray,
+        shown_at: Mapping[str, np.ndarray],
+        fit_before: int | float | None,
+        unit: str,
     ) -> dict[str, Column]:
         """The typed columns of a table that are no keys, except for those whose kinds are given."""
         by = dict(self.known_at.get(table, {}))
@@ -301,21 +345,24 @@ class _ColumnReader:
             if kind == "time" and column not in kinds and values.dtype.kind == "f" and _has_fractions(values):
                 kind = "number"
             late = shown_at[by[column]] if column in by else None
-            fitted = _before(self.fit_before, known if late is None else late)
-            raw = RawColumn(f"{table}.{column}", values, known, fitted, self.max_categories, late, self.unit)
+            fitted = _before(fit_before, known if late is None else late)
+            raw = RawColumn(f"{table}.{column}", values, known, fitted, self.max_categories, late, unit)
             typed = raw.typed(kind)
-            found[column] = typed if late is not None else self._with_later_times(table, column, typed, known)
+            if late is None and column != self.time_columns.get(table, column):
+                typed = _with_later_times(typed, known, unit)
+            found[column] = typed
         return found
 
-    def _with_later_times(self, table: str, name: str, column: Column, known: np.ndarray) -> Column:
-        """The column; times that lie after their rows are among its oddities, since they may tell the future."""
-        if column.kind != "time" or column.unit != self.unit or self.time_columns.get(table) in (None, name):
-            return column
-        later = int((~column.missing & (column.values > known)).sum())
-        if not later:
-            return column
-        what = f"after its row in {later:,} of {len(column):,}: if it was not known by then, name it in known_at"
-        return dataclasses.replace(column, oddities=", ".join(filter(None, (column.oddities, what))))
+
+def _with_later_times(column: Column, known: np.ndarray, unit: str) -> Column:
+    """A column of a table with times; some that lie after their rows are an oddity, since they may tell the future."""
+    if column.kind != "time" or column.unit != unit:
+        return column
+    later = int((~column.missing & (column.values > known)).sum())
+    if not later:
+        return column
+    what = f"after its row in {later:,} of {len(column):,}: if it was not known by then, name it in known_at"
+    return dataclasses.replace(column, oddities=", ".join(filter(None, (column.oddities, what))))
 
 
 def _before(time: int | float | None, known: np.ndarray) -> np.ndarray:
