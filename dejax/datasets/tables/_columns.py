@@ -27,7 +27,7 @@ _NO_NAMES = {"", "Unnamed: 0"}  # of a CSV file's first column, and as pandas re
 
 
 def columns_of(table: str, given: Any) -> Columns:
-    """The columns of a table by name. Empty text is missing, as it is in CSV files; NULs at the end of text are no text.
+    """The columns of a table by name. Empty text is missing, as in CSV files; NULs at its end are left out.
 
     Raises:
         ValueError: no table of a known kind; columns of different lengths; times with and without zones in one column.

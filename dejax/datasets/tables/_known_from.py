@@ -357,7 +357,9 @@ def warn_of_mixed_zones(tables: Mapping[str, Any], of_times: Iterable[tuple[str,
 
 
 def _has_zone(values: Any) -> bool | None:
-    """Whether a column of times has a zone; None if it cannot tell, as of dates and numbers."""
+    """Whether a column of times has a zone; None if it cannot tell, as of dates, numbers and arrays of numpy."""
+    if isinstance(values, np.ndarray) and values.dtype.kind != "O":
+        return None
     kind: Any = getattr(values, "type", getattr(values, "dtype", None))  # of Arrow, or of pandas and numpy
     for name in ("tz", "time_zone"):
         if hasattr(kind, name):

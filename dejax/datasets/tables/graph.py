@@ -190,7 +190,7 @@ def from_tables(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Rows:
+class _LinkedRows:
     """The rows of the tables and the edges between them, and what was left out of them."""
 
     columns: dict[str, Columns]
@@ -201,7 +201,7 @@ class _Rows:
 
 def _linked(
     columns: dict[str, Columns], told: _Told, times: dict[str, TimeColumn], dangling: str, missing_times: str
-) -> _Rows:
+) -> _LinkedRows:
     """The rows with their edges, by what is to happen to keys that no row has, and to rows without a time."""
     left_out: dict[str, int] = {}
     if dangling == "add":
@@ -210,7 +210,7 @@ def _linked(
     left_out |= {f"edges {' -> '.join(r)}, whose key no row has": n for r, n in dangled.items()}
     if missing_times == "drop":
         columns, times, edges = _without_rows_of_no_time(columns, times, edges, left_out)
-    return _Rows(columns, times, edges, left_out)
+    return _LinkedRows(columns, times, edges, left_out)
 
 
 def _opened(
