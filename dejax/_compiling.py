@@ -62,9 +62,17 @@ class CompiledFunction:
         """Why the function was compiled more than once, if dejax knows a reason; otherwise an empty string."""
         if self.times < 2 or not self.sizes:
             return ""
-        if len(set(self.sizes)) == 1:
-            return f"seeds were always {self.sizes[0]}: something else differed"
-        return f"for seeds of other sizes: {', then '.join(dict.fromkeys(self.sizes))}"
+        found = []
+        if len(set(self.sizes)) > 1:
+            found.append(f"for seeds of other sizes: {', then '.join(dict.fromkeys(self.sizes))}")
+        elif len(self.sizes) > 1:
+            found.append(f"seeds were always {self.sizes[0]}: something else differed")
+        if self.times > len(self.sizes):
+            found.append(
+                "for arguments of the same shapes that lay elsewhere: results of a step that reads a table are "
+                "committed to its device, so commit the first state, too, by jax.device_put(state, jax.devices()[0])"
+            )
+        return "; ".join(found)
 
 
 class _Thread(threading.local):

@@ -21,6 +21,28 @@ def native_order(array: Any) -> Any:
     return array
 
 
+def known_array(value: Any) -> Any:
+    """A tensor or table of another library, such as PyTorch or pandas, as a numpy array; other values unchanged."""
+    known = isinstance(value, jax.Array | np.ndarray | np.generic) or hasattr(value, "__jax_array__")
+    return value if known or not hasattr(value, "__array__") else np.asarray(value)
+
+
+def numbers(name: str, value: Any) -> jax.Array:
+    """Numbers of a caller as a jax array.
+
+    Args:
+        name: the argument's name, for the error.
+        value: a jax or numpy array of any byte order, a list, or a tensor or table of another library.
+
+    Raises:
+        TypeError: text, times or Python objects.
+    """
+    value = native_order(known_array(value))
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "OSUmM":
+        raise TypeError(f"{name} must be numbers, got dtype {value.dtype}; convert it with .astype(np.float32)")
+    return jnp.asarray(value)
+
+
 def clipped_to_int32(ids: Any) -> Any:
     """Ids as int32: an id that does not fit becomes -1 or 2**31 - 1, so it stays out of range of fewer rows than that.
 

@@ -107,7 +107,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     hidden = [args.hidden] * (len(args.fan_outs) - 1)
     layers = init(jax.random.key(0), [args.width, *hidden, args.classes])
     optimizer = optax.adam(3e-3)
-    state = optimizer.init(layers)
+    # As a step's results lie, which are committed to the table's device: the second step compiles nothing.
+    layers, state = jax.device_put((layers, optimizer.init(layers)), jax.devices()[0])
 
     def draw(key: jax.Array, topology: HeteroTopology) -> tuple[jax.Array, SampledBlocks]:
         seeds = jax.random.randint(key, (args.batch,), 0, args.nodes)

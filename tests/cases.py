@@ -1,11 +1,26 @@
-"""Which cases of a test are slow."""
+"""Cases of tests: which are slow, and tensors of other libraries."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
+
+
+class ForeignTensor:
+    """A tensor of another library: numpy can read its values, and nobody else knows its dtype."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = np.asarray(values)
+        self.shape, self.dtype = self.values.shape, f"torch.{self.values.dtype}"
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.values, dtype)
 
 
 def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:

@@ -47,6 +47,8 @@ def test_sizes_of_samples_are_the_reason() -> None:
     assert found.seconds == 5 and found.sizes == ("64 of paper", "37 of paper")
     assert found.why_again == "for seeds of other sizes: 64 of paper, then 37 of paper"
     assert "something else differed" in compiled("one_size").why_again
+    jax.monitoring.record_event_duration_secs(XLA, 1.0, fun_name="jit(one_size)")  # without a trace
+    assert "; for arguments of the same shapes that lay elsewhere" in compiled("one_size").why_again
     jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
     tell("read", None)
     assert compiled("read").from_disk == 1 and compiled("one_size").from_disk == 0

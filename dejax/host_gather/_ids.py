@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax._dtypes import INT32_MAX, clipped_to_int32, native_order
+from dejax._dtypes import INT32_MAX, clipped_to_int32, known_array, native_order
 
 
 def checked_ids(what: str, ids: Any, rows: int, name: str = "ids", form: str = "integers") -> Array:
@@ -17,7 +17,7 @@ def checked_ids(what: str, ids: Any, rows: int, name: str = "ids", form: str = "
 
     Args:
         what: the caller's name, for the error.
-        ids: int[...]: a jax or numpy array, a list, a scalar.
+        ids: int[...]: a jax or numpy array, a list, a scalar, a tensor or column of another library.
         rows: the number of rows, nodes or types. Ids out of range stay out of range.
         name: the argument's name, for the error.
         form: the argument's required form, for the error.
@@ -26,6 +26,7 @@ def checked_ids(what: str, ids: Any, rows: int, name: str = "ids", form: str = "
         TypeError: a mask, floats, or unsigned integers of 32 bits or more.
         ValueError: 2**31 ids or more, or an id that needs jax's 64-bit mode.
     """
+    ids = known_array(ids)
     if not hasattr(ids, "dtype"):
         ids = np.asarray(ids)
         if ids.size == 0:

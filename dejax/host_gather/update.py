@@ -15,7 +15,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from dejax import _native
-from dejax._dtypes import native_order
+from dejax._dtypes import known_array, native_order
 from dejax._native import ffi_call
 from dejax._pytrees import named_pytree
 from dejax.host_gather import _kernels, _spec
@@ -350,7 +350,7 @@ def _check_writable(what: str, spec: TableSpec) -> None:
 def _checked_rows(call: _Update, spec: TableSpec, ids: Array, rows: Any) -> Array:
     """Rows to write, of a dtype that the native call takes."""
     what = call.what
-    rows = native_order(rows)
+    rows = native_order(known_array(rows))
     # jax would cut integers of 64 bits to 32 bits.
     wide = isinstance(rows, np.ndarray) and rows.dtype.kind in "iu" and rows.dtype.itemsize == 8
     rows = jnp.asarray(rows.astype(spec.dtype) if wide and spec.dtype.itemsize <= 4 else rows)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dejax._dtypes import native_order
+from dejax._dtypes import numbers
 from dejax.segment._grouping import EdgePlan, SegmentPlan, as_ids, checked_ids, group
 from dejax.segment._plans import both_known
 from dejax.segment._primitives import ReadEdges, gather_reduce, in_scales, reduce, rows_at, spread, wide
@@ -59,7 +59,7 @@ class _Messages:
 
 def _scales(scale: Any, edges: int, features: tuple[int, ...]) -> Array:
     """Scales as [edges, scales]: one, or one for each index of the first axes of the features."""
-    scale = jnp.asarray(native_order(scale))
+    scale = numbers("`scale`", scale)
     shape = scale.shape
     while len(shape) > 1 and shape[-1] == 1:
         shape = shape[:-1]
@@ -85,7 +85,7 @@ def _messages(
     """Checks the arguments of a reduction of gathered rows, and brings them to the form that kernels or XLA take."""
     if backend not in BACKENDS:
         raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    x = jnp.asarray(native_order(x))
+    x = numbers(f"`x` of {name}", x)
     if x.ndim == 0:
         raise ValueError(f"`x` of {name} must have an axis of rows, got a scalar")
     if plan is not None:
@@ -360,7 +360,7 @@ def gather(x: Any, ids: Any, *, plan: SegmentPlan | None = None, backend: str = 
     Returns:
         [entries, ...], of the dtype of `x`.
     """
-    x = jnp.asarray(native_order(x))
+    x = numbers("`x` of gather", x)
     if isinstance(ids, SegmentPlan):
         ids, plan = ids.ids, plan or ids
     if plan is not None and plan.num_segments != x.shape[0]:

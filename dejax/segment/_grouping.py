@@ -71,6 +71,8 @@ def as_ids(ids: Any) -> Array:
     ids = native_order(np.asarray(ids))
     if ids.size == 0 and ids.ndim == 1:  # of an empty list
         return jnp.zeros(0, jnp.int32)
+    if ids.dtype.kind in "OSUmM":
+        raise TypeError(f"ids must be integers, got dtype {ids.dtype}; convert them with .astype(np.int32)")
     if ids.dtype.kind in "iu" and ids.dtype.itemsize == 8 and not jax.config.values["jax_enable_x64"]:
         ids = clipped_to_int32(ids)
     return jnp.asarray(ids)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax._dtypes import native_order
+from dejax._dtypes import numbers
 from dejax.segment._grouping import Grouping, SegmentPlan
 from dejax.segment._primitives import rows_at, spread, wide
 from dejax.segment._reductions import extremum, mean_of, summed
@@ -39,7 +39,7 @@ def _belongs(r: SegmentRequest) -> Array:
 
 def _floats(name: str, data: Any) -> tuple[Array, Any]:
     """Data in the dtype of the computation, and the dtype of the result."""
-    data = jnp.asarray(native_order(data))
+    data = numbers(f"`data` of {name}", data)
     if jnp.issubdtype(data.dtype, jnp.complexfloating):
         raise TypeError(f"`data` of {name} must be real, got {data.dtype}")
     dtype = data.dtype if jnp.issubdtype(data.dtype, jnp.floating) else jnp.result_type(float)

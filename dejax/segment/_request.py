@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax._dtypes import native_order
+from dejax._dtypes import native_order, numbers
 from dejax._platform import on_gpu
 from dejax.pallas import offsets_fit
 from dejax.segment import _cost
@@ -119,7 +119,7 @@ def request(
     """Checks a call of `name`, an operator that reduces by `kind`."""
     if isinstance(segment_ids, SegmentPlan):
         segment_ids, plan = segment_ids.ids, plan or segment_ids
-    data = jnp.asarray(native_order(data))
+    data = numbers(f"`data` of {name}", data)
     if plan is not None:
         if options.mode == "clip":
             raise ValueError(

@@ -50,6 +50,16 @@ PUBLIC = {
     "dejax.info": "What this machine and this installation have.",
 }
 """The public modules, and what each is for."""
+INTERNAL = (
+    "docs/performance/",
+    "docs/architecture",
+    "docs/one_program",
+    "docs/glossary_code",
+    "CONTRIBUTING",
+    "CHANGELOG",
+    "benchmarks/",
+)
+"""How the paths of pages begin that the search lists after the pages for users."""
 
 
 def public_names(module: Any) -> list[str]:
@@ -147,6 +157,8 @@ def copy_pages() -> None:
     home.unlink()
     for page in PAGES.rglob("*.md"):
         text = page.read_text(encoding="utf-8")
+        if str(page.relative_to(PAGES)).startswith(INTERNAL):
+            text = "---\nsearch: {boost: 0.5}\n---\n" + text
         start = "../" * (len(page.relative_to(PAGES).parts) - 1)
         text = re.sub(r"\]\(((?:\w+/)*notebooks/\w+)\.ipynb\)", r"](\1.md)", text)
         page.write_text(text.replace(f"]({start}README.md)", f"]({start}index.md)"), encoding="utf-8")

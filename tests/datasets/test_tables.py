@@ -9,6 +9,7 @@ import sqlite3
 import zipfile
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -223,6 +224,13 @@ def test_mistakes_are_named() -> None:
     fails("primary_keys must name tables, 'users', 'orders'; got 'user'", primary_keys={"users": "id", "user": "id"})
     fails("primary_keys must have a key of the table 'users', to which", primary_keys={})
     fails("foreign_keys must name a column of 'orders', .*; got 'usr'", foreign_keys=[("orders", "usr", "users")])
+    triples = r"foreign_keys must be a list of \(table, column, other table\), got "
+    fails(triples + "{'orders': 'user'}", foreign_keys={"orders": "user"})
+    fails(triples + r"\('orders', 'user'\)", foreign_keys=[("orders", "user")])
+    fails("tables must be a dict of tables by name, .*, got list; give a table as", [ORDERS])
+    fails("got list for the table 'orders'; convert it to a dict of columns", {**TABLES, "orders": [1, 2]})
+    lazy = SimpleNamespace(columns=["user"], collect=dict)
+    fails(r"got SimpleNamespace for the table 'orders'; collect it with .collect\(\)", {**TABLES, "orders": lazy})
     fails("primary key users.id must be unique", {**TABLES, "users": {**USERS, "id": ["u1", "u1", "u2"]}})
     fails("primary key users.id must have no missing", {**TABLES, "users": {**USERS, "id": ["u1", None, "u2"]}})
     fails("columns of table 'users' must have one length", {**TABLES, "users": {**USERS, "age": [1]}})

@@ -23,6 +23,7 @@ from dejax.host_gather import (
     sgd,
 )
 from dejax.host_gather._ids import checked_ids
+from tests.cases import ForeignTensor
 
 ROWS = np.random.default_rng(0).standard_normal((300, 4)).astype(np.float32)
 
@@ -75,6 +76,7 @@ def test_all_integer_dtypes_give_the_same(name: str) -> None:
     want = np.asarray(entry(small.astype(np.int32)))
     for dtype in ("uint8", "int8", "uint16", "int16", "int64", "uint64", ">i4", ">i2", ">i8"):
         np.testing.assert_array_equal(entry(small.astype(dtype)), want, err_msg=dtype)
+    np.testing.assert_array_equal(entry(ForeignTensor(small)), want)
     for dtype in (jnp.uint8, jnp.int8, jnp.uint16, jnp.int16):
         np.testing.assert_array_equal(entry(jnp.asarray(small, dtype)), want, err_msg=str(dtype))
 

@@ -280,6 +280,8 @@ def test_bad_types_of_arguments() -> None:
             NodeFeatures.from_numpy(PAPERS, dtype=dtype)
     with pytest.raises(TypeError, match="must be real"):
         NodeFeatures.from_numpy(np.array([["a"]]))
+    with pytest.raises(TypeError, match="must be a dict of arrays by node type, got ndarray; .*'node'"):
+        FeatureStore.from_arrays(PAPERS)
     with pytest.raises(TypeError, match="must be a HostTable"):
         store.with_table("a", PAPERS)
     with pytest.raises(TypeError, match="float32, bfloat16, float16"):

@@ -204,6 +204,7 @@ def test_capacities_of_some_batches(capsys):
         (([1, 2], [2]), "must be a dict"),
         ((("paper", [0.5]), [2]), "must be int"),
         ((("paper", [[1]]), [2]), "must be int"),
+        ((("paper", [1]), 2), r"must be a list with a fan-out for each hop, got 2; give \[2\]"),
         ((("paper", [1]), []), "at least one hop"),
         ((("paper", [1]), [2.5]), "must have integers"),
         ((("paper", [1]), [-2]), "must have integers"),
@@ -214,6 +215,11 @@ def test_capacities_of_some_batches(capsys):
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         sample_blocks(KEY, topology_of(), *arguments)
+
+
+def test_a_number_is_no_random_key():
+    with pytest.raises(TypeError, match=r"`key` must be a random key of jax, got 0; use jax.random.key\(0\)"):
+        sample_blocks(0, topology_of(), ("paper", [1]), [2])
 
 
 @pytest.mark.parametrize("capacities", [{"book": [1]}, {"paper": [1, 2]}, {"paper": [-1]}])

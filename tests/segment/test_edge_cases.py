@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from dejax import segment
+from tests.cases import ForeignTensor
 from tests.segment.references import BACKENDS, FLOATS, KINDS, ORDERS, Case, reference, run
 
 NONE = jnp.zeros(0, jnp.int32)
@@ -149,6 +150,12 @@ def test_arrays_in_the_other_byte_order():
     np.testing.assert_allclose(segment.segment_softmax(data, ids, 2), [1, 1])
 
 
+def test_tensors_of_other_libraries_are_read():
+    data, ids = ForeignTensor([1.0, 2.0]), ForeignTensor([1, 0])
+    np.testing.assert_array_equal(segment.segment_sum(data, ids, 2), [2, 1])
+    np.testing.assert_array_equal(segment.gather_segment_sum(data, ids, ids, 2, scale=data), [2, 2])
+
+
 def test_empty_lists_are_ids():
     np.testing.assert_array_equal(segment.segment_sum([], [], 2), [0, 0])
 
@@ -161,6 +168,16 @@ def test_empty_lists_are_ids():
             lambda x, i: segment.segment_sum(x, i + 2**40),
             ValueError,
             "must be given where ids are above 2.31 - 3, got None and the greatest id",
+        ),
+        (
+            lambda x, i: segment.segment_sum(x.astype(object), i),
+            TypeError,
+            "must be numbers, got dtype object; convert",
+        ),
+        (
+            lambda x, i: segment.segment_sum(x, i.astype(str), 1),
+            TypeError,
+            "ids must be integers, got dtype <U",
         ),
         (lambda x, i: segment.segment_softmax(x * 1j, i, 1), TypeError, "`data` of segment_softmax must be real"),
         (lambda x, i: segment.segment_variance(x * 1j, i, 1), TypeError, "`data` of segment_variance must be real"),

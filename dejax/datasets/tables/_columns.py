@@ -91,11 +91,12 @@ def _columns_given(table: str, given: Any) -> dict[str, Any]:
         except (pa.ArrowInvalid, pa.ArrowTypeError):
             if not is_frame:
                 raise
-    if hasattr(given, "columns"):
+    if hasattr(given, "columns") and not hasattr(given, "collect"):  # a lazy frame has names, and no values yet
         return {str(column): given[column] for column in given.columns}
     raise ValueError(
         "tables must be mappings of columns, pandas DataFrames, or tables of Arrow's interchange (polars, DuckDB, "
-        f"Arrow), got {type(given).__name__} for the table {table!r}; convert it to a dict of columns"
+        f"Arrow), got {type(given).__name__} for the table {table!r}; "
+        + ("collect it with .collect()" if hasattr(given, "collect") else "convert it to a dict of columns")
     )
 
 

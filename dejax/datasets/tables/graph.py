@@ -148,7 +148,7 @@ def from_tables(
     if dangling not in ("error", "drop", "add"):
         raise ValueError(f"dangling must be 'error', 'drop' or 'add', got {dangling!r}")
     columns = with_vectors({table: columns_of(table, given) for table, given in tables.items()}, vectors or {})
-    columns, keys, references = with_joined_keys(columns, primary_keys or {}, foreign_keys or ())
+    columns, keys, references = with_joined_keys(columns, primary_keys or {}, _triples(foreign_keys or ()))
     told = _Told(
         keys, references, dict(time_columns or {}), dict(known_at or {}), dict(kinds or {}), label, max_categories
     )
@@ -218,6 +218,11 @@ def _opened(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None, Sequence[Any] | None]:
     """The tables of a file or folder; of a SQLite file with its own keys, where none are given."""
     if not isinstance(tables, str | os.PathLike):
+        if not isinstance(tables, Mapping):
+            raise ValueError(
+                "tables must be a dict of tables by name, a folder or a SQLite file, got "
+                f"{type(tables).__name__}; give a table as {{'orders': table}}"
+            )
         return tables, primary_keys, foreign_keys
     if Path(tables).is_dir():
         return read_folder(Path(tables)), primary_keys, foreign_keys
@@ -407,11 +412,18 @@ def _renumbered(ends: Ends, kept: np.ndarray, kept_others: np.ndarray) -> Ends:
     return numbers[0][ends[0][there]], numbers[1][ends[1][there]]
 
 
+def _triples(foreign_keys: Any) -> Sequence[Any]:
+    """The foreign keys as given; raises where they are not a list of triples."""
+    for given in [foreign_keys] if isinstance(foreign_keys, str | Mapping) else foreign_keys:
+        if isinstance(given, str | Mapping) or len(given) != 3:
+            raise ValueError(f"foreign_keys must be a list of (table, column, other table), got {given!r}")
+    triples: Sequence[Any] = foreign_keys
+    return triples
+
+
 def _check_references(keys: Mapping[str, str], references: Sequence[ForeignKey]) -> None:
-    """Raises if a foreign key is no triple, or refers to a table without a primary key."""
+    """Raises if a foreign key refers to a table without a primary key."""
     for reference in references:
-        if len(reference) != 3:
-            raise ValueError(f"foreign_keys must be (table, column, other table), got {reference}")
         if reference[2] not in keys:
             raise ValueError(
                 f"primary_keys must have a key of the table {reference[2]!r}, to which the foreign key "

@@ -78,6 +78,11 @@ class FeatureStore:
                 lacks.
         """
         what = "FeatureStore.from_arrays"
+        if not isinstance(arrays, Mapping):
+            raise TypeError(
+                f"{what}: `arrays` must be a dict of arrays by node type, got {type(arrays).__name__}; a graph of one "
+                "node type that has no name takes {'node': array}"
+            )
         chosen = {
             option: by_type(what, option, value, arrays, default)
             for option, value, default in (

@@ -7,7 +7,7 @@ by type: graphs of blocks are in this order. In both, the nodes that a layer nee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -219,8 +219,10 @@ def _by_hop(topology: HeteroTopology, fan_outs: FanOuts) -> list[list[int]]:
         hops: Sequence[Any] = [
             {edge_type: numbers[hop] for edge_type, numbers in fan_outs.items()} for hop in range(lengths.pop())
         ]
-    else:
+    elif isinstance(fan_outs, Iterable):
         hops = list(fan_outs)
+    else:
+        raise TypeError(f"`fan_outs` must be a list with a fan-out for each hop, got {fan_outs!r}; give [{fan_outs!r}]")
     if not hops:
         raise ValueError("`fan_outs` must have at least one hop, got none")
     found = []

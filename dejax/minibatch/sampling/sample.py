@@ -194,6 +194,8 @@ def sample_blocks(
     >>> sample.node_ids["paper"], sample.node_ids["author"]
     (Array([ 0,  1,  2, -1, -1, -1], dtype=int32), Array([ 0,  1, -1], dtype=int32))
     """
+    if not hasattr(key, "dtype"):
+        raise TypeError(f"sample_blocks: `key` must be a random key of jax, got {key!r}; use jax.random.key(0)")
     given = _checked_seeds(topology, seeds)
     times = _checked_times(topology, given, seed_times, options)
     pairs = _checked_pairs(topology, exclude)

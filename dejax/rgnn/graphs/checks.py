@@ -49,9 +49,16 @@ def check_edge_count(count: int) -> None:
         )
 
 
+_NAMES = "number names with names, ids = np.unique(names, return_inverse=True)"
+_HINTS = {"b": "give a mask as edge_mask or node_mask", "U": _NAMES, "S": _NAMES, "T": _NAMES}
+"""What to do with ids of a wrong dtype, by numpy's letter for the kind of dtype."""
+
+
 def _check_form(array: Any, name: str) -> None:
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        hint = "give a mask as edge_mask or node_mask" if array.dtype == bool else "convert them with .astype(np.int32)"
+        hint = _HINTS.get(array.dtype.kind, "convert them with .astype(np.int32)")
+        if array.dtype.kind == "f" and not is_traced(array) and np.isnan(array).any():
+            hint = "leave out the entries without an id (NaN), then convert the others with .astype(np.int32)"
         raise TypeError(f"{name} must hold integer ids, got dtype {array.dtype}; {hint}")
     if array.ndim != 1:
         raise ValueError(f"{name} must have one axis, got shape {tuple(array.shape)}; flatten it first")

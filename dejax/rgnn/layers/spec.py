@@ -18,6 +18,7 @@ from jax import Array
 from jax.nn.initializers import zeros
 from jax.typing import DTypeLike
 
+from dejax._dtypes import numbers
 from dejax.rgnn.compiler.program import Program
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.layers.bipartite import spread
@@ -128,8 +129,8 @@ class LayerSpec(abc.ABC):
                     f"{self.name}: the graph must have {name}={count}, for which the layer was made, got "
                     f"{getattr(graph, name)}; make the layer with the graph's number"
                 )
-        x, rows = self._nodes(graph, x)
-        edges = self._edges(graph, edge_features)
+        x, rows = self._nodes(graph, jax.tree.map(self._numbers, x))
+        edges = self._edges(graph, jax.tree.map(self._numbers, edge_features))
         x, edges, params = cast((x, edges, params), self.dtype)
         if key is None or not self.stochastic:
             y = self.run(graph, x, params, edges)
@@ -159,6 +160,10 @@ class LayerSpec(abc.ABC):
         if int in (hint, *choices) and value is not None:
             for size in value if isinstance(value, tuple) else (value,):
                 check_size(self.name, name, size)
+
+    def _numbers(self, x: Any) -> Any:
+        """A leaf of the features, as an array whose dtype jax has; scalars stay, for the check of shapes."""
+        return numbers(f"{self.name}: features", x) if hasattr(x, "shape") else x
 
     def _nodes(self, graph: RelGraph, x: Any) -> tuple[Any, slice | None]:
         """x with a row for each node of the graph, and the rows of the result; None: all of them."""

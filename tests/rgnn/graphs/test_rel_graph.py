@@ -224,6 +224,8 @@ WRONG = [
     (_with(num_nodes=0, senders=[0], receivers=[0], edge_type=[0]), IndexError, "num_nodes is 0, so no id is valid"),
     (_with(node_type=[0, 1, 5], num_node_types=2), IndexError, r"node_type\[2\] = 5 .*num_node_types is 2"),
     (_with(senders=[0.0, 1.0, 2.0]), TypeError, r"senders must hold integer ids, got dtype float64.*astype"),
+    (_with(senders=[0.0, np.nan, 2.0]), TypeError, r"senders .* float64; leave out the entries without an id \(NaN\)"),
+    (_with(senders=["a", "b", "c"]), TypeError, r"senders .* <U1; number names with .*np.unique"),
     (_with(senders=np.zeros(0, np.float32), receivers=[], edge_type=[]), TypeError, "senders .* float32"),
     (_with(edge_type=[True, False, True]), TypeError, "edge_type must hold integer ids, got dtype bool.*mask"),
     (_with(senders=[0, 1]), ValueError, "one length .*got senders 2, receivers 3, edge_type 3"),

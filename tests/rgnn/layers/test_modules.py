@@ -20,7 +20,7 @@ from dejax.rgnn import ProgramError, RelGraph, library, zoo
 from dejax.rgnn.compiler.execute import counts_of
 from dejax.rgnn.layers.specs import SPECS
 from dejax.rgnn.passes._rewrite import live
-from tests.cases import slow_but
+from tests.cases import ForeignTensor, slow_but
 from tests.rgnn.flax_layers import features, typed_graph
 
 pytestmark = pytest.mark.usefixtures("programs_by_numpy")
@@ -215,6 +215,13 @@ def test_a_slope_is_no_size() -> None:
 def test_weights_are_not_cut_to_integers() -> None:
     with pytest.raises(TypeError, match="`dtype` must be a dtype of floats, got int32"):
         nnx_layers.GCNConv(4, 3, dtype=jnp.int32, rngs=nnx.Rngs(0))(GRAPH, features(GRAPH, 4))
+
+
+def test_features_of_other_libraries_are_read() -> None:
+    layer, x = nnx_layers.GCNConv(4, 3, rngs=nnx.Rngs(0)), features(GRAPH, 4)
+    np.testing.assert_array_equal(layer(GRAPH, ForeignTensor(x)), layer(GRAPH, x))
+    with pytest.raises(TypeError, match="GCNConv: features must be numbers, got dtype object; convert"):
+        layer(GRAPH, np.asarray(x).astype(object))
 
 
 def test_arguments_that_do_not_fit() -> None:
