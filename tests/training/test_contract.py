@@ -8,6 +8,7 @@ import dataclasses
 import io
 import itertools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -193,3 +194,20 @@ def test_a_mistake_is_one_line_on_stderr(aifb, tmp_path, capsys, words, message)
     assert cli.main(["--data", str(aifb), "--out", str(tmp_path / "run"), *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "there", "not_there"),
+    [
+        ("", ("--margin", "--class-weights", "--joint", "--l2", "CONFIG is a folder"), ()),
+        ("tables", ("--class-weights", "--at", "--fan-outs", "CONFIG is a folder"), ("--margin", "--l2", "--dataset")),
+        ("--links", ("--margin", "--fan-outs", "--dataset"), ("--class-weights", "--joint", "CONFIG is a folder")),
+        ("--sampled", ("--joint", "--inference"), ("--margin", "--class-weights", "--at")),
+    ],
+)
+def test_the_help_of_a_task_has_its_options(capsys, words, there, not_there):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*words.split(), "--help"])
+    text = capsys.readouterr().out
+    listed = re.findall(r"^(?:  )?(--[\w-]+|CONFIG is a folder)", text, re.MULTILINE)
+    assert set(there) <= set(listed) and not set(not_there) & set(listed)

@@ -29,6 +29,19 @@ _FLAGS = {
     "links": "with --links",
     "tables": "with tables",
 }
+_NO_SETTINGS = {
+    "data": ("nodes", "samples", "links"),
+    "inference": ("samples",),
+    "at": ("tables",),
+    "importance": ("tables",),
+    "predictions": ("tables",),
+    "export": ("links",),
+}
+"""The tasks that read an option which is no field of `Settings`; other such options are for all tasks."""
+
+
+def _tasks(option: str) -> tuple[str, ...]:
+    return _NO_SETTINGS.get(option) or tasks_of(option)
 
 
 _USAGE = """
@@ -41,6 +54,7 @@ Trains a relational graph neural network with several seeds, and prints and writ
 
 Defaults of the model and of training are the published ones for R-GCN on aifb, mutag, bgs and am. For R-GCN on stdlib,
 and for RGAT and HGT on aifb, they were chosen on validation nodes. For all other cases they are starting points."""
+_ONE_TASK = "These are the options that can be given {}; `dejax-train --help` lists the options of all tasks."
 _EXAMPLE = """\
 CONFIG is a folder of HeteroDataset.save, or a TOML file such as
 
@@ -62,13 +76,13 @@ CONFIG is a folder of HeteroDataset.save, or a TOML file such as
   epochs = 3"""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The arguments of the command."""
+def parser(task: str | None = None) -> argparse.ArgumentParser:
+    """The arguments of the command; its help lists the options of one task, or with None those of all tasks."""
     p = argparse.ArgumentParser(
         prog="dejax-train",
         usage=_USAGE,
-        description=_DESCRIPTION,
-        epilog=_EXAMPLE,
+        description=_DESCRIPTION if task is None else f"{_DESCRIPTION}\n\n{_ONE_TASK.format(_FLAGS[task])}",
+        epilog=_EXAMPLE if task in (None, "tables") else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument(
@@ -90,6 +104,10 @@ def parser() -> argparse.ArgumentParser:
     _add_samples_and_links(p)
     _add_tables(p)
     _add_run(p)
+    by_words = ("sampled", "links", "tables", *(("dataset",) if task == "tables" else ()))  # before all options
+    for option in p._actions:
+        if task is not None and (option.dest in by_words or task not in _tasks(option.dest)):
+            option.help = argparse.SUPPRESS
     return p
 
 
@@ -179,7 +197,7 @@ def _add_training(p: argparse.ArgumentParser) -> None:
 
 
 def _add_samples_and_links(p: argparse.ArgumentParser) -> None:
-    some = p.add_argument_group("mini-batches: --sampled and --links")
+    some = p.add_argument_group("mini-batches")
     some.add_argument("--batch-size", type=int, metavar="N", help="training nodes, or training edges, in a step")
     some.add_argument(
         "--fan-outs",
@@ -341,7 +359,7 @@ def settings_of(
             raise ValueError(f"--fan-outs must be integers with commas, as 10,5, got {args.fan_outs!r}") from None
     named = {**given, "inference": args.inference, "at": args.at}
     for option, value in named.items():
-        tasks = {"inference": ("samples",), "at": ("tables",)}.get(option) or tasks_of(option)
+        tasks = _tasks(option)
         if value is not None and task not in tasks:
             flag = {"reverse": "--no-reverse", "recent": "--uniform"}.get(option, f"--{option.replace('_', '-')}")
             raise ValueError(f"{flag} must be given only {' or '.join(_FLAGS[t] for t in tasks)}; leave it out")

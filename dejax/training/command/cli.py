@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = words = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["tables"]:  # as other commands have subcommands
         words = argv[1:] if {"-h", "--help"} & set(argv) else ["--tables", *argv[1:]]
-    args = parser().parse_args(words)
+    tasks = {"tables": "tables", "--tables": "tables", "--links": "links", "--sampled": "samples"}
+    args = parser(next((task for word, task in tasks.items() if word in argv), None)).parse_args(words)
     keep_compiled_programs()
     from dejax.datasets import DataUnavailableError
 
