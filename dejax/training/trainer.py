@@ -6,8 +6,10 @@ one or more steps, the epochs, and the state as plain arrays for a checkpoint.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -49,6 +51,8 @@ class Trainer:
         devices: for the task "samples": number of devices over which the seeds of a step are divided; None means one
             device without a mesh.
         print_table: function that gets a table of the capacities of samples as text; None for no table.
+        fitted: for the task "tables": `task.fitted` of the run whose states will be imported, so that columns are
+            encoded as in its training, whatever rows the tables have got since; None for a new run.
 
     Raises:
         ValueError: the data set has nothing to train on, or a setting does not fit it.
@@ -73,6 +77,7 @@ class Trainer:
         backend: str = "auto",
         devices: int | None = None,
         print_table: Callable[[str], None] | None = None,
+        fitted: Mapping[str, Any] | None = None,
     ) -> None:
         self.settings = settings
         options = Options(backend=backend, precision=settings.precision)
@@ -81,9 +86,9 @@ class Trainer:
         if isinstance(data, EntityDataset):
             self.task = WholeGraphTask(settings, data, options)
         else:
-            make: Callable[..., TrainingTask]
-            make = {"links": LinkTask, "tables": table_task}.get(settings.task, SampledTask)
-            self.task = make(settings, data, options, print_table)
+            make: dict[str, Callable[..., TrainingTask]]
+            make = {"links": LinkTask, "tables": functools.partial(table_task, fitted=fitted)}
+            self.task = make.get(settings.task, SampledTask)(settings, data, options, print_table)
         self.world = self.task.world if self.mesh is None else share(self.task.world, self.mesh)
         abstract = nnx.eval_shape(lambda: self.task.model(jax.random.key(0)))
         self._graphdef, params, self._rest = nnx.split(abstract, nnx.Param, ...)
@@ -96,6 +101,7 @@ class Trainer:
         self._first_opt_state = jax.jit(lambda params: self._optimizer.init(ravel_pytree(params)[0]))
         self.compile_seconds = 0.0
         self._programs: dict[int, Any] = {}
+        self._orders = _DrawnAhead(self.task.order, settings.epochs)
 
     def _mesh(self, devices: int | None) -> Any:
         settings = self.settings
@@ -387,15 +393,13 @@ class Trainer:
             orders = [self.task.order(seed, first + n) for n in range(count)]
             return jax.tree.map(lambda *some: jnp.asarray(np.concatenate(some)), *orders)
         epoch, at = divmod(first, per_epoch)
-        if getattr(self, "_order", (None,))[0] != (seed, epoch):
-            self._order = ((seed, epoch), self.task.order(seed, epoch))
 
         def filled(some: Any) -> Array:
             own = np.asarray(some[at : at + count])
             none = np.full((width - count, *own.shape[1:]), -1, own.dtype)
             return jnp.asarray(np.concatenate([own, none]) if width > count else own)
 
-        return jax.tree.map(filled, self._order[1])
+        return jax.tree.map(filled, self._orders(seed, epoch))
 
     def final(self, state: TrainState, *, inference: str | None = None) -> dict[str, float]:
         """Computes the final results of a state: accuracies of the splits, or ranks of the test edges.
@@ -406,6 +410,22 @@ class Trainer:
                 uses samples. None means "layers", unless edges have times or weights.
         """
         return self.task.final(self, self.on_one_device(state), inference=inference)
+
+
+class _DrawnAhead:
+    """The seeds of an epoch. A thread draws those of the next epoch, while the steps of this one run."""
+
+    def __init__(self, order: Callable[[int, int], Any], epochs: int) -> None:
+        self._order, self._epochs = order, epochs
+        self._thread = ThreadPoolExecutor(1, "dejax-order")
+        self._drawn: dict[tuple[int, int], Future[Any]] = {}
+
+    def __call__(self, seed: int, epoch: int) -> Any:
+        wanted = [(seed, n) for n in range(epoch, min(epoch + 2, max(self._epochs, epoch + 1)))]
+        self._drawn = {
+            key: self._drawn[key] if key in self._drawn else self._thread.submit(self._order, *key) for key in wanted
+        }
+        return self._drawn[seed, epoch].result()
 
 
 def _optimizer(settings: Settings, steps: int) -> Any:

@@ -19,6 +19,7 @@ from dejax import datasets
 from dejax.training import Checkpoints, Trainer, resolve
 from dejax.training.command import cli
 from dejax.training.command.report import machine_kind
+from dejax.training.trainer import _DrawnAhead
 from tests.examples.tiny import write_aifb
 from tests.training.graphs import community_graph
 
@@ -211,3 +212,23 @@ def test_the_help_of_a_task_has_its_options(capsys, words, there, not_there):
     text = capsys.readouterr().out
     listed = re.findall(r"^(?:  )?(--[\w-]+|CONFIG is a folder)", text, re.MULTILINE)
     assert set(there) <= set(listed) and not set(not_there) & set(listed)
+
+
+def test_the_seeds_of_each_epoch_are_drawn_once_and_what_fails_ahead_is_raised():
+    """Also where a seed begins in a later epoch, as a resumed one, or goes back to the first."""
+    drawn = []
+
+    def order(seed, epoch):
+        drawn.append((seed, epoch))
+        if epoch == 3:
+            raise ValueError("no candidates")
+        return 10 * seed + epoch
+
+    orders = _DrawnAhead(order, 4)
+    for seed, epoch in ((0, 0), (0, 0), (0, 1), (0, 1), (0, 2), (1, 1), (1, 0), (1, 0)):
+        assert orders(seed, epoch) == 10 * seed + epoch
+    assert drawn[:4] == [(0, 0), (0, 1), (0, 2), (0, 3)] and len(drawn) == 7  # epoch 1 of seed 1 stayed
+    assert orders(0, 2) == 2
+    with pytest.raises(ValueError, match="no candidates"):
+        orders(0, 3)
+    assert _DrawnAhead(order, 1)(2, 0) == 20 and (2, 1) not in drawn

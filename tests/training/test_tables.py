@@ -20,7 +20,7 @@ from dejax.training.fitting import best_report, stops
 from dejax.training.metrics import auroc
 from dejax.training.state import History
 from dejax.training.tables.encoders import TableEncoder
-from dejax.training.tables.history import RowHistory, linear_baseline
+from dejax.training.tables.history import HistoryReader, RowHistory, linear_baseline
 from dejax.training.tables.importance import importance
 from dejax.training.tables.rows import apart, as_days, pack
 from dejax.training.tables.seed_times import Clock, is_latest, topology_in_time
@@ -132,7 +132,7 @@ def test_numbers_and_labels_far_from_0_are_not_rounded_away(scale, tmp_path):
     own = resolve("far", task="tables", fan_outs=(1,), hidden=4, epochs=1, batch_size=32, bins=2)
     made = Trainer(own, data.with_task(task)).task
     wanted = np.asarray(made.world.data["labels"])
-    np.testing.assert_allclose(made.in_units(wanted[:, None]), far, rtol=1e-12)
+    np.testing.assert_allclose(made.labels.in_units(wanted[:, None]), far, rtol=1e-12)
     path = tmp_path / "p.csv"
     predictions.write(path, {"o": np.array(["\ud800"] * 200), "prediction": far})
     with path.open(encoding="utf-8") as file:
@@ -375,8 +375,8 @@ def test_the_linear_baseline_reads_counts_and_recency_up_to_the_cutoff():
         task = data.tasks["gone"]
         clock = Clock.of(task.times, "cutoffs")
         topology = topology_in_time(data, clock, latest=False, on_host=False)
-        history = RowHistory.of(data, topology, task.entity)
-        numbers = lambda rows, cutoffs: history.numbers_of(topology, rows, clock.cutoffs(cutoffs))  # noqa: E731
+        read = HistoryReader(RowHistory.of(data, topology, task.entity), topology)
+        numbers = lambda rows, cutoffs: read.numbers(rows, clock.cutoffs(cutoffs))  # noqa: E731
         return task.labels[task.splits["test"]], linear_baseline(data, task, task.splits["test"], numbers)
 
     labels, found = baseline()
@@ -405,7 +405,7 @@ def test_counts_of_a_relation_by_time(on_host):
     topology = topology_in_time(data, Clock(), latest=True, on_host=on_host)
     history = RowHistory.of(data, topology, "a")
     assert [name for name in history.names if "days" not in name] == ["b, x, a: rows", "b, y, a: rows"]
-    found = np.expm1(history.numbers_of(topology, rows, cutoffs))
+    found = np.expm1(HistoryReader(history, topology).numbers(rows, cutoffs))
     np.testing.assert_array_equal(found[:, 0].round(), [2, 3, 0, 0])
     np.testing.assert_allclose(found[:, 1], [0, 91, np.nan, np.nan])  # since the last edge
     np.testing.assert_array_equal(found[:, 2].round(), [2, 0, 0, 0])  # within 30
@@ -489,13 +489,74 @@ def test_the_command_trains_evaluates_and_predicts_for_a_new_time(tmp_path, caps
     assert cli.main(["tables", str(tmp_path / "shop"), "--evaluate", str(out), "--at", "2013-02-01"]) == 0
     assert "predictions in" in capsys.readouterr().out and (out / "predictions-at-2013-02-01-seed0.csv").exists()
     data = HeteroDataset.open(tmp_path / "shop")
-    kind = data.columns["orders"]["kind"]
-    kind = dataclasses.replace(kind, categories=kind.categories[::-1])
-    columns = {**data.columns, "orders": {**data.columns["orders"], "kind": kind}}
-    dataclasses.replace(data, columns=columns).save(tmp_path / "changed")
-    assert cli.main(["tables", str(tmp_path / "changed"), "--evaluate", str(out)]) == 2
+    orders = dict(data.columns["orders"])
+    for column, error in (("kind", "got none in place of kind (category)"), ("price", "price (category) in place of")):
+        of = {name: values for name, values in orders.items() if name != column}
+        of |= {"price": orders["kind"]} if column == "price" else {}
+        changed = dataclasses.replace(data, columns={**data.columns, "orders": of})
+        changed.save(tmp_path / column)
+        assert cli.main(["tables", str(tmp_path / column), "--evaluate", str(out)]) == 2
+        assert error in capsys.readouterr().err
+    task = data.tasks["returns"]
+    later = dict(
+        zip(("train", "valid", "test"), np.split(np.arange(len(task)), [len(task) // 3, len(task) // 2]), strict=True)
+    )
+    moved = dataclasses.replace(data, tasks={"returns": dataclasses.replace(task, splits=later)})
+    moved.save(tmp_path / "moved")  # test examples were trained on
+    assert cli.main(["tables", str(tmp_path / "moved"), "--evaluate", str(out)]) == 2
     assert "must be given the data that it was trained on" in capsys.readouterr().err
     assert cli.main(["tables", str(tmp_path / "none.toml")]) == 2
     assert "must be followed by a TOML file" in capsys.readouterr().err
     assert cli.main(["--evaluate", str(out)]) == 2
     assert "must be given with tables CONFIG" in capsys.readouterr().err
+
+
+def growing(users, *, order=1):
+    """Orders of users, whose table has no times, so that new users shift means, quantiles and categories."""
+    rng = np.random.default_rng(0)
+    count, start = 300, np.datetime64("2024-01-01T00:00:00")
+    placed = start + np.sort(rng.integers(0, 300 * 24, count)).astype("timedelta64[h]")
+    names = [("NL", "US")[n % 2] for n in range(6)] + ["AT"] * (users - 6)
+    tables = {
+        "users": {
+            "id": np.arange(users)[::order],
+            "income": (10.0 ** np.arange(users))[::order],
+            "country": names[::order],
+            "tags": [["x"] * (1 + (n > 5)) + ["aa"] * (n > 5) for n in range(users)][::order],
+        },
+        "orders": {
+            "user": rng.integers(0, 6, count),
+            "placed": placed,
+            "returned": rng.integers(0, 2, count),
+            "decided": placed + np.timedelta64(3, "D"),
+        },
+    }
+    data = from_tables(
+        tables,
+        {"users": "id"},
+        [("orders", "user", "users")],
+        {"orders": "placed"},
+        known_at={"orders": {"returned": "decided"}},
+        fixed_features=False,
+        name="growing",
+    )
+    task = task_of_rows(data, "returns", "orders", "returned", valid_from="2024-07-01", test_from="2024-09-01")
+    return data.with_task(task)
+
+
+def test_predictions_stay_when_tables_without_times_get_rows():
+    """Means, quantiles and categories are those of the training: new users changed them, and so all predictions."""
+    given = {"fan_outs": (2,), "hidden": 8, "batch_size": 64, "epochs": 1}
+    data = growing(6)
+    trainer = Trainer(resolve("growing", task="tables", **given), data)
+    state = trainer.init(0)
+    places = data.tasks["returns"].splits["test"]
+    wanted = trainer.task.predict(trainer, state, places)
+    fitted = json.loads(json.dumps(trainer.task.fitted))
+    for other in (growing(9), growing(9, order=-1)):
+        again = Trainer(trainer.settings, other, fitted=fitted)
+        assert again.task.fitted == trainer.task.fitted and again.task.layout_of_data == trainer.task.layout_of_data
+        np.testing.assert_allclose(
+            again.task.predict(again, again.imported(trainer.exported(state)), places), wanted, atol=1e-6
+        )
+    assert Trainer(trainer.settings, growing(9)).task.fitted != trainer.task.fitted

@@ -219,10 +219,10 @@ def draw_hop(
         if not draws:
             continue
         first, last = draws[0].first, draws[-1].last
-        start, degree = segments(lists, nodes[first:last], first_group[first:last])
+        start, degree = _segments(lists, nodes[first:last], first_group[first:last])
         if lists.times is not None and times is not None:
             longest = max(r.max_degree for r in relations if r.lists == number)
-            degree = count_up_to(lists.times, start, degree, times[first:last], longest.bit_length())
+            degree = _count_up_to(lists.times, start, degree, times[first:last], longest.bit_length())
         positions: list[Array] = []
         for draw in draws:
             some = slice(draw.first - first, draw.last - first)
@@ -255,7 +255,7 @@ def take(values: Rows, ids: Array) -> Array:
     return values.at[jnp.where(ids < 0, values.shape[0], ids)].get(mode="fill", fill_value=0)
 
 
-def segments(lists: EdgeLists, nodes: Array, first_group: Any) -> tuple[Array, Array]:
+def _segments(lists: EdgeLists, nodes: Array, first_group: Any) -> tuple[Array, Array]:
     """The edges of each row: the first position in the lists, and how many."""
     group = jnp.where(nodes >= 0, nodes + first_group, -1)
     # Padding reads nothing: if it read group 0, all warps would queue for the same line of host memory.
@@ -264,7 +264,7 @@ def segments(lists: EdgeLists, nodes: Array, first_group: Any) -> tuple[Array, A
 
 
 @functools.partial(jax.jit, static_argnames="steps")  # outside of jit, too, the loop must not close over the table
-def count_up_to(times: Rows, start: Array, degree: Array, limit: Array, steps: int) -> Array:
+def _count_up_to(times: Rows, start: Array, degree: Array, limit: Array, steps: int) -> Array:
     """How many edges of each receiver have a time up to its limit, by binary search."""
 
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -25,8 +25,9 @@ from dejax.training.command.arguments import parser, settings_of
 from dejax.training.command.config import TablesConfig, read_config
 from dejax.training.settings import Settings
 
-# Settings that a resumed run may change: its length, and how steps are called; not the model.
 _LAYOUT = "layout of data"  # among the settings in the folder of a run
+_FITTED = "fitted.json"  # in the folder of a run: `TableTask.fitted`
+# Settings that a resumed run may change: its length, and how steps are called; not the model.
 _FREE = ("epochs", "seeds", "eval_every", "pipeline")
 
 
@@ -105,7 +106,7 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     suffixes = {"nodes": "", "samples": "-sampled", "links": f"-{settings.decoder}", "tables": ""}
     out = Path(args.out or f"out/{settings.dataset}-{settings.model}{suffixes[settings.task]}")
     print(_shortened(data.summary(rows=5) if settings.task == "nodes" else data.summary()), end="\n\n", flush=True)
-    trainer = _trainer(args, settings, data)
+    trainer = _trainer(args, settings, data, _fitted(out) if args.resume else None)
     if trainer.world.features.types:
         print(f"\n{trainer.world.features}\n", flush=True)
     # A schedule depends on the number of epochs.
@@ -114,6 +115,8 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     with claimed(out):
         if checkpoints is not None:
             checkpoints.begin({**settings.as_dict(), **_layout(trainer)}, resume=args.resume)
+            if settings.task == "tables":
+                write_whole(out / _FITTED, (json.dumps(trainer.task.fitted) + "\n").encode())
         return _train_into(out, checkpoints, trainer, data, args, argv, started)
 
 
@@ -160,6 +163,12 @@ def _train_into(
     return results
 
 
+def _fitted(folder: Path) -> Any:
+    """What the run in a folder fitted to its tables; None if it has none."""
+    path = folder / _FITTED
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
 def _layout(trainer: Any) -> dict[str, str]:
     """The description of the data in the folder of a run."""
     return {_LAYOUT: trainer.task.layout_of_data}
@@ -190,11 +199,11 @@ def _inference_of(args: argparse.Namespace, trainer: Any) -> str | None:
     return args.inference or trainer.task.inference if settings.task == "samples" and not settings.full_batch else None
 
 
-def _trainer(args: argparse.Namespace, settings: Settings, data: Any) -> Any:
+def _trainer(args: argparse.Namespace, settings: Settings, data: Any, fitted: Any = None) -> Any:
     from dejax.training.trainer import Trainer
 
     show = lambda text: print(_shortened(text))  # noqa: E731
-    return Trainer(settings, data, backend=args.backend, devices=args.mesh, print_table=show)
+    return Trainer(settings, data, backend=args.backend, devices=args.mesh, print_table=show, fitted=fitted)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -286,11 +295,11 @@ def _evaluate(args: argparse.Namespace) -> None:
             f"--evaluate {folder}, a run of the task {settings.task}, must be given {_with(settings.task)}"
         )
     data, _ = _data(args, settings, read_config(args.tables) if args.tables else None)
-    trainer = _trainer(args, settings, data)
+    trainer = _trainer(args, settings, data, _fitted(folder))
     if layout not in (None, trainer.task.layout_of_data):
         what = "types, relations or classes, other numbers of them, or other names of nodes"
         if settings.task == "tables":
-            what = "tables, columns, relations, categories or classes among what is known by the last training cutoff"
+            what = "relations, classes, training examples or last training cutoff"
         raise ValueError(
             f"--evaluate {folder} must be given the data that it was trained on, got other {what}; train again, or "
             "undo the change"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from dejax.segment import gather
 from dejax.training.metrics import Ranking
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
+from dejax.training.tables.history import HistoryReader
 from dejax.training.tables.models import LinkedTablesModel
 from dejax.training.tables.task import TableTask, task_of
 from dejax.training.tasks.task import CAPACITY_BATCHES, Runner, StepView, World, spread_over_steps
@@ -40,10 +41,11 @@ def table_task(
     data: HeteroDataset,
     options: Options,
     print_table: Callable[[str], None] | None = None,
+    fitted: Mapping[str, Any] | None = None,
 ) -> TableTask:
     """The `TableTask` of the settings' target: a `TableLinkTask` where it is a task of links. Arguments as there."""
     make = TableLinkTask if task_of(data, settings.target).kind == "link" else TableTask
-    return make(settings, data, options, print_table)
+    return make(settings, data, options, print_table, fitted)
 
 
 class TableLinkTask(TableTask):
@@ -55,7 +57,7 @@ class TableLinkTask(TableTask):
     of the target that exists before the last training cutoff has a learned vector beside its columns.
 
     Args:
-        settings, data, options, print_table: as `TableTask`.
+        settings, data, options, print_table, fitted: as `TableTask`.
 
     Raises:
         ValueError: as `TableTask`; no training example has a link to a row that exists at its cutoff.
@@ -67,9 +69,10 @@ class TableLinkTask(TableTask):
         data: HeteroDataset,
         options: Options,
         print_table: Callable[[str], None] | None = None,
+        fitted: Mapping[str, Any] | None = None,
     ) -> None:
         self._ranked = jax.jit(_ranked, static_argnums=4)
-        super().__init__(settings, data, options, print_table)
+        super().__init__(settings, data, options, print_table, fitted)
         self._both_vectors = jax.jit(self._vectors_of, static_argnums=0)
         self.embedded = {_VECTORS.format(self._target): data.num_nodes[self._target]}
 
@@ -128,7 +131,35 @@ class TableLinkTask(TableTask):
         """The training links of an epoch in random order, with wrong candidates."""
         rng = np.random.default_rng([seed, epoch])
         links = spread_over_steps(rng.permutation(self._train), self.steps_per_epoch, self._batch)
-        return self._seeds_of_links(links, rng)
+        return self._with_history(self._seeds_of_links(links, rng), self._readers)
+
+    def _history_of_examples(self) -> dict[str, np.ndarray]:
+        """{}: candidates are drawn anew for each epoch."""
+        return {}
+
+    def _with_history(self, seeds: dict[str, Any], readers: Mapping[str, HistoryReader]) -> dict[str, Any]:
+        """Seeds with the counted history of entities and of candidates, int32[..., relations, counts]."""
+        found = {}
+        for ends, table in self._ends:
+            if table in readers:
+                rows, times = seeds[ends], seeds["times"].reshape(-1)
+                counts = readers[table].counts(rows.reshape(-1), np.repeat(times, rows.size // times.size))
+                found[ends] = counts.reshape(*rows.shape, *counts.shape[1:])
+        return {**seeds, "history": found}
+
+    def _history_by_table(self, seeds: Any) -> dict[str, Array]:
+        found: dict[str, Array] = {}
+        for ends, table in self._ends:
+            if ends in seeds["history"]:
+                rows = seeds["history"][ends]
+                rows = rows.reshape(-1, *rows.shape[-2:])
+                found[table] = jnp.concatenate([found[table], rows]) if table in found else rows
+        return found
+
+    @property
+    def _ends(self) -> tuple[tuple[str, str], ...]:
+        """The two ends of links in seeds, and their tables."""
+        return ("entities", self.examples.entity), ("targets", self._target)
 
     def _seeds_of_links(self, links: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Seeds, of places in `labels`, -1 for padding: the candidates of a link are its own and wrong ones."""
@@ -279,6 +310,7 @@ class TableLinkTask(TableTask):
                 "examples": np.full(self._part, -1, np.int32),
                 "times": times,
             }
+            seeds = self._with_history(seeds, self._readers_in(world.topology))
             key = jax.random.fold_in(jax.random.key(0), call)
             found.append(self._both_vectors(trainer, key, state.params, state.embeddings, world, seeds))
         there = np.flatnonzero(others >= 0)

@@ -9,8 +9,10 @@ side by side, and the times from which values are known at the end, so that an e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +36,7 @@ class ColumnPlace:
         first: the first of its numbers in a row.
         width: how many there are.
         known: which of the row's times its value is known from (`TablePlan.known`); None: known as its row.
-        codes: number of categories that rows before `until` have; others are unknown.
+        categories: the names of the categories that rows before `until` have; others are unknown.
         mean, deviation: the mean and deviation of numbers and vectors.
         edges: quantiles of standardised numbers, ascending, each once as float32.
         seasons: whether rows before `until` span more than a year, so that the day of the year means something.
@@ -47,12 +49,17 @@ class ColumnPlace:
     first: int
     width: int
     known: int | None
-    codes: int = 0
+    categories: tuple[str, ...] = ()
     mean: tuple[float, ...] = (0.0,)
     deviation: tuple[float, ...] = (1.0,)
     edges: tuple[float, ...] = ()
     seasons: bool = False
     apart: bool = False
+
+    @property
+    def codes(self) -> int:
+        """The number of categories."""
+        return len(self.categories)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,7 @@ def pack(
     text_width: int = 32,
     most_of_a_list: int = 16,
     day: int = 0,
+    fitted: TablePlan | None = None,
 ) -> tuple[np.ndarray, TablePlan]:
     """The rows of a table as float32[rows, width], and where its columns stand in them.
 
@@ -105,6 +113,11 @@ def pack(
             0902.2206).
         most_of_a_list: values of a row of several categories; further ones are left out and counted.
         day: the day since 1970 from which days are counted (`Clock.day`).
+        fitted: the plan of a run, whose order, statistics and categories are those of its parameters; `until` and
+            `bins` do not matter then.
+
+    Raises:
+        ValueError: the columns are not those of `fitted`, or a column has too many categories.
 
     >>> import numpy as np
     >>> from dejax.datasets import Column
@@ -120,37 +133,86 @@ def pack(
     known_times: list[np.ndarray] = []
     width = 0
     shown = {name: column for name, column in columns.items() if name not in hidden}
-    for name, column in sorted(shown.items(), key=lambda item: KINDS.index(_kind(item[1]))):
-        known = None
+    before = _of_same_columns(fitted, shown, text_width)
+    order = list(before) or sorted(shown, key=lambda name: KINDS.index(_kind(shown[name])))
+    for name in order:
+        column, own, known = shown[name], before.get(name), None
         if column.known_at is not None:
             same = [np.array_equal(times, column.known_at) for times in known_times]
             known = same.index(True) if any(same) else len(known_times)
             if known == len(known_times):
                 known_times.append(column.known_at)
         when = column.known_at if column.known_at is not None else known_from
-        fitted = ~column.missing if until is None or when is None else ~column.missing & (when < until)
+        some = ~column.missing if until is None or when is None else ~column.missing & (when < until)
         if _is_apart(column):
-            places.append(_place_apart(name, column, fitted, known))
+            place = _place_apart(name, column, some) if own is None else own
+            places.append(dataclasses.replace(place, known=known))
             continue
         if column.kind == "number":
-            place, values = _standardised(name, column, fitted, width, known, bins)
-            places.append(place)
-            parts.append(values)
+            place = _place_of_numbers(name, column, some, bins) if own is None else own
+            places.append(dataclasses.replace(place, first=width, known=known))
+            parts.append(_standardised(column, place))
             width += 1
             continue
-        values = _values(column, text_width, most_of_a_list, day)
+        if own is not None and own.categories:
+            column = _by_number(column, own.categories)
+        longest = own.width if own is not None and column.kind == "categories" else most_of_a_list
+        values = _values(column, text_width, longest, day)
+        if own is not None and values.shape[1] < own.width:  # of lists that are all shorter
+            more = np.full((len(values), own.width - values.shape[1]), -1, np.float32)
+            values = np.concatenate([values, more], axis=1)
         if (
             column.offsets is not None
             and column.kind == "categories"
             and (lost := int(np.maximum(np.diff(column.offsets) - values.shape[1], 0).sum()))
         ):
             left_out.append((f"{name}: values of lists beyond {values.shape[1]}", lost))
-        places.append(_place(name, column, values, fitted, width, known))
+        place = _place(name, column, values, some) if own is None else own
+        places.append(dataclasses.replace(place, first=width, known=known))
         parts.append(values)
         width += values.shape[1]
     parts += [as_days(times, day) for times in known_times]
     rows = np.concatenate(parts, axis=1) if parts else np.zeros((len(next(iter(columns.values()), ())), 0), np.float32)
     return rows, TablePlan(tuple(places), rows.shape[1], width, tuple(left_out))
+
+
+def _of_same_columns(
+    fitted: TablePlan | None, columns: Mapping[str, Column], text_width: int
+) -> dict[str, ColumnPlace]:
+    """The places of a run's columns by name, in their order; {} without a run."""
+    if fitted is None:
+        return {}
+    places = {place.name: place for place in fitted.columns}
+
+    def told(name: str, kind: str, late: bool, width: int) -> str:
+        return f"{name} ({kind}{f' of {width}' if kind == 'vector' else ''}{', known later' if late else ''})"
+
+    now = {
+        told(name, _kind(column), column.known_at is not None, np.shape(column.values)[-1])
+        if column.kind == "vector"
+        else told(name, _kind(column), column.known_at is not None, text_width)
+        for name, column in columns.items()
+    }
+    then = {told(place.name, place.kind, place.known is not None, place.width) for place in places.values()}
+    if now != then:
+        raise ValueError(
+            f"columns must be those that the model was trained on, got {', '.join(sorted(now - then)) or 'none'} in "
+            f"place of {', '.join(sorted(then - now)) or 'none'}; train again, or undo the change"
+        )
+    return places
+
+
+def _by_number(column: Column, categories: Sequence[str]) -> Column:
+    """A column with the numbers of given categories in place of its own, and the next number for all others."""
+    number = {name: n for n, name in enumerate(categories)}
+    names = _names(column, int(column.values.max(initial=-1)) + 1)
+    numbers = np.array([*(number.get(name, len(number)) for name in names), -1], np.int32)
+    return dataclasses.replace(column, values=numbers[column.values], categories=(*categories, "others"))
+
+
+def _names(column: Column, count: int) -> tuple[str, ...]:
+    """The names of a column's categories, `count` or more; those without a name have their number."""
+    return (*column.categories, *map(str, range(len(column.categories), count)))
 
 
 def _is_apart(column: Column) -> bool:
@@ -174,13 +236,13 @@ def _has_finite_rows(values: np.ndarray, some: np.ndarray) -> bool:
     return any(of_parts(lambda part, at: np.isfinite(part[some[at : at + len(part)]]).all(axis=1).any(), values))
 
 
-def _place_apart(name: str, column: Column, fitted: np.ndarray, known: int | None) -> ColumnPlace:
-    """Mean and deviation of the fitted rows."""
+def _place_apart(name: str, column: Column, some: np.ndarray) -> ColumnPlace:
+    """Mean and deviation of some rows, bool[rows]."""
     width = column.values.shape[1]
 
     def sums_of(part: np.ndarray, first: int) -> tuple[int, np.ndarray, np.ndarray]:
-        some = part[fitted[first : first + len(part)]].astype(np.float32)
-        return len(some), some.sum(0, dtype=np.float64), np.einsum("nw,nw->w", some, some, dtype=np.float64)
+        own = part[some[first : first + len(part)]].astype(np.float32)
+        return len(own), own.sum(0, dtype=np.float64), np.einsum("nw,nw->w", own, own, dtype=np.float64)
 
     parts = of_parts(sums_of, column.values)
     count = sum(part[0] for part in parts)
@@ -189,7 +251,7 @@ def _place_apart(name: str, column: Column, fitted: np.ndarray, known: int | Non
     deviation = np.sqrt(np.maximum(squares / max(count, 1) - mean**2, 0.0))
     deviation = np.where(deviation > 1e-6 * np.maximum(1.0, np.abs(mean)), deviation, 1.0)
     return ColumnPlace(
-        name, "vector", 0, width, known, mean=tuple(mean.tolist()), deviation=tuple(deviation.tolist()), apart=True
+        name, "vector", 0, width, None, mean=tuple(mean.tolist()), deviation=tuple(deviation.tolist()), apart=True
     )
 
 
@@ -235,28 +297,37 @@ def _hashed(row: np.ndarray, words: np.ndarray, rows: int, width: int) -> np.nda
     return (sums / np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-12)).astype(np.float32)
 
 
-def _standardised(
-    name: str, column: Column, fitted: np.ndarray, first: int, known: int | None, bins: int
-) -> tuple[ColumnPlace, np.ndarray]:
-    """A column of numbers: its place, and float32[rows, 1]."""
-    most, far = float(np.finfo(np.float32).max), 1e30  # whose squares, and whose differences, are finite
-    finite = ~column.missing & np.isfinite(column.values)
-    found = np.where(finite, np.clip(column.values, -most, most), np.nan)
-    some = found[fitted & finite]
-    mean, deviation = (some.mean().item(), some.std().item()) if len(some) else (0.0, 1.0)
+_MOST = float(np.finfo(np.float32).max)
+_FAR = 1e30  # whose squares, and whose differences, are finite
+
+
+def _finite(column: Column) -> np.ndarray:
+    """The numbers of a column as float32 can have them, NaN where missing."""
+    return np.where(~column.missing & np.isfinite(column.values), np.clip(column.values, -_MOST, _MOST), np.nan)
+
+
+def _standardised(column: Column, place: ColumnPlace) -> np.ndarray:
+    """A column of numbers as float32[rows, 1]."""
+    scaled = (_finite(column) - place.mean[0]) / place.deviation[0]
+    return np.clip(scaled, -_FAR, _FAR).astype(np.float32)[:, None]
+
+
+def _place_of_numbers(name: str, column: Column, some: np.ndarray, bins: int) -> ColumnPlace:
+    """Mean, deviation and quantiles of some rows, bool[rows]."""
+    found = _finite(column)[some]
+    found = found[~np.isnan(found)]
+    mean, deviation = (found.mean().item(), found.std().item()) if len(found) else (0.0, 1.0)
     deviation = deviation if deviation > 1e-12 * max(1.0, abs(mean)) else 1.0
-    values = np.clip((found - mean) / deviation, -far, far).astype(np.float32)
     edges: tuple[float, ...] = ()
-    if len(some):
-        quantiles = np.quantile(values[fitted & finite].astype(np.float64), np.linspace(0, 1, bins + 1))
+    if len(found):
+        values = np.clip((found - mean) / deviation, -_FAR, _FAR).astype(np.float32)
+        quantiles = np.quantile(values.astype(np.float64), np.linspace(0, 1, bins + 1))
         edges = tuple(np.unique(quantiles.astype(np.float32)).tolist())  # equal ends would divide by 0
-    place = ColumnPlace(name, "number", first, 1, known, mean=(mean,), deviation=(deviation,), edges=edges)
-    return place, values[:, None]
+    return ColumnPlace(name, "number", 0, 1, None, mean=(mean,), deviation=(deviation,), edges=edges)
 
 
-def _place(
-    name: str, column: Column, values: np.ndarray, fitted: np.ndarray, first: int, known: int | None
-) -> ColumnPlace:
+def _place(name: str, column: Column, values: np.ndarray, fitted: np.ndarray) -> ColumnPlace:
+    """What the values of some rows say, bool[rows], of a column other than numbers."""
     kind = _kind(column)
     width = values.shape[1]
     if kind in ("category", "categories"):
@@ -264,13 +335,26 @@ def _place(
         codes = int(some.max(initial=-1)) + 1
         if codes > _MOST_CODES:
             raise ValueError(f"column {name!r} must have at most {_MOST_CODES:,} categories, got {codes:,}; hash them")
-        return ColumnPlace(name, kind, first, width, known, codes=codes)
+        return ColumnPlace(name, kind, 0, width, None, categories=_names(column, codes)[:codes])
     some = values[fitted].astype(np.float64)
     if kind == "time":
         days = some[:, 0]
-        return ColumnPlace(name, kind, first, width, known, seasons=bool(len(days)) and np.ptp(days) > 366)
+        return ColumnPlace(name, kind, 0, width, None, seasons=bool(len(days)) and bool(np.ptp(days) > 366))
     some = some[np.isfinite(some).all(1)]
     mean = some.mean(0) if len(some) else np.zeros(width)
     deviation = some.std(0) if len(some) else np.ones(width)
     deviation = np.where(deviation > 1e-12 * np.maximum(1.0, np.abs(mean)), deviation, 1.0)
-    return ColumnPlace(name, kind, first, width, known, mean=tuple(mean.tolist()), deviation=tuple(deviation.tolist()))
+    return ColumnPlace(name, kind, 0, width, None, mean=tuple(mean.tolist()), deviation=tuple(deviation.tolist()))
+
+
+def plain(plan: TablePlan) -> list[dict[str, Any]]:
+    """What the columns of a plan were fitted to, as plain values for JSON."""
+    return [dataclasses.asdict(place) for place in plan.columns]
+
+
+def plan_of(found: Sequence[Mapping[str, Any]]) -> TablePlan:
+    """The plan of `plain`, in whose columns only what was fitted has a meaning."""
+    places: list[dict[str, Any]] = [
+        {name: tuple(value) if isinstance(value, list) else value for name, value in place.items()} for place in found
+    ]
+    return TablePlan(tuple(ColumnPlace(**place) for place in places), 0, 0)

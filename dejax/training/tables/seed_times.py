@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from dejax.datasets import HeteroDataset
 from dejax.minibatch import HeteroTopology
+from dejax.minibatch.topology.hetero_topology import EdgeType
 
 _LEAST, _MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 DAY = 86_400
@@ -85,12 +86,15 @@ def with_a_relation(edges: Any, tables: Iterable[str]) -> Any:
     return edges or {(first, "itself", first): (none, none)}
 
 
-def topology_in_time(data: HeteroDataset, clock: Clock, *, latest: bool, on_host: bool) -> HeteroTopology:
+def topology_in_time(
+    data: HeteroDataset, clock: Clock, *, latest: bool | Collection[EdgeType], on_host: bool
+) -> HeteroTopology:
     """The edges, all with times: those of relations without have that of what was always known.
 
     So each seed has a neighbourhood of its own, with its cutoff, and all relations share one list. With `latest`, each
     relation with several edges of a row is there once more, by the name "NAME, latest": a model takes a mean over the
-    latest rows, and without that the one before the cutoff, such as the hour's weather, would be lost in it.
+    latest rows, and without that the one before the cutoff, such as the hour's weather, would be lost in it. In place
+    of True stand the relations of that name that a trained model has.
     """
     edges = with_a_relation(data.edges, data.num_nodes)
     known = {
@@ -102,7 +106,7 @@ def topology_in_time(data: HeteroDataset, clock: Clock, *, latest: bool, on_host
         dataclasses.replace(relation, edge_type=(source, name + _LATEST, target))
         for relation in topology.relations
         for source, name, target in [relation.edge_type]
-        if latest and relation.max_degree > 1
+        if (relation.max_degree > 1 if latest is True else (source, name + _LATEST, target) in (latest or ()))
     ]
     return dataclasses.replace(topology, relations=(*topology.relations, *again))
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -28,9 +27,10 @@ from dejax.training.metrics import Ranking, measure
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
 from dejax.training.tables.encoders import apart_name
-from dejax.training.tables.history import RowHistory, linear_baseline
+from dejax.training.tables.history import MOST_FITTED, HistoryReader, RowHistory, linear_baseline
+from dejax.training.tables.labels import Labels
 from dejax.training.tables.models import TableModel
-from dejax.training.tables.rows import ColumnPlace, TablePlan, apart, pack
+from dejax.training.tables.rows import TablePlan, apart, pack, plain, plan_of
 from dejax.training.tables.seed_times import Clock, is_latest, topology_in_time
 from dejax.training.tables.tree_attention import days_between
 from dejax.training.tasks.task import (
@@ -40,7 +40,6 @@ from dejax.training.tasks.task import (
     TrainingTask,
     World,
     digest_of,
-    log_losses,
     spread_over_steps,
 )
 
@@ -48,8 +47,6 @@ with optional("flax", of="dejax.training"):
     from flax import nnx
 
 
-_MOST_OF_BASELINE = 50_000
-_MOST_OF_HISTORY = 50_000  # training examples to which its columns are fitted
 _MEASURES = {"binary": "auroc", "classes": "accuracy", "regression": "mae", "link": "map@{k}"}
 
 
@@ -61,9 +58,11 @@ class TableTask(TrainingTask):
         data: tables as a graph, with `columns` and `tasks`.
         options: options of the compiler.
         print_table: takes the table of capacities as text; None for no table.
+        fitted: `fitted` of the run whose states it will read; None: what the data say.
 
     Raises:
-        ValueError: no such task, no training examples, or labels that are all equal in training.
+        ValueError: no such task, no training examples, or labels that are all equal in training; other tables, columns
+            or relations than `fitted` has.
     """
 
     classes = False
@@ -80,40 +79,31 @@ class TableTask(TrainingTask):
         data: HeteroDataset,
         options: Options,
         print_table: Callable[[str], None] | None = None,
+        fitted: Mapping[str, Any] | None = None,
     ) -> None:
         self.settings, self.options, self.data = settings, options, data
         self.examples = examples = task_of(data, settings.target)
         self.splits = {name: np.asarray(places) for name, places in examples.splits.items()}
-        self._check_labels()
+        self.labels = Labels(examples, balanced=settings.class_weights == "balanced")
         self.measure = _MEASURES[examples.kind].format(k=settings.top)
         self.embedded: dict[str, int] = {}
         self.clock = Clock.of(examples.times, f"cutoffs of task {examples.name!r}")
-        self.until = until = examples.times[self.splits["train"]].max() + 1
-        both = {
-            table: pack(
-                data.columns.get(table, {}),
-                data.known_from.get(table),
-                until,
-                hidden=[column for other, column in examples.hidden if other == table],
-                bins=settings.bins,
-                day=self.clock.day,
-            )
-            for table in data.num_nodes
-        }
-        self.plans = {table: plan for table, (_, plan) in both.items()}
-        self.packed = {table: rows for table, (rows, plan) in both.items() if plan.width and len(rows)}
+        self.until = examples.times[self.splits["train"]].max() + 1
+        self.plans, self.packed = self._packed(fitted)
         self.table_of = {
             apart_name(table, place.name): table for table, plan in self.plans.items() for place in plan.apart
         }
-        for table, plan in self.plans.items():
-            if data.num_nodes[table]:
-                vectors = apart(data.columns.get(table, {}), plan)
-                self.packed |= {apart_name(table, column): values for column, values in vectors.items()}
-        topology = topology_in_time(data, self.clock, latest=settings.recent, on_host=settings.place != "device")
+        latest: Any = settings.recent
+        if fitted is not None:
+            self.labels.center, self.labels.scale = fitted["labels"]
+            latest = {tuple(relation) for relation in fitted["latest"]}
+        topology = topology_in_time(data, self.clock, latest=latest, on_host=settings.place != "device")
         features = FeatureStore.from_arrays(self.packed, on_device=settings.place == "device")
         self.world = World(topology, features, {**self._labels(), "known": self._known_from()})
         self._train = self._trained_on(print_table)
-        self.histories = self._histories(topology)
+        self._readers = self._fitted_readers(topology, fitted)
+        self.histories = {table: read.history for table, read in self._readers.items()}
+        self._own_history = self._history_of_examples()
         self.seeds_per_epoch = train = len(self._train)
         self.steps_per_epoch = -(-train // settings.batch_size)
         self._part = -(-train // (self.steps_per_epoch * settings.parts))
@@ -133,6 +123,49 @@ class TableTask(TrainingTask):
         )
         self._outputs = jax.jit(self._outputs_of, static_argnums=0)
 
+    def _packed(self, fitted: Mapping[str, Any] | None) -> tuple[dict[str, TablePlan], dict[str, np.ndarray]]:
+        """The plan of each table's columns, and what the feature store has of them."""
+        data, plans, packed = self.data, {}, {}
+        if fitted is not None and set(fitted["columns"]) != set(data.num_nodes):
+            raise ValueError(
+                f"tables must be those that the model was trained on, {', '.join(fitted['columns'])}; got "
+                f"{', '.join(data.num_nodes)}; train again, or undo the change"
+            )
+        for table, count in data.num_nodes.items():
+            columns = data.columns.get(table, {})
+            try:
+                rows, plans[table] = pack(
+                    columns,
+                    data.known_from.get(table),
+                    self.until,
+                    hidden=[column for other, column in self.examples.hidden if other == table],
+                    bins=self.settings.bins,
+                    day=self.clock.day,
+                    fitted=None if fitted is None else plan_of(fitted["columns"][table]),
+                )
+            except ValueError as error:
+                raise ValueError(f"table {table!r}: {error}") from None
+            if count and plans[table].width:
+                packed[table] = rows
+            if count:
+                vectors = apart(columns, plans[table])
+                packed |= {apart_name(table, column): values for column, values in vectors.items()}
+        return plans, packed
+
+    @property
+    def fitted(self) -> dict[str, Any]:
+        """What was fitted to the data before the first step, as plain values for JSON.
+
+        Parameters have a meaning only with these means, quantiles and categories. Data that have got new rows would
+        give others, even if the rows are later than all examples: rows of tables without times are always known.
+        """
+        return {
+            "columns": {table: plain(plan) for table, plan in self.plans.items()},
+            "histories": {table: plain(history.plan) for table, history in self.histories.items()},
+            "latest": [list(relation) for relation in self._edge_types if is_latest(relation)],
+            "labels": [self.labels.center, self.labels.scale],
+        }
+
     def _trained_on(self, show: Callable[[str], None] | None) -> np.ndarray:
         """The numbers of the training examples, all of which an epoch visits."""
         return self.splits["train"]
@@ -143,52 +176,41 @@ class TableTask(TrainingTask):
             return {}
         return {table: jnp.asarray(self.clock.relative(times)) for table, times in self.data.known_from.items()}
 
-    def _histories(self, topology: HeteroTopology) -> dict[str, RowHistory]:
-        """The history of each table's seeds, if it differs among training examples."""
-        some = self._train[:: -(-len(self._train) // _MOST_OF_HISTORY)]
+    def _fitted_readers(self, topology: HeteroTopology, fitted: Mapping[str, Any] | None) -> dict[str, HistoryReader]:
+        """The readers of the history of each table's seeds, if it differs among training examples."""
+        if fitted is not None:
+            plans = {table: plan_of(places) for table, places in fitted["histories"].items()}
+            histories = {t: RowHistory.of(self.data, topology, t).with_plan(plan) for t, plan in plans.items()}
+            return {table: HistoryReader(history, topology) for table, history in histories.items()}
+        some = self._train[:: -(-len(self._train) // MOST_FITTED)]
         ids, times = self._ids_and_times(some, np.random.default_rng(0))
         found = {}
         for table, rows in ids.items():
-            history = RowHistory.of(self.data, topology, table)
-            numbers = history.numbers_of(topology, rows, times[table])
-            found[table] = history.fitted(numbers[rows >= 0], self.settings.bins)
-        return {table: history for table, history in found.items() if history.kept}
+            read, there = HistoryReader(RowHistory.of(self.data, topology, table), topology), rows >= 0
+            found[table] = read.fitted(rows[there], times[table][there], self.settings.bins)
+        return {table: read for table, read in found.items() if read.history.kept}
+
+    def _readers_in(self, topology: HeteroTopology | None) -> dict[str, HistoryReader]:
+        """The readers in a topology that stands for the task's own."""
+        assert topology is not None
+        if topology is self.world.topology:
+            return self._readers
+        return {table: HistoryReader(history, topology) for table, history in self.histories.items()}
+
+    def _history_of_examples(self) -> dict[str, np.ndarray]:
+        """The counted history of all examples' seeds by table, int32[examples, relations, counts]."""
+        return self._history_of(self.examples, np.arange(len(self.examples)), self._readers)
+
+    def _history_of(
+        self, examples: Task, places: np.ndarray, readers: Mapping[str, HistoryReader]
+    ) -> dict[str, np.ndarray]:
+        """The same of some examples of any cutoffs, by their places int[n]."""
+        rows, cutoffs = examples.rows[places], self.clock.cutoffs(examples.times[places])
+        return {table: read.counts(rows, cutoffs) for table, read in readers.items()}
 
     def _labels(self) -> dict[str, Array]:
-        """The labels as the loss reads them; sets what it scales them by."""
-        examples, train = self.examples, self.splits["train"]
-        self.center, self.scale = 0.0, 1.0
-        self._class_weights = np.ones(self.outputs if self._is_classes else 2, np.float32)
-        if examples.kind == "regression":
-            labels = examples.labels.astype(np.float64)  # float32 would round those that lie far from 0
-            self.center, self.scale = float(labels[train].mean()), float(labels[train].std()) or 1.0
-            return {"labels": jnp.asarray((labels - self.center) / self.scale, jnp.float32)}
-        labels = examples.labels.astype(np.int32)
-        if self.settings.class_weights == "balanced":
-            counts = np.bincount(labels[train], minlength=len(self._class_weights))
-            self._class_weights = (len(train) / (len(counts) * np.maximum(counts, 1))).astype(np.float32)
-        return {"labels": jnp.asarray(labels)}
-
-    def _check_labels(self) -> None:
-        train = self.splits.get("train", np.zeros(0, np.int64))
-        if not len(train):
-            raise ValueError(
-                f"task {self.examples.name!r} must have training examples, got none; move `valid_from` and `test_from`"
-            )
-        if self.examples.kind == "link":  # a label is a row
-            return
-        labels, valid = self.examples.labels[train], self.splits.get("valid", np.zeros(0, np.int64))
-        if self.examples.kind == "binary" and len(valid) and np.ptp(self.examples.labels[valid]) == 0:
-            warnings.warn(
-                f"task {self.examples.name!r} has one class among its {len(valid):,} validation examples, of which no "
-                "AUROC can be computed: training does not stop early; move `valid_from` or `test_from`",
-                stacklevel=4,
-            )
-        if (labels == labels[0]).all():
-            raise ValueError(
-                f"labels of task {self.examples.name!r} must differ in training, got {labels[0].item()!r} in all "
-                f"{len(train):,} examples; move `valid_from` and `test_from`, or choose another label"
-            )
+        """The labels as the loss reads them."""
+        return {"labels": jnp.asarray(self.labels.values)}
 
     def _capacity_batches(self) -> list[tuple[dict[str, np.ndarray], dict[str, Any]]]:
         """Examples of each split in turn: later ones see more."""
@@ -201,22 +223,13 @@ class TableTask(TrainingTask):
 
     def _ids_and_times(self, places: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
         """The ids and times by table of seeds, by their places as in `_trained_on`."""
-        return self._by_table(self._seeds_of(self.examples, places))
-
-    @property
-    def outputs(self) -> int:
-        """Width of the model's result."""
-        return len(self.examples.classes) or int(self.examples.labels.max()) + 1 if self._is_classes else 1
-
-    @property
-    def _is_classes(self) -> bool:
-        return self.examples.kind == "classes"
+        return self._by_table(self._seeds_of(self.examples, places, {}))
 
     def model(self, key: Array) -> TableModel:
         """Encoders, relational layers, and a linear map to the outputs."""
         edge_types = self._edge_types
         more = {"day": self.clock.day, "options": self.options, "rngs": nnx.Rngs(key)}
-        return TableModel(self.settings, self.plans, self._history_plans, edge_types, self.outputs, **more)
+        return TableModel(self.settings, self.plans, self._history_plans, edge_types, self.labels.outputs, **more)
 
     @property
     def _history_plans(self) -> dict[str, TablePlan]:
@@ -235,11 +248,11 @@ class TableTask(TrainingTask):
     def order(self, seed: int, epoch: int) -> Any:
         """The training examples of an epoch in random order: rows, cutoffs, and places of labels."""
         rng = np.random.default_rng([seed, epoch])
-        places = rng.permutation(self._train)
-        return self._seeds_of(self.examples, spread_over_steps(places, self.steps_per_epoch, self._batch))
+        places = spread_over_steps(rng.permutation(self._train), self.steps_per_epoch, self._batch)
+        return self._seeds_of(self.examples, places, _at(places, self._own_history))
 
-    def _seeds_of(self, examples: Task, places: np.ndarray) -> dict[str, Any]:
-        """The seeds of a task's examples, by their places; -1 for padding."""
+    def _seeds_of(self, examples: Task, places: np.ndarray, history: dict[str, np.ndarray]) -> dict[str, Any]:
+        """The seeds of a task's examples, by their places, with their history; -1 for padding."""
         there, entity = places >= 0, examples.entity
         ids = np.where(there, examples.rows[places], -1).astype(np.int32)
         times = {entity: self.clock.cutoffs(np.where(there, examples.times[places], examples.times[0]))}
@@ -247,6 +260,7 @@ class TableTask(TrainingTask):
             "ids": {entity: ids},
             "times": times,
             "places": {entity: places.astype(np.int32)},
+            "history": history,
         }
 
     def sample(self, key: Array, topology: HeteroTopology, seeds: Any) -> SampledBlocks:
@@ -269,10 +283,14 @@ class TableTask(TrainingTask):
                 for table, ids in sample.node_ids.items()
                 if table not in self.table_of
             }
-        assert topology is not None
-        ids, cutoffs = self._by_table(seeds)
-        history = {table: own.packed(topology, ids[table], cutoffs[table]) for table, own in self.histories.items()}
+        counts, (_, cutoffs) = self._history_by_table(seeds), self._by_table(seeds)
+        history = {table: self.histories[table].packed(own, cutoffs[table]) for table, own in counts.items()}
         return StepView(make_blocks(sample), sample.node_ids, sample.seed_positions, lost, sample.trees, times, history)
+
+    def _history_by_table(self, seeds: Any) -> dict[str, Array]:
+        """The counted history of a step's seeds by table, int32[seeds, relations, counts]."""
+        found: dict[str, Array] = seeds["history"]
+        return found
 
     def _by_table(self, seeds: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The ids and times of a step's seeds by table."""
@@ -300,17 +318,11 @@ class TableTask(TrainingTask):
     def loss(
         self, model: Any, view: StepView, x: dict[str, Array], seeds: Any, data: Any, key: Array
     ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
-        """Mean loss of the seeds: cross-entropy, or of amounts Huber's loss in deviations of the training labels."""
+        """Mean loss of the seeds, of `Labels.losses`."""
         raw, places = self._raw(model, view, x, seeds, key), seeds["places"][self.examples.entity]
-        there, wanted = places >= 0, data["labels"][jnp.maximum(places, 0)]
-        weight = there.astype(jnp.float32)
-        if self.examples.kind == "regression":
-            error = jnp.abs(raw[:, 0] - wanted)
-            each = jnp.where(error < 1.0, error**2 / 2, error - 0.5)
-        else:
-            weight = weight * jnp.asarray(self._class_weights)[jnp.maximum(wanted, 0)]
-            logits = raw if self._is_classes else jnp.concatenate([jnp.zeros_like(raw), raw], axis=1)
-            each = log_losses(logits, jnp.maximum(wanted, 0))
+        there = places >= 0
+        each, counted = self.labels.losses(raw, data["labels"][jnp.maximum(places, 0)])
+        weight = jnp.where(there, counted, 0.0)
         total = weight.sum()
         return jnp.where(there, each * weight, 0.0).sum() / jnp.maximum(total, 1e-9), (total, {})
 
@@ -345,27 +357,22 @@ class TableTask(TrainingTask):
     def _predictions(
         self, trainer: Runner, state: TrainState, places: np.ndarray, examples: Task, world: World
     ) -> np.ndarray | Ranking:
+        if examples is self.examples and world.topology is self.world.topology:
+            history = _at(places, self._own_history)
+        else:
+            history = self._history_of(examples, places, self._readers_in(world.topology))
         order = np.random.default_rng(0).permutation(len(places))  # so that samples are of about one size
         found = []
         for at in range(0, len(places), self._part):
-            some = places[order[at : at + self._part]]
-            seeds = self._seeds_of(examples, np.pad(some, (0, self._part - len(some)), constant_values=-1))
+            own = order[at : at + self._part]
+            some = np.pad(own, (0, self._part - len(own)), constant_values=-1)
+            seeds = self._seeds_of(examples, np.where(some >= 0, places[some], -1), _at(some, history))
             key = jax.random.fold_in(jax.random.key(0), at)
-            found.append(self._outputs(trainer, key, state.params, world, seeds)[: len(some)])
-        raw = np.concatenate([np.zeros((0, self.outputs), np.float32), *map(np.asarray, found)])
+            found.append(self._outputs(trainer, key, state.params, world, seeds)[: len(own)])
+        raw = np.concatenate([np.zeros((0, self.labels.outputs), np.float32), *map(np.asarray, found)])
         back = np.empty_like(raw)
         back[order] = raw
-        return self.in_units(back)
-
-    def in_units(self, raw: np.ndarray) -> np.ndarray:
-        """A model's outputs as probabilities, or as amounts in the labels' unit."""
-        raw = raw.astype(np.float64)
-        if self.examples.kind == "regression":
-            return raw[:, 0] * self.scale + self.center
-        if self._is_classes:
-            odds = np.exp(raw - raw.max(-1, keepdims=True))
-            return odds / odds.sum(-1, keepdims=True)
-        return 1.0 / (1.0 + np.exp(-np.clip(raw[:, 0], -700, 700)))
+        return self.labels.in_units(back)
 
     def predicted(self, trainer: Runner, state: TrainState) -> dict[str, np.ndarray | Ranking]:
         """The predictions of the validation and the test examples."""
@@ -401,11 +408,12 @@ class TableTask(TrainingTask):
         places = self.splits.get("test", np.zeros(0, np.int64))
         if self.examples.kind == "link" or not len(places):
             return {}
-        if len(places) > _MOST_OF_BASELINE:
-            places = np.sort(np.random.default_rng(0).choice(places, _MOST_OF_BASELINE, replace=False))
+        if len(places) > MOST_FITTED:
+            places = np.sort(np.random.default_rng(0).choice(places, MOST_FITTED, replace=False))
         assert self.world.topology is not None
         history = RowHistory.of(self.data, self.world.topology, self.examples.entity)
-        numbers = lambda rows, times: history.numbers_of(self.world.topology, rows, self.clock.cutoffs(times))  # noqa: E731
+        read = HistoryReader(history, self.world.topology)
+        numbers = lambda rows, times: read.numbers(rows, self.clock.cutoffs(times))  # noqa: E731
         return self.measures_of("test", linear_baseline(self.data, self.examples, places, numbers), places)
 
     def counts(self) -> dict[str, Any]:
@@ -423,33 +431,36 @@ class TableTask(TrainingTask):
 
     @property
     def layout_of_data(self) -> str:  # type: ignore[override]
-        """A digest of the tables, columns, categories, relations and classes that parameters belong to, in their order.
+        """A digest of the columns, categories, relations, classes and last training cutoff that parameters belong to.
 
-        Rows that are known after the last training cutoff change nothing in it.
+        Rows that are known after that cutoff change nothing in it. Of data without times, whose examples are split at
+        random, it has the number of training examples: with more rows, others would be for tests.
         """
         columns = [
-            [table, place.name, place.kind, place.width, place.known, self._categories(table, place)]
+            [table, place.name, place.kind, place.width, place.known is not None, place.categories]
             for table, plan in self.plans.items()
             for place in plan.columns
         ]
-        examples = [self.examples.entity, self.examples.target, self.examples.classes]
+        examples = [self.examples.entity, self.examples.target, self.examples.classes, int(self.until)]
+        split = [] if np.ptp(self.examples.times) else [len(self.splits["train"])]
         histories = [
             [table, [place.name for place in history.plan.columns]] for table, history in self.histories.items()
         ]
-        return digest_of([columns, self._edge_types, examples, self._rows_with_parameters(), histories])
+        return digest_of([columns, self._edge_types, examples, split, self._rows_with_parameters(), histories])
 
     def _rows_with_parameters(self) -> str:
         """A digest of the rows that have parameters of their own; "" for none."""
         return ""
 
-    def _categories(self, table: str, place: ColumnPlace) -> tuple[str, ...]:
-        """The categories of a column that have parameters of their own."""
-        return self.data.columns[table][place.name].categories[: place.codes]
-
     @property
     def _edge_types(self) -> tuple[tuple[str, str, str], ...]:
         assert self.world.topology is not None
         return self.world.topology.edge_types
+
+
+def _at(places: np.ndarray, history: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The history of examples by their places int[...]; any for -1."""
+    return {table: counts[places] for table, counts in history.items()}
 
 
 def task_of(data: HeteroDataset, name: str | None) -> Task:
