@@ -42,7 +42,7 @@ class MeanReaders:
       cancels: whether it is subtracted from the scalars that it is the mean of.
       centred: these differences, where each is a softmax's and multiplies rows that are summed by the map of the mean.
         Empty if one of the differences is not, because then the mean must be the mean of the very scalars from which it
-        is subtracted, or because a traversal computes it from one scalar an edge (`_share_inner_products.py`).
+        is subtracted.
     """
 
     cancels: bool

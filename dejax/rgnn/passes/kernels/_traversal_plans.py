@@ -63,7 +63,6 @@ class Fusion:
       written: values that instances before the traversals write.
       inner: grouped GEMMs inside an instance whose own result never reaches memory, because of an epilogue.
       refused: values that no traversal can read or compute.
-      shared_products: inner products that the traversal of a reduction stores for others (`_share_inner_products.py`).
       row_scaled: rows that a traversal writes may be stored as row-scaled float16.
     """
 
@@ -74,7 +73,6 @@ class Fusion:
         self.inner = {i.product for i in kernels.instances if isinstance(i, Gemm)} - self.written
         self.refused = {i for i, op in enumerate(self.program.ops) if refusal(op) is not None}
         self.traversals: list[TraversalPlan] = []
-        self.shared_products: dict[int, list[int]] = {}
 
     # --- what a kernel computes in registers -------------------------------------------------------------------------
 

@@ -3,8 +3,7 @@
 - Reductions over the same segments share one traversal where neither needs the other's result. A maximum, the sum of
   exp(score - maximum) and sums weighted by it are one pass with a running maximum.
 - Elementwise operators that lead to a reduction are computed in registers, again in every traversal that needs them.
-  Inner products that several traversals need are computed and stored once (`_share_scalars.py`,
-  `_share_inner_products.py`).
+  Inner products that several traversals need are computed and stored once (`_share_scalars.py`).
 - Operators on the reduced rows become the epilogue of the traversal.
 - Traversals without a reduction compute rows of nodes that other traversals gather (`_node_maps.py`).
 """
@@ -17,7 +16,6 @@ from dejax.rgnn.ir.intra import Accumulator, Kernels, Term, Traversal
 from dejax.rgnn.ir.templates import can_weigh, refusal
 from dejax.rgnn.passes._rewrite import factors
 from dejax.rgnn.passes.kernels._node_maps import add_node_maps, skip_unreached_rows
-from dejax.rgnn.passes.kernels._share_inner_products import products_to_share, store_common_summands
 from dejax.rgnn.passes.kernels._share_scalars import share_scalars
 from dejax.rgnn.passes.kernels._traversal_plans import ENTRY_SPACES, NARROWER, Fusion, TraversalPlan
 
@@ -52,13 +50,10 @@ def _plan(fusion: Fusion, share: bool, epilogues_first: bool) -> None:
     later traversal can store, and the plan has a cycle.
     """
     fusion.traversals = []
-    fusion.shared_products = products_to_share(fusion)
     for i, op in enumerate(fusion.program.ops):
         reduces = op.name == "reduce" and op.attr("via") != "all" and op.attr("op") in ("sum", "max")
         if reduces and i not in fusion.written | fusion.refused:
             _place(fusion, i, op)
-    if fusion.shared_products:
-        store_common_summands(fusion)
     if share:
         share_scalars(fusion)
     steps = (_add_epilogues, _store_entries)
@@ -86,7 +81,7 @@ def _place(fusion: Fusion, i: int, op: Op) -> None:
         if fits and fusion.extend(traversal.accumulators, [accumulator]):
             return
     space = fusion.program.ops[op.args[0]].space
-    fusion.traversals.append(TraversalPlan(via, space, [plain], stored=fusion.shared_products.get(i, [])))
+    fusion.traversals.append(TraversalPlan(via, space, [plain]))
 
 
 def _share_operands(fusion: Fusion, accumulator: Accumulator, traversal: TraversalPlan) -> bool:
@@ -218,9 +213,6 @@ def _computable(fusion: Fusion, value: int, op: Op, mine: set[int]) -> bool:
         return False
     vector = op.name == "linear"  # times a vector of its type, which is read by the row's type
     if vector and (op.args[0] not in mine or op.attr("via") == "all" or not _stays_on_row(fusion, value)):
-        return False
-    # A traversal of scalars writes no rows, because the next traversal can compute the rows from the scalars.
-    if vector and fusion.shared_products and all(ops[v].width < op.width for v in mine):
         return False
     given = () if vector else tuple(a for a in op.args if a not in mine)
     if fusion.depends_on(given, mine):  # an array made from this traversal's results
