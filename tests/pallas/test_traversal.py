@@ -1,6 +1,5 @@
 """Traversals and maps over entries, interpreted, where a case of the contract does not show it."""
 
-import functools
 import itertools
 
 import jax
@@ -184,22 +183,6 @@ def test_tiles_side_by_side_in_rows_that_are_stored_longer(request, parts, warps
     assert rows.shape == (len(case.degrees), 20) and rows.mantissa.shape == (len(case.degrees), 24)
     expected = np.concatenate([expected * (i + 1) for i in range(parts)], axis=1)
     np.testing.assert_allclose(decoded(rows), expected, atol=2.0**-10 * np.abs(expected).max())
-
-
-def test_a_map_reads_rows_where_a_count_is_not_zero():
-    x = np.random.default_rng(0).standard_normal((37, 16)).astype(np.float32)
-    count = (np.arange(37) % 3).astype(np.float32)
-    x[::3] = np.nan
-    access = [kernels.TileOperand("entry"), kernels.TileOperand("entry", when=0)]
-
-    def run(x, access=access):
-        body = lambda c, a: (a + c[..., None],)  # noqa: E731
-        return kernels.map_entries(body, [count, x], access, num_entries=37, outputs=[((16,), jnp.float32)])
-
-    np.testing.assert_array_equal(interpreted(run)(x)[0], np.where(count[:, None] > 0, x + count[:, None], 0))
-    for wrong in (kernels.TileOperand("entry", when=1), kernels.TileOperand("shared", when=0)):
-        with pytest.raises(ValueError, match=r"operands\[1\].when must name an operand before it"):
-            interpreted(functools.partial(run, access=[access[0], wrong]))(x)
 
 
 def test_errors_say_what_to_do():

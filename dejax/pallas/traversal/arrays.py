@@ -78,17 +78,6 @@ def check_operands(
                     f"operands[{i}].columns must name columns of a 2-dimensional array by entry, got {operand.columns} "
                     f"for access {operand.access!r} of shape {array.shape}"
                 )
-        if operand.when is not None:
-            scalars = (
-                operands[operand.when].access == "entry" and features[operand.when] == ()
-                if 0 <= operand.when < i
-                else False
-            )
-            if operand.access != "entry" or not scalars:
-                raise ValueError(
-                    f"operands[{i}].when must name an operand before it, one scalar an entry, and its own access be "
-                    f"entry; got {operand.when} for access {operand.access!r}"
-                )
         rows = array.mantissa if isinstance(array, RowScaled) else array
         if operand.part is not None:
             first, count = operand.part

@@ -38,15 +38,12 @@ class TileOperand:
         one axis). Narrow values that are read at the same rows share an array, and with it a memory sector; not for
         what is read by row.
       part: the operand is a part of an array [length, m, n]: (first, count) on the axis of m.
-      when: for `entry`, the position of an operand before this one, a scalar an entry: where that is 0 the row is not
-        read, and is zeros.
     """
 
     access: str
     index: int | None = None
     columns: tuple[int, tuple[int, ...]] | None = None
     part: tuple[int, int] | None = None
-    when: int | None = None
 
     def features(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The feature shape of the rows that the kernel reads from an array of shape `shape`, [rows, ...]."""

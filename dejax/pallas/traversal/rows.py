@@ -151,8 +151,7 @@ def evaluate(
         elif operand.access == "epilogue":
             tiles.append(None)
         elif operand.access == "entry":
-            read = mask if operand.when is None else both(mask, tiles[operand.when] != 0)
-            tiles.append(_tile(plan, r, i, entry, read, plan.factored))
+            tiles.append(_tile(plan, r, i, entry, mask, plan.factored))
         elif operand.access == "position":
             tiles.append(_tile(plan, r, i, position, mask, plan.factored))
         else:

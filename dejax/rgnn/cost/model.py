@@ -208,7 +208,7 @@ class CostModel:
             elif o.access == "shared":
                 traffic.memory += row
             elif in_order or op.width >= 8:
-                traffic.memory += entries * row * (1.0 if o.when is None else _REACHED)
+                traffic.memory += entries * row
             elif self.array_of.get(o.value, o.value) not in packed:
                 packed.add(self.array_of.get(o.value, o.value))
                 traffic.memory += entries * self.sector(table)
@@ -256,7 +256,5 @@ def _in_order(t: Traversal) -> bool:
 
 # Maps by which products gather rows of nodes in an order of tiles that keeps equal rows near (`with_near_tiles`).
 _NEAR = ("source_pair.node", "destination_pair.node")
-# The share of nodes that a map reaches.
-_REACHED = 0.7
 # With this many pairs of a node on average, some nodes have long segments of pairs.
 _PAIRS_OF_LONG_SEGMENTS = 16

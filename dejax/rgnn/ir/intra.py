@@ -34,8 +34,6 @@ class Operand:
         segment r; `row_indexed`, row index[r] for segment r; `shared`, one row for all.
       via: the map of a gathered, row or shared access.
       part: (first index, how many) of the first feature axis: the rest of each row is not read.
-      when: for a dense access, a count that the instance reads before it. Where the count is 0, the row is zeros and is
-        not read.
     """
 
     name: int
@@ -43,11 +41,9 @@ class Operand:
     access: str
     via: str | None = None
     part: tuple[int, int] | None = None
-    when: int | None = None
 
     def __str__(self) -> str:
         by = f" by {self.via}" if self.access in ("gathered", "row_indexed") else ""
-        by += "" if self.when is None else f" where %{self.when} > 0"
         part = "" if self.part is None else f"[{self.part[0]}:{sum(self.part)}]"
         text = f"{self.access}(%{self.value}{part}{by})"
         return text if self.name == self.value else f"{text} as %{self.name}"
@@ -362,11 +358,7 @@ def verify_kernels(kernels: Kernels) -> Kernels:
 
 
 def _verify_traversal(program: OpProgram, t: Traversal, where: str) -> None:
-    loaded: set[int] = set()
-    for o in t.operands:
-        if o.when is not None and (o.access != "dense" or o.when not in loaded):
-            raise IRError(f"{where}: operand %{o.name} is read where %{o.when} > 0, and that must be read before it")
-        loaded.add(o.name)
+    loaded = {o.name for o in t.operands}
     for i in t.body:
         op: Op = program.ops[i]
         if op.space != t.space:

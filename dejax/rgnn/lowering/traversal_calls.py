@@ -262,8 +262,7 @@ class Traversals(Running):
                 powers[o.name] = array.columns[part]
                 array = replace(array, columns=None)
             arrays.append(array)
-            when = None if o.when is None else [each.name for each in t.operands].index(o.when)
-            operands.append(kernels.TileOperand(access, index, columns, o.part, when))
+            operands.append(kernels.TileOperand(access, index, columns, o.part))
         return arrays, operands, tables, powers
 
     def side_by_side(self, t: Traversal) -> list[tuple[int, ...]]:

@@ -1,11 +1,8 @@
-"""Kernels without a reduction that compute rows of nodes for other traversals to gather, and which rows they skip."""
+"""Kernels without a reduction that compute rows of nodes for other traversals to gather."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dejax.rgnn.ir.inter import Space
-from dejax.rgnn.ir.intra import Operand
 from dejax.rgnn.ir.templates import access_by
 from dejax.rgnn.passes.kernels._traversal_plans import NARROWER, Fusion, TraversalPlan
 from dejax.rgnn.passes.kernels.storage import MIN_WIDTH
@@ -24,20 +21,14 @@ def add_node_maps(fusion: Fusion) -> None:
       these rows: of the rows as stored, so that they cancel with the inner products that a traversal takes of them.
     - Copies of wide rows, where such an inner product keeps traversals from reading rows rounded (the gradient of a
       softmax), and traversals read them often and from memory.
-    - Inner products of rows in memory, where the kernel can skip rows (`skip_unreached_rows`).
     """
     ops = fusion.program.ops
     able, gathered = _computable_arrays(fusion), _rows_gathered(fusion)
     done = {v for traversal in fusion.traversals for v in traversal.results}
     for value in able:
-        if value in done or value not in gathered:
+        if value in done or value not in gathered or ops[value].width < MIN_WIDTH:
             continue
-        body, leaves = fusion.cone([value], done)
-        if ops[value].width < MIN_WIDTH:
-            inner = any(fusion.narrows(v) and fusion.from_memory(ops[v].args[0]) for v in body)
-            if inner and any(ops[v].name == "count" for v in leaves):
-                done |= _node_map(fusion, [value])
-            continue
+        body, _ = fusion.cone([value], done)
         readers = [v for v in able if value in fusion.cone([v], done)[0]]
         if all(ops[v].name in _COPIES for v in body):
             compared = any(NARROWER * ops[v].width <= ops[value].width for v in readers)
@@ -72,30 +63,3 @@ def _rows_gathered(fusion: Fusion) -> dict[int, int]:
 def _node_map(fusion: Fusion, values: list[int]) -> set[int]:
     """Adds a traversal for values of nodes if the traversals then still have an order; returns its values."""
     return set(values) if fusion.extend(fusion.traversals, [TraversalPlan(None, Space.NODE, stored=values)]) else set()
-
-
-def skip_unreached_rows(fusion: Fusion, traversal: TraversalPlan, operands: list[Operand]) -> list[Operand]:
-    """The operands of a traversal of nodes, which reads wide rows in memory only at nodes that a map reaches.
-
-    That is enough where only gathers by that map read what is made of the rows. The traversal must read the number of
-    edges of each node, from which it knows the nodes that are reached.
-    """
-    ops = fusion.program.ops
-    counts = {ops[o.value].attr("via"): o.name for o in operands if ops[o.value].name == "count"}
-    if traversal.via is not None or traversal.space != Space.NODE or not counts:
-        return operands
-    made_of = {value: set(fusion.cone([value], set())[1]) for value in traversal.stored}
-    body = set(fusion.cone(traversal.stored, set())[0])
-
-    def reached(o: Operand) -> int | None:
-        wide = o.access == "dense" and o.part is None and ops[o.name].width >= MIN_WIDTH
-        if not wide or not fusion.from_memory(o.value):
-            return None
-        made = [value for value, leaves in made_of.items() if o.name in leaves]
-        users = {u for value in made for u in fusion.users[value] if u not in body}
-        maps = {ops[u].attr("via") if ops[u].name == "gather" else None for u in users}
-        via = maps.pop() if len(maps) == 1 and not set(fusion.program.outputs).intersection(made) else None
-        return counts.get(via)
-
-    found = [replace(o, when=reached(o)) for o in operands]
-    return sorted(found, key=lambda o: o.when is not None)

@@ -15,7 +15,7 @@ from dejax.rgnn.ir.inter import ROWWISE, VIAS, Op, Space
 from dejax.rgnn.ir.intra import Accumulator, Kernels, Term, Traversal
 from dejax.rgnn.ir.templates import can_weigh, refusal
 from dejax.rgnn.passes._rewrite import factors
-from dejax.rgnn.passes.kernels._node_maps import add_node_maps, skip_unreached_rows
+from dejax.rgnn.passes.kernels._node_maps import add_node_maps
 from dejax.rgnn.passes.kernels._share_scalars import share_scalars
 from dejax.rgnn.passes.kernels._traversal_plans import ENTRY_SPACES, NARROWER, Fusion, TraversalPlan
 
@@ -243,7 +243,7 @@ def _stays_on_row(fusion: Fusion, value: int) -> bool:
 def _traversal(fusion: Fusion, traversal: TraversalPlan) -> Traversal:
     program = fusion.program
     body, operands = fusion.operands(traversal)
-    operands = [*skip_unreached_rows(fusion, traversal, operands), *fusion.epilogue_operands(traversal)]
+    operands = [*operands, *fusion.epilogue_operands(traversal)]
     produced = sorted(traversal.sums) + traversal.epilogue
     return Traversal(
         via=traversal.via,
