@@ -11,9 +11,9 @@ import platform
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from dejax._files import cache_folder
 from dejax._optional import hidden_installation
 from dejax._origin import version_of, versions
 
@@ -34,7 +34,7 @@ def collect() -> dict[str, Any]:
         "driver": the CUDA driver and its devices, or None;
         "native": the state of dejax's native extension;
         "kernels": how Pallas kernels run here;
-        "tuned_tables": a list of {file, entries}, the stored tuning results;
+        "tuned_tables": a list of {file, entries}, the schedules that `Program.tune` has stored on this machine;
         "unavailable": a list of {what, why, remedy}, the features that do not work here.
 
     >>> from dejax import info
@@ -160,18 +160,13 @@ def _devices(missing: Missing) -> tuple[str | None, list[dict[str, Any]]]:
 
 
 def _tuned_tables(missing: Missing) -> list[dict[str, Any]]:
-    folder = Path(__file__).parent / "pallas" / "tuned"
     tables = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(cache_folder().glob("schedules_*.json")):
         try:
             kernels = json.loads(path.read_text(encoding="utf-8"))
             tables.append({"file": path.name, "entries": sum(map(len, kernels.values()))})
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            missing(f"tuned table {path.name}", f"it cannot be read: {error}", "install dejax again")
-    if not tables:
-        missing(
-            "tuned tables", f"there is none in {folder}", "none needed: schedules come from the built-in heuristics"
-        )
+            missing(f"tuned table {path.name}", f"it cannot be read: {error}", "delete it or tune again")
     return tables
 
 

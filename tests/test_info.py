@@ -90,15 +90,14 @@ def test_a_source_tree_that_hides_an_installed_dejax_says_so(tmp_path: Path) -> 
 
 
 def test_tuned_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned = tmp_path / "pallas" / "tuned"
-    tuned.mkdir(parents=True)
-    (tuned / "nvidia_h200.json").write_text('{"gemm": {"a": {"block_n": 64}, "b": {}}, "outer": {"c": {}}}')
-    (tuned / "other.json").write_text("{")
-    monkeypatch.setattr(info, "__file__", str(tmp_path / "info.py"))
+    monkeypatch.setenv("DEJAX_CACHE_DIR", str(tmp_path))
+    text = '{"gemm": {"a": {"block_n": 64}, "b": {}}, "outer": {"c": {}}}'
+    (tmp_path / "schedules_nvidia_h200.json").write_text(text)
+    (tmp_path / "schedules_other.json").write_text("{")
     report = info.collect()
-    assert report["tuned_tables"] == [{"file": "nvidia_h200.json", "entries": 3}]
-    assert "cannot be read" in reasons(report)["tuned table other.json"]
-    assert "nvidia_h200.json: 3 entries" in info.render(report)
+    assert report["tuned_tables"] == [{"file": "schedules_nvidia_h200.json", "entries": 3}]
+    assert "cannot be read" in reasons(report)["tuned table schedules_other.json"]
+    assert "schedules_nvidia_h200.json: 3 entries" in info.render(report)
 
 
 @pytest.mark.parametrize(("version", "extra"), [((13, 0), "cuda13"), ((12, 8), "cuda12")])

@@ -1,7 +1,7 @@
-"""Tuned schedules: the tables on disk, the choice between a tuner, a table and the heuristic, and the tuner.
+"""Tuned schedules: the table on disk, the choice between a tuner, the table and the heuristic, and the tuner.
 
-A table is the user's own (`rgnn.Program.tune` writes it), or the one under `tuned/` for the device. A tuner runs every
-candidate of a kernel on the real arrays and times it on the device. Times come from the profiler, which sees what a
+`rgnn.Program.tune` writes the table of a device. A tuner runs every candidate of a kernel on the real arrays and times
+it on the device. Times come from the profiler, which sees what a
 kernel takes on the device however short it is; one recording holds all candidates of a kernel, told apart by the names
 that they are given.
 """
@@ -29,8 +29,6 @@ from dejax._platform import default_device, on_gpu
 from dejax.pallas import _triton
 from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.profile import record
-
-TUNED = Path(__file__).parent / "tuned"
 
 Fields = dict[str, Any]
 """The fields of a schedule by name."""
@@ -71,19 +69,14 @@ def read_table(path: Path) -> Table:
         return {}
 
 
-def _tables() -> tuple[Table, ...]:
-    """The user's table, then the one that dejax ships for the device; none where there is no GPU."""
-    return _tables_of(device_name()) if on_gpu() else ()
-
-
 @functools.cache
-def _tables_of(device: str) -> tuple[Table, ...]:
-    return read_table(cache_file()), read_table(TUNED / f"{device}.json")
+def _table_of(device: str) -> Table:
+    return read_table(cache_file())
 
 
-def forget_tables() -> None:
-    """Forgets the tables that were read: the next kernel reads the files again."""
-    _tables_of.cache_clear()
+def forget_table() -> None:
+    """Forgets the table that was read: the next kernel reads the file again."""
+    _table_of.cache_clear()
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
@@ -92,7 +85,7 @@ _tuner: contextvars.ContextVar[Tuner | None] = contextvars.ContextVar("dejax_tun
 
 
 def choose(kernel: str, key: str, heuristic: Fields, candidates: Callable[[], list[Fields]], call: Call) -> Fields:
-    """Fields of the schedule for a kernel: from a tuner at work, else from a table, else the heuristic's.
+    """Fields of the schedule for a kernel: from a tuner at work, else from the table, else the heuristic's.
 
     Args:
       kernel: `gemm`, `outer` or `traversal`.
@@ -104,9 +97,9 @@ def choose(kernel: str, key: str, heuristic: Fields, candidates: Callable[[], li
     tuner = _tuner.get()
     if tuner is not None:
         return tuner.choose(kernel, key, heuristic, candidates(), call)
-    found = (table.get(kernel, {}).get(key, {}) for table in _tables())
+    fields = _table_of(device_name()).get(kernel, {}).get(key) if on_gpu() else None
     # Another version of dejax may have written other fields.
-    return dict(next((fields for fields in found if fields and fields.keys() <= heuristic.keys()), heuristic))
+    return dict(fields if fields and fields.keys() <= heuristic.keys() else heuristic)
 
 
 def bucket(count: float) -> int:
@@ -180,7 +173,7 @@ class Tuner:
             table.setdefault(kernel, {})[key] = tuned.fields
         text = json.dumps({k: dict(sorted(v.items())) for k, v in sorted(table.items())}, indent=1)
         write_whole(path, f"{text}\n".encode())
-        forget_tables()
+        forget_table()
 
 
 @contextlib.contextmanager
