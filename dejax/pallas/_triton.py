@@ -250,6 +250,11 @@ def when(condition: jax.Array, do: Callable[[], None]) -> None:
     pl.when(condition)(do)
 
 
+def either(condition: jax.Array, yes: Callable[[], jax.Array], no: Callable[[], jax.Array]) -> jax.Array:
+    """The scalar of `yes` where `condition` holds for the whole program, else that of `no`; only one of them runs."""
+    return lax.cond(condition, yes, no)
+
+
 def fori_loop(lower: Any, upper: Any, step: Callable[[Any, Any], Any], init: Any) -> Any:
     """`lax.fori_loop` of a kernel, where `jit` is disabled."""
 

@@ -27,7 +27,6 @@ class LoopPlan:
     names: tuple[Name, ...] = ()
     factored: bool = False  # the body takes wide tiles of entries as `Factored`
     chunk: int | None = None  # the most entries of a row that is not cut
-    merged_chunks: int = 1  # chunks of a long segment that are merged in a step
 
     @property
     def rows(self) -> int:
@@ -64,7 +63,7 @@ class Refs:
       rows: the row outputs.
       row_exponents: the exponents of those that are written as `RowScaled`.
       partials: the accumulators of chunks.
-      counters: number 0 counts for each first chunk of a segment how many chunks are done.
+      counters: number 0 counts what is done: chunks, for each first chunk of a group, then as many counts of groups.
     """
 
     arrays: Mapping[int, Any] = field(default_factory=dict)

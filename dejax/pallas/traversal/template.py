@@ -28,9 +28,6 @@ from dejax.pallas.traversal.traversal_schedule import (
 )
 from dejax.pallas.tuning import bucket, choose
 
-# Chunks of a long segment that are merged in a step.
-_MERGED_CHUNKS = 8
-
 
 def traverse(
     body: Callable[..., Any],
@@ -119,8 +116,6 @@ def traverse(
         schedule=schedule,
         factored=factored,
         chunk=None if segments.chunks is None else segments.chunks.chunk,
-        # More of them at once would take registers from the program of rows, which is the same kernel.
-        merged_chunks=max(schedule.rows_per_program * schedule.entries_per_step, min(_MERGED_CHUNKS, 4096 // width)),
     )
     return _run(plan, named(ready, tables), segments, interpret)
 
@@ -185,7 +180,7 @@ def _run(
         num_chunks = segments.chunks.row.shape[0]
         if outputs.rows:
             made |= written("partials", [(r.shape, jnp.float32) for r in plan.reductions], num_chunks)
-            made["counters", 0] = jax.ShapeDtypeStruct((num_chunks,), jnp.float32)
+            made["counters", 0] = jax.ShapeDtypeStruct((2 * num_chunks,), jnp.float32)
             zeroed.append(("counters", 0))
     aliases = {len(given) + i: [*made].index(name) for i, name in enumerate(zeroed)}
     given |= {("zeros", i): jnp.zeros(made[name].shape, made[name].dtype) for i, name in enumerate(zeroed)}
