@@ -28,7 +28,7 @@ from dejax.pallas.traversal.rows import (
 )
 
 GROUP = 32
-"""Chunks of a long segment that one program merges, of at most 1,024 in all (`graphs/building/pieces_traced.py`)."""
+"""Chunks of a long segment that one program merges: the square root of the most that a graph cuts a segment into."""
 
 
 def row_kernel(*refs: Any, plan: LoopPlan) -> None:

@@ -26,8 +26,8 @@ from dejax.rgnn.graphs.building.sorting_traced import (
     take,
 )
 
-# One program merges the chunks of a segment, in steps of a few. Of a node with 44 % of 3 M edges it would merge ten
-# thousand chunks of 128 edges while no other program runs.
+# Traversals merge a segment's chunks in groups of 32 and then these groups, each by one program. Four times as many
+# chunks of a node with 44 % of 3 M edges, in groups of 64, take 0.98 to 1.00 times as long.
 _MOST_CHUNKS = 1024
 
 
