@@ -57,8 +57,8 @@ class TileOperand:
 class LongSegmentTable:
     """The long segments, rows with more than `chunk` entries, cut in chunks; C chunks in all, each a program's.
 
-    The chunks of a segment stand side by side, in the order of its entries, and are merged in that order: by the program
-    that finishes the last of them or, where they are many, by groups and then the groups.
+    The chunks of a segment stand side by side, in the order of its entries, and are merged in that order: by the
+    program that finishes the last of them or, where they are many, by groups and then the groups.
 
     Attributes:
       chunk: the most entries of a row that is not cut (static).
