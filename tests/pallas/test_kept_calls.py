@@ -140,8 +140,14 @@ def test_a_call_whose_binary_is_gone_is_made_again(keeps, traced, monkeypatch):
     forget()
     assert lowered() == first and len(traced) == 1
     (image,) = (keeps / "kernels").glob("*.kernel")
-    image.unlink()
-    assert lowered() == first and len(traced) == 2
+    whole = image.read_bytes()
+    for times, damage in enumerate((image.unlink, lambda: image.write_bytes(whole[:-1])), 2):
+        for memory in (binary._binaries, binary._by_key):
+            memory.clear()
+        damage()
+        assert lowered() == first and len(traced) == times
+        list(binary._by_key.values())[0].result()
+        assert image.read_bytes() == whole
 
 
 def test_vmap_of_a_kept_kernel_traces_it(keeps, traced):

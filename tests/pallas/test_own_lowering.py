@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 import subprocess
 import sys
@@ -218,12 +219,58 @@ def test_a_call_for_this_process_names_a_binary_that_comes_later(own, monkeypatc
 
 def test_threads_share_one_process_that_compiles(monkeypatch):
     started = []
+
+    class Running:
+        def __init__(self, *_, **__):
+            time.sleep(0.05)
+            started.append(0)
+
+        def poll(self):
+            return None
+
     monkeypatch.setattr(binary, "_process", [])
-    monkeypatch.setattr(binary.subprocess, "Popen", lambda *_, **__: (time.sleep(0.05), started.append(0)))
+    monkeypatch.setattr(binary.subprocess, "Popen", Running)
     with ThreadPoolExecutor(8) as threads:
         (connection,) = set(threads.map(lambda _: binary._compiler(), range(8)))
     connection.close()
     assert len(started) == 1
+
+
+# The protocol of `compiler`, without Triton: one process, which ends where the source is "end".
+COMPILER = """
+import json, os, socket, sys
+control = socket.socket(fileno=int(sys.argv[1]))
+while descriptors := socket.recv_fds(control, 1, 1)[1]:
+    with socket.socket(fileno=descriptors[0]) as connection:
+        source = json.loads(b"".join(iter(lambda: connection.recv(1 << 20), b"")))
+        if source["text"] == "end" and not os.path.exists(sys.argv[0] + ".ended"):
+            open(sys.argv[0] + ".ended", "w").close()
+            os._exit(1)
+        head = {"name": source["name"], "threads": 32, "shared_bytes": 0}
+        connection.sendall(json.dumps(head).encode() + b"\\n" + source["text"].encode())
+"""
+
+
+def test_the_process_that_compiles_outlives_ctrl_c_and_is_replaced_where_it_has_ended(own, monkeypatch, tmp_path):
+    (tmp_path / "compiler.py").write_text(COMPILER)
+    monkeypatch.setattr(binary.compiler, "__file__", str(tmp_path / "compiler.py"))
+    monkeypatch.setattr(binary, "_process", [])
+    monkeypatch.setattr(binary, "is_there", lambda package: True)
+
+    def made(text):
+        return binary.prepare(KernelSource(text, "kernel", ("float32",), 4, 2, 90)).result().image
+
+    assert made("first") == b"first"
+    process = binary._process[0][1]
+    assert os.getsid(process.pid) != os.getsid(0)  # a terminal, or Jupyter, interrupts a whole session or group
+    with pytest.raises(binary.KernelCompileError, match="its process ended"):
+        made("end")
+    process.wait()
+    assert made("other") == b"other"
+    assert made("end") == b"end"  # what failed is tried again
+    ((connection, process),) = binary._process
+    connection.close()
+    assert process.wait() == 0
 
 
 def test_without_triton_the_choice_says_what_is_missing(own, monkeypatch):

@@ -83,11 +83,13 @@ def prepare(source: KernelSource) -> Future[KernelBinary]:
     """Begins to compile a kernel, or to read it if it is on disk, unless that has begun already.
 
     The binary, or else a `ModuleNotFoundError` where Triton is not installed or a `KernelCompileError`, comes later.
+    What has failed is tried again: the process that compiles may have ended for want of memory.
     """
     with _lock:
-        if source not in _binaries:
-            _binaries[source] = _by_key[source.key] = _threads().submit(_made, source)
-        return _binaries[source]
+        known = _binaries.get(source)
+        if known is None or (known.done() and known.exception() is not None):
+            known = _binaries[source] = _by_key[source.key] = _threads().submit(_made, source)
+        return known
 
 
 def found(key: int) -> tuple[bytes, int]:
@@ -106,9 +108,12 @@ def found(key: int) -> tuple[bytes, int]:
 
 
 def is_kept(key: int) -> bool:
-    """Whether `found` has the binary with this key, or will have it."""
+    """Whether `found` has the binary with this key, or will have it. A file that is not whole counts as none."""
     with _lock:
-        return key in _by_key or _path(key).exists()
+        if key not in _by_key and (made := _read(_path(key))) is not None:
+            _by_key[key] = Future()
+            _by_key[key].set_result(made)
+        return key in _by_key
 
 
 @functools.cache
@@ -189,12 +194,19 @@ _process_lock = threading.Lock()
 
 
 def _compiler() -> socket.socket:
-    """A socket of the process of `compiler`, which ends when the socket does; it starts with the first kernel."""
+    """A socket of the process of `compiler`, which ends when the socket does. The first kernel starts the process.
+
+    The process has a session of its own, because Ctrl-C goes to all processes of the session in front. Where it has
+    ended nevertheless, another one starts.
+    """
     with _process_lock:  # several threads ask at once, for one process
+        if _process and _process[0][1].poll() is not None:
+            _process.pop()[0].close()
         if not _process:
             ours, theirs = socket.socketpair()
             with theirs:
                 command = [sys.executable, compiler.__file__, str(theirs.fileno())]
                 environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-                _process.append((ours, subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])))
+                started = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
+                _process.append((ours, started))
         return _process[0][0]
