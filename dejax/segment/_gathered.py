@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from dejax._dtypes import numbers
-from dejax.segment._grouping import EdgePlan, SegmentPlan, as_ids, checked_ids, group
+from dejax._dtypes import clipped_to_int32, numbers
+from dejax.segment._grouping import EdgePlan, SegmentPlan, as_ids, group
 from dejax.segment._plans import both_known
 from dejax.segment._primitives import ReadEdges, gather_reduce, in_scales, reduce, rows_at, spread, wide
 from dejax.segment._reductions import shared
@@ -68,7 +68,7 @@ def _scales(scale: Any, edges: int, features: tuple[int, ...]) -> Array:
             f"`scale` must have the shape ({edges},), or that and first axes of the features {features} of x, got "
             f"{scale.shape}"
         )
-    return scale.reshape(edges, int(np.prod(shape[1:], dtype=np.int64)))
+    return scale.reshape(edges, math.prod(shape[1:]))
 
 
 def _messages(
@@ -97,15 +97,15 @@ def _messages(
             f"`senders` and `receivers` of {name} must have one length, got {sender.shape}, {receiver.shape}"
         )
     features = x.shape[1:]
-    x = x.reshape(x.shape[0], int(np.prod(features, dtype=np.int64)))
+    x = x.reshape(x.shape[0], math.prod(features))
     dtype = x.dtype
     if scale is not None:
         scale = _scales(scale, sender.shape[0], features)
         dtype = jnp.result_type(x, scale)
         if wide(dtype) != wide(x.dtype):
             x = x.astype(dtype)
-    sender, receiver = checked_ids(sender, x.shape[0]), checked_ids(receiver, count)
-    kernels, interpret = place(backend)
+    sender, receiver = clipped_to_int32(sender), clipped_to_int32(receiver)
+    kernels, interpret = place(backend, *x.shape, sender.shape[0], count)
     kernels = kernels and (
         x.dtype in FLOATS or (x.dtype in INTEGERS and x.dtype.itemsize > 1 and x.dtype != jnp.uint64)
     )
@@ -365,12 +365,12 @@ def gather(x: Any, ids: Any, *, plan: SegmentPlan | None = None, backend: str = 
         ids, plan = ids.ids, plan or ids
     if plan is not None and plan.num_segments != x.shape[0]:
         raise ValueError(f"`x` of gather must have the {plan.num_segments} rows of its plan, got {x.shape[0]}")
-    number = checked_ids(_ids("gather", "ids", ids if plan is None else plan.ids), x.shape[0])
-    kernels, interpret = place(backend)
+    number = clipped_to_int32(_ids("gather", "ids", ids if plan is None else plan.ids))
+    kernels, interpret = place(backend, *x.shape, number.shape[0])
     # The ids are sorted for the gradient alone, and only a traced `x` has one.
     if not kernels or not isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
         return rows_at(x, number)
     g = group(number, x.shape[0], False, kernels=True, interpret=interpret) if plan is None else plan.grouping
-    width = int(np.prod(x.shape[1:], dtype=np.int64))
+    width = math.prod(x.shape[1:])
     out = spread(x.reshape(x.shape[0], width), g, interpret=interpret)
     return out.reshape(out.shape[0], *x.shape[1:])

@@ -78,15 +78,6 @@ def as_ids(ids: Any) -> Array:
     return jnp.asarray(ids)
 
 
-def checked_ids(ids: Array, num_segments: int) -> Array:
-    """int32 ids. Ids below 0 become -1 and ids that are too large become `num_segments`, so their order stays."""
-    if ids.dtype != jnp.int32:
-        largest = min(num_segments, jnp.iinfo(ids.dtype).max)
-        least = 0 if jnp.issubdtype(ids.dtype, jnp.unsignedinteger) else -1
-        ids = jnp.clip(ids, least, largest).astype(jnp.int32)
-    return ids
-
-
 def sorted_ids(ids: Array, bound: int) -> tuple[Array, Array]:
     """Ids below `bound` in ascending order, and their positions; equal ids in the order of positions.
 

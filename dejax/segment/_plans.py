@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dejax.segment._grouping import EdgePlan, SegmentPlan, as_ids, checked_ids, group
+from dejax._dtypes import clipped_to_int32
+from dejax.segment._grouping import EdgePlan, SegmentPlan, as_ids, group
 from dejax.segment._request import BACKENDS, count_of, place
 
 
@@ -42,7 +43,7 @@ def plan(
     if backend not in BACKENDS:
         raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}")
     count = count_of("plan", segment_ids, num_segments)
-    ids = _vector(segment_ids, "segment_ids", count)
+    ids = _vector(segment_ids, "segment_ids")
     known = not isinstance(ids, jax.core.Tracer)
     is_sorted = indices_are_sorted or (known and bool(jnp.all(ids[1:] >= ids[:-1])))
     kernels, interpret = place(backend)
@@ -67,7 +68,7 @@ def edge_plan(
         An `EdgePlan` of about 24 bytes for each edge.
     """
     count = num_senders if num_segments is None else num_segments
-    sender, receiver = _vector(senders, "senders", num_senders), _vector(receivers, "receivers", count)
+    sender, receiver = _vector(senders, "senders"), _vector(receivers, "receivers")
     if sender.shape != receiver.shape:
         raise ValueError(f"`senders` and `receivers` must have one length, got {sender.shape} and {receiver.shape}")
     sender, receiver = both_known(sender, receiver, num_senders, count)
@@ -83,10 +84,10 @@ def both_known(senders: Array, receivers: Array, num_senders: int, num_segments:
     return jnp.where(known, senders, num_senders), jnp.where(known, receivers, num_segments)
 
 
-def _vector(ids: Any, name: str, count: int) -> Array:
+def _vector(ids: Any, name: str) -> Array:
     ids = as_ids(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"`{name}` must be integers, got {ids.dtype}")
     if ids.ndim != 1:
         raise ValueError(f"`{name}` must have one axis, got shape {ids.shape}")
-    return checked_ids(ids, count)
+    return clipped_to_int32(ids)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dejax._dtypes import native_order, numbers
+from dejax._dtypes import clipped_to_int32, native_order, numbers
 from dejax._platform import on_gpu
 from dejax.pallas import offsets_fit
 from dejax.segment import _cost
-from dejax.segment._grouping import Grouping, SegmentPlan, Unsorted, as_ids, checked_ids, group
+from dejax.segment._grouping import Grouping, SegmentPlan, Unsorted, as_ids, group
 
 BACKENDS = ("auto", "pallas", "xla")
 FLOATS = tuple(jnp.dtype(t) for t in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
@@ -86,7 +88,7 @@ class SegmentRequest:
 
     @property
     def width(self) -> int:
-        return int(np.prod(self.data.shape[1:], dtype=np.int64))
+        return math.prod(self.data.shape[1:])
 
     @property
     def rows(self) -> Array:
@@ -130,26 +132,30 @@ def request(
     ids = as_ids(segment_ids)
     _check_entries(name, data, ids)
     count = count_of(name, segment_ids, num_segments)
-    ids = checked_ids(ids, count)
+    ids = clipped_to_int32(ids)
     if options.mode == "clip":
-        ids = jnp.clip(ids, 0, max(count - 1, 0))
-    kernels, interpret = place(options.backend)
-    possible = data.dtype in FLOATS or data.dtype in INTEGERS
-    possible = possible and offsets_fit(data) and ids.shape[0] < 2**31  # positions have 32 bits
+        ids = jnp.clip(ids, 0, jnp.maximum(count - 1, 0))
+    kernels, interpret = place(options.backend, *data.shape, count)
+    kernels = kernels and (data.dtype in FLOATS or data.dtype in INTEGERS)
+    kernels = kernels and offsets_fit(data) and ids.shape[0] < 2**31  # positions have 32 bits
     if options.unique_indices and options.backend == "auto":
-        possible = False  # a scatter without collisions
-    kernels, scattered = kernels and possible, False
+        kernels = False  # a scatter without collisions
+    scattered = False
     if kernels and options.backend == "auto":
-        shape = _cost.ReductionSize(ids.shape[0], count, int(np.prod(data.shape[1:])), data.dtype)
+        shape = _cost.ReductionSize(ids.shape[0], count, math.prod(data.shape[1:]), data.dtype)
         in_order = options.indices_are_sorted if plan is None else plan.order is None
         scattered = _cost.scatter_pays(shape, kind, in_order, options.deterministic, plan is not None)
         kernels = not scattered or options.bucket_size is None  # that of XLA's scatter, which the caller has chosen
     return SegmentRequest(data, ids, count, options, plan, kernels, interpret, scattered)
 
 
-def place(backend: str) -> tuple[bool, bool]:
-    """Whether kernels are used, and whether they are interpreted."""
-    return backend == "pallas" or (backend == "auto" and on_gpu()), not on_gpu()
+def place(backend: str, *sizes: int) -> tuple[bool, bool]:
+    """Whether kernels are used, which need all sizes of arrays as numbers, and whether they are interpreted.
+
+    `jax.export` may leave sizes open (`jax.export.symbolic_shape`).
+    """
+    known = all(isinstance(size, int) for size in sizes)
+    return known and (backend == "pallas" or (backend == "auto" and on_gpu())), not on_gpu()
 
 
 def _of_plan(name: str, plan: SegmentPlan, ids: Any, count: int | None) -> tuple[Array, int]:
@@ -195,6 +201,8 @@ def count_of(name: str, ids: Any, num_segments: int | None) -> int:
             f"`num_segments` of {name} must be a number that is known while tracing, because it is the size of the "
             "result, got a traced array; mark it with static_argnums, or take the size of an array"
         )
+    if jax.export.is_symbolic_dim(num_segments):  # a size that `jax.export` leaves open
+        return cast("int", num_segments)
     try:
         count = operator.index(num_segments)
     except TypeError:

@@ -1,6 +1,7 @@
 """Empty arrays, entries of no segment, narrow ids, many ties: operators follow their definitions there, too."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -190,6 +191,28 @@ def test_empty_lists_are_ids():
 def test_mistakes_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call(np.ones(2), np.array([0, 0]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sizes_that_export_leaves_open(backend):
+    """XLA computes them on any backend: of entries, of features and of segments, with gradients."""
+    entries, width, rows, count = jax.export.symbolic_shape("entries, width, rows, count")
+
+    def run(x, table, ids, senders, like):
+        given = {"num_segments": like.shape[0], "backend": backend}
+        results = [segment.segment_sum(x, ids, mode="clip", **given), segment.segment_max(x, ids, empty=0, **given)]
+        results += [segment.gather_segment_mean(table, senders, ids, scale=x, **given)]
+        results += [segment.gather(table, senders, backend=backend)]
+        slope = jax.grad(lambda x: (segment.segment_softmax(x, ids, **given) ** 2).sum())(x)
+        return *results, slope
+
+    shapes = (entries, width), (rows, width), (entries,), (entries,), (count,)
+    dtypes = "float32", "float32", "int32", "int32", "float32"
+    exported = jax.export.export(jax.jit(run))(*map(jax.ShapeDtypeStruct, shapes, dtypes))
+    rng = np.random.default_rng(0)
+    floats = (rng.normal(size=shape).astype(np.float32) for shape in ((30, 3), (5, 3)))
+    given = *floats, *rng.integers(-1, 6, (2, 30)).astype(np.int32), np.ones(4, np.float32)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), exported.call(*given), run(*given))
 
 
 def test_partitions_inside_jit_need_no_sum():
