@@ -80,7 +80,7 @@ def on_mesh(value: Any, mesh: Mesh, spec: PartitionSpec) -> Array:
 def replicate(tree: Any, mesh: Mesh) -> Any:
     """Copies each array of a pytree to every device of a mesh.
 
-    Arrays that already lie on the mesh are returned as they are.
+    Arrays that already lie on the mesh are returned as they are. A later write to a numpy array changes no copy.
 
     In a job of several processes, every process must pass the same values.
 
@@ -89,7 +89,13 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     >>> replicate({"w": jnp.ones(2)}, make_mesh(1))["w"].sharding.is_fully_replicated
     True
     """
-    return jax.tree.map(lambda value: on_mesh(value, mesh, PartitionSpec()), tree)
+    return jax.tree.map(lambda value: _copied(value, mesh), tree)
+
+
+def _copied(value: Any, mesh: Mesh) -> Array:
+    """A replicated array with memory of its own: jax leaves a numpy array where it lies if the mesh has CPU devices."""
+    on_cpu = isinstance(value, np.ndarray) and mesh.devices.flat[0].platform == "cpu"
+    return on_mesh(np.array(value) if on_cpu else value, mesh, PartitionSpec())
 
 
 def share(tree: Any, mesh: Mesh, *, writable: bool = False) -> Any:
@@ -109,7 +115,7 @@ def share(tree: Any, mesh: Mesh, *, writable: bool = False) -> Any:
     """
 
     def everywhere(value: Any) -> Array:
-        return on_mesh(value, mesh, PartitionSpec())
+        return _copied(value, mesh)
 
     def shared(value: Any) -> Any:
         return value._on_mesh(mesh, everywhere, writable) if isinstance(value, LocalTable) else everywhere(value)

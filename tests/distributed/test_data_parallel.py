@@ -23,6 +23,7 @@ from dejax.host_gather import (
     scatter_add,
     sgd,
 )
+from dejax.minibatch.topology._building import aligned
 from tests.distributed import job, processes
 
 pytestmark = pytest.mark.devices(4)
@@ -270,3 +271,16 @@ def test_ids_and_times_of_64_bits_do_not_wrap():
         assert (int(counts["late"]), int(counts["ids"])) == (2, 0)
         with pytest.raises(ValueError, match="data_parallel: integers must fit int32"):
             step(jnp.zeros(()), jax.random.key(0), batch, batch)
+
+
+@pytest.mark.cpu_only("jax copies numpy arrays to other devices")
+@pytest.mark.parametrize("place", [distributed.replicate, distributed.share])
+def test_a_later_write_to_a_numpy_array_changes_no_copy(place) -> None:
+    given = {dtype: aligned((64, 64), np.dtype(dtype)) for dtype in ("float32", "int32", "uint8")}  # as jax keeps them
+    for array in given.values():
+        array[:] = 1
+    copies = place(given, make_mesh(2))
+    for array in given.values():
+        array[:] = 5
+    for copy in copies.values():
+        assert all((np.asarray(shard.data) == 1).all() for shard in copy.addressable_shards)
