@@ -148,7 +148,8 @@ class Trainer:
     def exported(self, state: TrainState) -> dict[str, Any]:
         """Converts a state to plain arrays, for a checkpoint. Tables become numpy arrays that share their memory.
 
-        The result does not depend on the number of devices.
+        The result does not depend on the number of devices. Its "layout" tells the data whose relations, categories and
+        classes the parameters are of, uint8[8].
         """
         state = self.on_one_device(state)
         tables = {kind: state.embeddings[kind].table.numpy() for kind in state.embeddings.types}
@@ -157,14 +158,24 @@ class Trainer:
             for kind, of_type in state.moments.items()
         }
         plain = {name: getattr(state, name) for name in _PLAIN}
-        return {**plain, "tables": tables, "moments": moments}
+        return {**plain, "tables": tables, "moments": moments, "layout": self._layout}
+
+    @property
+    def _layout(self) -> np.ndarray:
+        return np.frombuffer(bytes.fromhex(self.task.layout_of_data), np.uint8)
 
     def imported(self, plain: dict[str, Any]) -> TrainState:
         """Converts the plain arrays of `exported` back to a state.
 
         Raises:
-            ValueError: the arrays are of another number of nodes. Tables may have grown at their ends.
+            ValueError: the arrays are of data with other relations, categories or classes, or another order of them; or
+                of another number of nodes. Tables may have grown at their ends.
         """
+        if not np.array_equal(plain["layout"], self._layout):
+            raise ValueError(
+                "the state must be of the data of this trainer, got one of data with other types, relations, columns, "
+                "categories or classes, or with another order of them; train again, or give the data of then"
+            )
         state = self._begin(int(plain["seed"]))
         moments = {}
         for kind, of_type in state.moments.items():

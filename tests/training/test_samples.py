@@ -114,6 +114,17 @@ def test_a_state_is_of_data_whose_relations_and_types_are_numbered_alike(task):
     assert of(named) != of(dataclasses.replace(named, node_names=others, check=False))
 
 
+def test_a_trainer_refuses_a_state_of_data_that_are_numbered_otherwise():
+    """All arrays have equal shapes: the weights of one relation would be those of another."""
+    data = community_graph()
+    trainer, other = (Trainer(resolve("mine", **TINY), some) for some in (data, _turned(data, "edges")))
+    plain = trainer.exported(trainer.init(0))
+    assert jax.tree.map(jnp.shape, plain) == jax.tree.map(jnp.shape, other.exported(other.init(0)))
+    trainer.imported(plain)
+    with pytest.raises(ValueError, match="must be of the data of this trainer, got one of data with other types"):
+        other.imported(plain)
+
+
 def test_a_run_is_evaluated_on_data_that_are_numbered_alike(tmp_path, capsys):
     data = community_graph()
     data.save(tmp_path / "data")
