@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dejax._dtypes import entering_jit
 from dejax._optional import optional
 from dejax.distributed.tables import ShardedTable
 from dejax.host_gather._operands import Table
@@ -31,6 +32,9 @@ def save(folder: str | os.PathLike[str], step: int, state: Any, *, keep: int = 2
         step: number of the checkpoint, usually the number of finished training steps.
         state: pytree of arrays, random keys, tables in host memory, and `ShardedTable`s.
         keep: number of latest checkpoints to keep; older ones are deleted.
+
+    Raises:
+        ValueError: two leaves have one path, or a numpy integer does not fit int32 without jax's 64-bit mode.
     """
     with optional("orbax-checkpoint", of="a checkpoint"):
         import orbax.checkpoint as ocp
@@ -104,7 +108,7 @@ def _named(state: Any) -> dict[str, Any]:
     named = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         if not isinstance(leaf, jax.Array):
-            leaf = jnp.asarray(leaf)
+            leaf = jnp.asarray(entering_jit("a checkpoint", leaf))
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         name = jax.tree_util.keystr(path, simple=True, separator=".").replace("/", "_") or "state"

@@ -130,6 +130,8 @@ def test_errors_of_checkpoints(tmp_path) -> None:
     distributed.save(tmp_path, 1, {"w": jnp.zeros(3)})
     with pytest.raises(ValueError, match="got a difference in 'v'"):
         distributed.restore(tmp_path, {"w": jnp.zeros(3), "v": jnp.zeros(3)})
+    with pytest.raises(ValueError, match="a checkpoint: integers must fit int32 without jax's 64-bit mode"):
+        distributed.save(tmp_path, 2, {"seen": np.int64(2**40)})  # as 0, jax would give it back
     with pytest.raises(ValueError, match="must have the shapes of the checkpoint"):
         distributed.restore(tmp_path, {"w": jnp.zeros(4)})
     with pytest.raises(ValueError, match="must have the dtypes of the checkpoint, float32 for 'w', got bfloat16"):
