@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dejax"
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file that other processes see whole or not at all; it replaces the one of this name.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary place for a file, which replaces the one at `path` when the block ends without an error.
+
+    Other processes see the old file or the new one, each whole.
 
     Raises:
         OSError: the folder cannot be made or written.
@@ -37,10 +40,29 @@ def write_whole(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # others may read it, unlike files of `tempfile`
     try:
-        temporary.write_bytes(data)
+        yield temporary
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file that other processes see whole or not at all; it replaces the one of this name.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def without_former(path: Path) -> Path:
+    """`path`, without the file that was there: arrays that are mapped from that file keep their contents.
+
+    To write over a mapped file would change these arrays, or end the process with SIGBUS.
+    """
+    path.unlink(missing_ok=True)
+    return path
 
 
 def write_checked(path: Path, data: bytes) -> None:

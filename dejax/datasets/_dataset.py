@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from dejax._files import replacing
 
 if TYPE_CHECKING:
     from dejax.rgnn import RelGraph
@@ -228,19 +229,11 @@ class EntityDataset:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the data set to one .npz file. The file appears when it is complete."""
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         arrays = {name: getattr(self, name) for name in _ARRAYS if getattr(self, name) is not None}
         rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _ARRAYS}
         header = np.frombuffer(json.dumps({"format": _FORMAT, **rest}).encode(), np.uint8)
-        temporary = path.with_name(
-            f"{path.name}.{uuid.uuid4().hex}.part"
-        )  # others may read it, unlike files of `tempfile`
-        try:
-            with open(temporary, "wb") as file:
-                np.savez(file, header=header, **arrays)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, header=header, **arrays)
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str]) -> EntityDataset:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dejax._files import cache_folder
 from dejax.datasets import DataUnavailableError, load
 from dejax.datasets.files import _downloads
 from dejax.datasets.graphs import rdf
@@ -189,9 +190,15 @@ def test_offline(server, tmp_path):
     assert kept(tmp_path) == []
 
 
-def test_the_cache_is_where_xdg_says(monkeypatch, tmp_path):
+def test_the_cache_is_where_the_variables_say(monkeypatch, tmp_path):
+    """One folder for downloads, parsed graphs and kernels."""
+    monkeypatch.setenv("DEJAX_CACHE_DIR", str(tmp_path / "own"))
+    with pytest.raises(DataUnavailableError):
+        load("mutag", url="file:///nowhere.tgz")
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["datasets"]
+    monkeypatch.delenv("DEJAX_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert _downloads.cache_dir() == tmp_path / "dejax"
+    assert cache_folder() == tmp_path / "dejax"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert _downloads.cache_dir() == tmp_path / "home" / ".cache" / "dejax"
+    assert cache_folder() == tmp_path / "home" / ".cache" / "dejax"

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dejax.distributed.full_graph import load_parts, save_parts
+from dejax.distributed.full_graph import load_nodes, load_parts, save_parts
 from dejax.rgnn import library
 from tests.distributed.full_graphs import mesh_of, owners
 from tests.distributed.test_mesh_training import CLASSES, K, N, graph_of, model_params, stacked, trained
@@ -30,6 +31,15 @@ def saved(folder: Path, parts: int) -> tuple[Any, np.ndarray, np.ndarray]:
     weights = np.arange(900, dtype=np.float32)
     save_parts(folder, graph, owners(N, parts), parts, nodes={"x": x, "labels": labels}, edges={"weight": weights})
     return graph, x, labels
+
+
+def test_a_graph_keeps_its_arrays_when_another_one_is_saved_in_its_folder(tmp_path: Path) -> None:
+    _, x, _ = saved(tmp_path, 2)
+    graph = load_parts(tmp_path, mesh_of(2))
+    rows = load_nodes(tmp_path, graph, "x")
+    before = jax.tree.map(np.array, (graph, rows))
+    save_parts(tmp_path, graph_of(), owners(N, 2)[::-1], 2, nodes={"x": x + 1})
+    jax.tree.map(np.testing.assert_array_equal, (graph, rows), before)
 
 
 def test_a_broken_folder_has_a_clear_error(tmp_path: Path) -> None:

@@ -103,6 +103,9 @@ def test_a_folder_is_read_back(tmp_path: Path) -> None:
     assert read.report == made.report
     assert all((read.assignment[name] == some).all() for name, some in made.assignment.items())
     assert isinstance(read.assignment["paper"], np.memmap)
+    read.save(tmp_path)  # over the files that it has mapped
+    again = Partition.load(tmp_path)
+    assert all((again.assignment[name] == some).all() for name, some in made.assignment.items())
 
 
 def broken(folder: Path, how: str) -> None:

@@ -320,6 +320,23 @@ def test_predictions_have_keys_and_times_and_new_cutoffs_need_no_labels(trained,
         predictions.write(tmp_path / "p.txt", {})
 
 
+@pytest.mark.parametrize("ending", predictions.FORMATS)
+def test_predictions_are_written_whole_or_not_at_all(tmp_path, monkeypatch, ending):
+    path = tmp_path / f"p.{ending}"
+    predictions.write(path, {"row": np.arange(3)})
+    before = path.read_bytes()
+    write = getattr(predictions, f"_write_{ending}")
+
+    def interrupted(path, columns):
+        write(path, columns)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(predictions, f"_write_{ending}", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        predictions.write(path, {"row": np.arange(5)})
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
 def test_the_report_shows_measures_curves_calibration_and_what_contributes(trained, tmp_path):
     from dejax.training.command.report import draw_curves
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dejax._files import cache_folder
 from dejax.datasets.files._work import Progress
 
 DATA_VARIABLE = "DEJAX_DATA"
@@ -54,12 +55,6 @@ class Archive:
     url: str
     files: Mapping[str, Sequence[str]]
     digests: Mapping[str, str]
-
-
-def cache_dir() -> Path:
-    """The folder for downloaded and derived data: `$XDG_CACHE_HOME/dejax`, by default `~/.cache/dejax`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "dejax"
 
 
 def find_files(
@@ -105,7 +100,7 @@ def fetch(
     Args:
         name: the name of the data set; its files go to `<cache>/datasets/<name>`.
         archive: its address and the files to keep.
-        cache: `cache_dir()` by default.
+        cache: `cache_folder()` by default.
         force: download again even if the files are there.
         progress: draw a bar; None draws on a terminal only.
 
@@ -113,7 +108,7 @@ def fetch(
         DataUnavailableError: the download failed; the message says how to give a folder instead.
         ValueError: the download, or the cache, does not have the expected digest.
     """
-    home = (cache or cache_dir()) / "datasets" / name
+    home = (cache or cache_folder()) / "datasets" / name
     recorded = _read_digests(home)
     if not force and recorded is not None and all((home / file).is_file() for file in archive.files):
         for file in archive.files:

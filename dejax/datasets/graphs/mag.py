@@ -21,9 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
+from dejax._files import cache_folder
 from dejax.datasets._dataset import UNLABELLED, EntityDataset
 from dejax.datasets._hetero import HeteroDataset
-from dejax.datasets.files._downloads import DATA_VARIABLE, cache_dir
+from dejax.datasets.files._downloads import DATA_VARIABLE
 from dejax.datasets.files._work import Progress
 
 NAME = "ogbn-mag"
@@ -48,7 +49,8 @@ def load_mag(
             $DEJAX_DATA.
         use_features: whether to read the features of papers; nodes of other types get rows of zeros (1.0 GB for
             ogbn-mag, and as much in the cache). If False, `features` is None and reading is ten times as fast.
-        cache: folder that keeps the result for the next call; by default `$XDG_CACHE_HOME/dejax`.
+        cache: folder that keeps the result for the next call; by default `$DEJAX_CACHE_DIR`, else `dejax` in
+            the user's cache folder.
         progress: whether to draw progress bars; None draws if stderr is a terminal.
 
     Raises:
@@ -130,7 +132,7 @@ def _cached(root: Path, use_features: bool, cache: str | os.PathLike[str] | None
     stats = [(path.relative_to(root), path.stat()) for path in tables]
     state = repr([(name.as_posix(), stat.st_size, stat.st_mtime_ns) for name, stat in stats])
     key = hashlib.sha256(f"{_FORMAT}{mark} {use_features} {root.resolve()} {state}".encode()).hexdigest()[:16]
-    return (Path(cache) if cache is not None else cache_dir()) / "parsed" / f"{NAME}-{key}.npz"
+    return (Path(cache) if cache is not None else cache_folder()) / "parsed" / f"{NAME}-{key}.npz"
 
 
 def _read(root: Path, use_features: bool, progress: bool | None) -> HeteroDataset:

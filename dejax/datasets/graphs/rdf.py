@@ -28,9 +28,10 @@ from typing import Any
 
 import numpy as np
 
+from dejax._files import cache_folder
 from dejax._optional import optional
 from dejax.datasets._dataset import UNLABELLED, EntityDataset
-from dejax.datasets.files._downloads import Archive, cache_dir, fetch, find_files, sha256
+from dejax.datasets.files._downloads import Archive, fetch, find_files, sha256
 from dejax.datasets.files._work import Progress
 
 NAMES = ("aifb", "mutag", "bgs", "am")
@@ -93,7 +94,8 @@ def load_rdf(
         folder: the folder that has `<name>_stripped.nt.gz` (or `.nt`, or `<name>.nt[.gz]`), `trainingSet.tsv` and
             `testSet.tsv`, itself or in a sub-folder `name`. Digests of its files are not checked.
         url: address of the .tgz archive, for example a mirror.
-        cache: folder of downloads and parsed graphs; by default `$XDG_CACHE_HOME/dejax`.
+        cache: folder of downloads and parsed graphs; by default `$DEJAX_CACHE_DIR`, else `dejax` in
+            the user's cache folder.
         force_download: whether to download again. The archive must be the same as the first time.
         progress: whether to draw progress bars; None draws if stderr is a terminal.
 
@@ -108,7 +110,7 @@ def load_rdf(
     """
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(NAMES)}, got {name!r}")
-    base = Path(cache) if cache is not None else cache_dir()
+    base = Path(cache) if cache is not None else cache_folder()
     paths = None if force_download and folder is None else find_files(name, _accepted(name), folder)
     if paths is None:
         paths = fetch(name, archive(name, url), cache=base, force=force_download, progress=progress)

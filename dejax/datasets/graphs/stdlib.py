@@ -40,10 +40,10 @@ from pathlib import Path
 
 import numpy as np
 
+from dejax._files import cache_folder
 from dejax.datasets._dataset import UNLABELLED, EntityDataset
 from dejax.datasets._hetero import SPLITS as SPLIT_NAMES
 from dejax.datasets._hetero import HeteroDataset, split_edges
-from dejax.datasets.files._downloads import cache_dir
 from dejax.datasets.files._work import Progress
 from dejax.datasets.graphs._code_graph import (
     CLASS,
@@ -124,7 +124,8 @@ def load_stdlib(
         split: "definition" keeps each top-level class or function, with its inner definitions, in one split; "module"
             keeps whole modules together, which is harder. 60 % of the nodes of each class are for training, 20 % for
             validation, 20 % for test.
-        cache: folder that keeps the built graph; by default `$XDG_CACHE_HOME/dejax`.
+        cache: folder that keeps the built graph; by default `$DEJAX_CACHE_DIR`, else `dejax` in
+            the user's cache folder.
         progress: whether to draw a progress bar; None draws if stderr is a terminal.
 
     Raises:
@@ -144,7 +145,7 @@ def load_stdlib(
             f"folder must have Python sources, got none in {root}: this Python may keep its library in a zip file; "
             "give the folder of another Python's library"
         )
-    base = Path(cache) if cache is not None else cache_dir()
+    base = Path(cache) if cache is not None else cache_folder()
     stats = [(name, path.stat()) for name, path in files]
     state = repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
     key = hashlib.sha256(f"{_FORMAT} {sys.version} {root} {split} {state}".encode()).hexdigest()[:16]

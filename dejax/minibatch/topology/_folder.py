@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dejax._files import read_description, write_description
+from dejax._files import read_description, without_former, write_description
 from dejax.host_gather import HostTable
 
 _FILE = "topology.json"
@@ -32,9 +32,7 @@ def begin(folder: str | os.PathLike[str]) -> None:
 
 def list_path(folder: str | os.PathLike[str], number: int, name: str) -> Path:
     """A file to write a list to. A topology that has the file before it mapped keeps its contents."""
-    path = Path(folder) / f"{number}_{name}.npy"
-    path.unlink(missing_ok=True)
-    return path
+    return without_former(Path(folder) / f"{number}_{name}.npy")
 
 
 def write(folder: str | os.PathLike[str], number: int, arrays: Mapping[str, np.ndarray]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dejax._files import keep_compiled_programs, write_whole
+from dejax._files import keep_compiled_programs, replacing, write_whole
 from dejax._optional import missing_packages
 from dejax.training.command.arguments import parser, settings_of
 from dejax.training.command.config import TablesConfig, read_config
@@ -235,7 +235,8 @@ def _one_seed(trainer: Any, checkpoints: Any, args: argparse.Namespace, seed: in
     else:
         final = trainer.final(state, inference=args.inference)
     if args.export:
-        np.savez(out / f"embeddings-seed{seed}.npz", **trainer.task.vectors(trainer, state))
+        with replacing(out / f"embeddings-seed{seed}.npz") as temporary, temporary.open("wb") as file:
+            np.savez(file, **trainer.task.vectors(trainer, state))
     if checkpoints is not None and not sys.stderr.isatty():
         best = f", best epoch {fitted.best_epoch}" if trainer.settings.patience else ""
         steps = f"{sum(history.steps)} steps in {sum(history.seconds):.1f} s{best}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dejax._files import replacing
 from dejax._optional import optional
 from dejax.datasets import HeteroDataset, Task
 from dejax.training.metrics import Ranking
@@ -90,10 +91,11 @@ def write(path: Path, columns: Mapping[str, Any]) -> None:
     ending = path.suffix.removeprefix(".")
     if ending not in FORMATS:
         raise ValueError(f"predictions must be written to a file that ends with .csv or .parquet, got {path.name!r}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if ending == "parquet":
-        _write_parquet(path, columns)
-        return
+    with replacing(path) as temporary:
+        (_write_parquet if ending == "parquet" else _write_csv)(temporary, columns)
+
+
+def _write_csv(path: Path, columns: Mapping[str, Any]) -> None:
     with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:  # keys may be no Unicode
         writer = csv.writer(file)
         writer.writerow(columns)
