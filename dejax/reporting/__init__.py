@@ -15,7 +15,7 @@ import jax
 
 import dejax
 from dejax._compiling import CompiledFunction, compiled_functions
-from dejax._platform import default_device, platform
+from dejax._platform import default_device, on_gpu, platform
 from dejax.offload import ActivationStore, default_store
 from dejax.offload.activations import current
 from dejax.reporting import _hlo, _liveness, _measure, _traffic
@@ -107,18 +107,18 @@ def report(
         offloads = any(i.target.startswith("dejax_offload") for i, _ in module.instructions())
         mine = store or ((current.innermost() or default_store()) if offloads else None)
         measured, moved, waits = _run(jitted, args, kwargs, donated, calls, mine)
-    events, on_gpu = (measured.events if measured else []), platform() == "gpu"
-    kernels = kernels_of(module, events, calls, traced(), on_gpu=on_gpu)
-    traffic = [*_traffic.of_tables(module, leaves, on_gpu=on_gpu), *moved]
+    events, gpu = measured.events if measured else [], on_gpu()
+    kernels = kernels_of(module, events, calls, traced(), on_gpu=gpu)
+    traffic = [*_traffic.of_tables(module, leaves, on_gpu=gpu), *moved]
     memory = _memory(compiled)
-    idle = _traffic.idle_share(events) if on_gpu else None
+    idle = _traffic.idle_share(events) if gpu else None
     seconds = measured.seconds if measured else None
-    seen = Seen(module, leaves, timeline, kernels, traffic, waits, idle, seconds, memory["donated"], on_gpu)
+    seen = Seen(module, leaves, timeline, kernels, traffic, waits, idle, seconds, memory["donated"], gpu)
     return Report(
         name=_name(step),
         device=_device(),
         backend=platform(),
-        how=_how(why, bool(events), on_gpu),
+        how=_how(why, bool(events), gpu),
         leaves=leaves,
         timeline=timeline,
         memory=memory,

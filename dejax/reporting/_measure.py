@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from dejax._platform import default_device, platform
+from dejax._platform import default_device, on_gpu, platform
 from dejax.host_gather.tables.table import LocalTable
 
 
@@ -131,7 +131,7 @@ def record(run: Callable[[], Any]) -> list[Event]:
 def _events(path: Path) -> list[Event]:
     """The events of a profile: those of the GPU's streams, or without a GPU the instructions that the CPU ran."""
     found: list[Event] = []
-    on_gpu: list[Event] = []
+    of_gpu: list[Event] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # jaxlib's statistics of events
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
@@ -145,5 +145,5 @@ def _events(path: Path) -> list[Event]:
                     instruction = str(dict(event.stats).get("hlo_op", ""))
                     if gpu or instruction:
                         kept = Event(event.name, instruction, event.start_ns, event.duration_ns)
-                        (on_gpu if gpu else found).append(kept)
-    return on_gpu or ([] if platform() == "gpu" else found)
+                        (of_gpu if gpu else found).append(kept)
+    return of_gpu or ([] if on_gpu() else found)

@@ -99,8 +99,6 @@ def _sums_apart(program: OpProgram, counts: Counts) -> OpProgram:
         terms = [with_product(op, t) for t in _terms(program, users, op.args[0])]
         if len(terms) < 2 or all(t.moves is None for t in terms):
             return None
-        if any(f.power < 0 and len(t.factors) == 1 for t in terms for f in t.factors):
-            return None
         moved.append(index)
         return as_dtype(builder, _total(builder, program, new, op, terms), op.dtype)
 
