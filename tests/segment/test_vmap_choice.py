@@ -56,7 +56,7 @@ def test_the_batch_decides_for_gradients_and_nested_batches():
 def small_batches(request, monkeypatch):
     """Kernels are interpreted; one example is scattered, and a batch as the parameter says."""
     most = {"scatter": 2**31, "kernel": ENTRIES * WIDTH}[request.param]
-    monkeypatch.setattr(_request, "place", lambda backend: (True, True))
+    monkeypatch.setattr(_request, "place", lambda backend, *sizes: (True, True))
     monkeypatch.setattr(
         _cost, "scatter_pays", lambda shape, *_, **__: shape.examples * shape.entries * shape.width <= most
     )
