@@ -70,7 +70,7 @@ class CompiledFunction:
         if self.times > len(self.sizes):
             found.append(
                 "for arguments of the same shapes that lay elsewhere: results of a step that reads a table are "
-                "committed to its device, so commit the first state, too, by jax.device_put(state, jax.devices()[0])"
+                "committed to its device, so commit the first state, too, by `jax.device_put(state, jax.devices()[0])`"
             )
         return "; ".join(found)
 
