@@ -162,7 +162,7 @@ void Ring::CountStalls() {
 
 // An entry larger than the ring goes straight to the host, and the compute stream waits for that.
 void Ring::PushToHost(Lock& lock, const EntryPtr& entry, DevicePointer data, Stream compute) {
-  if (!GiveSlot(lock, entry)) return;
+  if (entry->slot == nullptr && !GiveSlot(lock, entry)) return;
   Slot* const slot = entry->slot;
   Wait(compute, slot->last_read);
   Wait(compute, slot->last_write);
@@ -209,6 +209,8 @@ void Ring::Push(Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePoin
   if (!stays && !GiveSlot(lock, entry)) return;
   MakeRoom(lock, run, entry->offset, span, compute);
   if (!entry->live) return;
+  // The mutex was free meanwhile: another thread may exchange the ring's memory, and then there is none.
+  if (span > capacity_) return PushToHost(lock, entry, data, compute);
   WaitCounted(compute, {&out_fence_, &last_in_}, &store_->stats_.device_store_stall_seconds);
   last_in_.reset();
   Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
