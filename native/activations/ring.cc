@@ -1,6 +1,7 @@
 #include "activations/ring.h"
 
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
 
 namespace dejax::offload {
@@ -39,9 +40,32 @@ void Ring::Synchronize() {
   if (consumed_) driver_.event_synchronize(consumed_.get());
 }
 
+// Nothing may change in the ring meanwhile, but for entries that are dropped. Without a lock the mutex stays locked.
+template <typename Submit>
+void Ring::SubmitWithout(Lock* lock, const Submit& submit) {
+  if (lock == nullptr) return submit();
+  struct Flag {
+    explicit Flag(bool* value) : value(value) { *value = true; }
+    ~Flag() { *value = false; }
+    bool* const value;
+  };
+  const Flag flag(&submitting_);
+  const Unlocked unlocked(&store_->monitor_, *lock);
+  submit();
+}
+
+void Ring::AwaitSubmissions(Lock& lock) {
+  while (submitting_) {
+    store_->monitor_.WaitForOthers(lock, std::chrono::milliseconds(200));
+    store_->RequireOpen();
+  }
+}
+
 // While its memory is exchanged the ring has none, and steps of other threads run as without a ring.
 void Ring::Reserve(Lock& lock, int64_t bytes, Stream compute) {
   bytes = bytes / kAlign * kAlign;
+  if (bytes <= capacity_) return;
+  AwaitSubmissions(lock);
   if (bytes <= capacity_ || bytes == refused_ || resizing_) return;
   for (const EntryPtr& entry : window_) {
     if (!entry->copied_out) return;  // it is only here; a later call may resize
@@ -91,10 +115,12 @@ void Ring::Empty() {
 
 // Makes the window this run's. Entries of the former run go to the host first.
 void Ring::Own(Lock& lock, const RunPtr& run, Stream compute) {
+  AwaitSubmissions(lock);
   while (owner_.lock() != run) {
     const auto only_here = std::find_if(window_.begin(), window_.end(), [](const EntryPtr& e) { return !e->copied_out; });
     if (only_here != window_.end()) {
       CopyOut(lock, EntryPtr(*only_here));  // may release the mutex: look again
+      AwaitSubmissions(lock);
       continue;
     }
     Empty();
@@ -138,16 +164,21 @@ void Ring::CopyOut(Lock& lock, const EntryPtr& entry) {
 
 // Makes the compute stream wait, for all of `events`, and adds how long it then did to a counter once that is known.
 void Ring::WaitCounted(Stream compute, std::initializer_list<const Event*> events, double* total) {
+  Stall stall = WaitTimed(compute, events, total, stalls_.size() < kMostStalls);
+  if (stall.end) stalls_.push_back(std::move(stall));
+}
+
+// Needs no mutex. The stall has no end where the stream need not wait.
+Ring::Stall Ring::WaitTimed(Stream compute, std::initializer_list<const Event*> events, double* total, bool timed) {
   Stall stall;
   for (const Event* event : events) {
     if (!*event || driver_.event_query(event->get()) == 0) continue;
-    if (!stall.begin && stalls_.size() < kMostStalls) stall.begin = timers_->Record(compute);
+    if (!stall.begin && timed) stall.begin = timers_->Record(compute);
     Wait(compute, *event);
   }
-  if (!stall.begin) return;
-  stall.end = timers_->Record(compute);
+  if (stall.begin) stall.end = timers_->Record(compute);
   stall.total = total;
-  stalls_.push_back(std::move(stall));
+  return stall;
 }
 
 void Ring::CountStalls() {
@@ -162,7 +193,7 @@ void Ring::CountStalls() {
 
 // An entry larger than the ring goes straight to the host, and the compute stream waits for that.
 void Ring::PushToHost(Lock& lock, const EntryPtr& entry, DevicePointer data, Stream compute) {
-  if (!GiveSlot(lock, entry)) return;
+  if (entry->slot == nullptr && !GiveSlot(lock, entry)) return;
   Slot* const slot = entry->slot;
   Wait(compute, slot->last_read);
   Wait(compute, slot->last_write);
@@ -209,6 +240,7 @@ void Ring::Push(Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePoin
   if (!stays && !GiveSlot(lock, entry)) return;
   MakeRoom(lock, run, entry->offset, span, compute);
   if (!entry->live) return;
+  if (span > capacity_) return PushToHost(lock, entry, data, compute);  // another call exchanges the ring's memory
   WaitCounted(compute, {&out_fence_, &last_in_}, &store_->stats_.device_store_stall_seconds);
   last_in_.reset();
   Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
@@ -225,19 +257,32 @@ void Ring::Push(Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePoin
 }
 
 // Brings the entry right below the window back into it.
-void Ring::Load(const EntryPtr& entry) {
-  if (consumed_ != consumed_seen_by_in_) Wait(in_, consumed_);
-  consumed_seen_by_in_ = consumed_;
-  Wait(in_, out_fence_);
-  Wait(in_, entry->copied_out);
-  Wait(in_, entry->slot->last_write);
-  Wait(in_, entry->slot->last_read);  // the slot is free once its last reader has ended, so the last must end last
-  Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
-    Check(driver_.copy_host_to_device(ring, static_cast<char*>(entry->slot->data) + at, bytes, in_), "cuMemcpyHtoDAsync");
-  });
-  entry->ready = events_->Record(in_);
-  entry->slot->last_read = entry->ready;
-  last_in_ = entry->ready;
+void Ring::Load(Lock* lock, const EntryPtr& entry) {
+  Slot* const slot = entry->slot;
+  const Event consumed = consumed_, seen = consumed_seen_by_in_;
+  const Event fence = out_fence_, copied_out = entry->copied_out, last_write = slot->last_write, last_read = slot->last_read;
+  Event ready;
+  ++slot->pins;
+  try {
+    SubmitWithout(lock, [&] {
+      // The slot is free once its last reader has ended, so the last must end last.
+      if (consumed != seen) Wait(in_, consumed);
+      for (const Event* event : {&fence, &copied_out, &last_write, &last_read}) Wait(in_, *event);
+      Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
+        Check(driver_.copy_host_to_device(ring, static_cast<char*>(slot->data) + at, bytes, in_), "cuMemcpyHtoDAsync");
+      });
+      ready = events_->Record(in_);
+    });
+  } catch (...) {
+    --slot->pins;
+    throw;
+  }
+  --slot->pins;
+  consumed_seen_by_in_ = consumed;
+  slot->last_read = ready;
+  last_in_ = ready;
+  if (!entry->live) return;  // dropped while the mutex was free
+  entry->ready = ready;
   entry->in_ring = true;
   entry->prefetched = true;
   window_.push_front(entry);
@@ -257,23 +302,28 @@ void Ring::Pop(Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePoint
     if (!entry->in_ring && run && entry->live && entry->slot != nullptr && !entry->reading && entry->span > 0 && below &&
         run->top - entry->offset <= capacity_) {
       // Through the ring all the same: the launch thread is ahead of the GPU, so the copy overlaps earlier work.
-      Load(entry);
+      Load(&lock, entry);
       loaded_now = true;
     }
   }
+  AwaitSubmissions(lock);
   if (entry->in_ring) {
-    if (entry->prefetched) {
-      WaitCounted(compute, {&entry->ready}, &store_->stats_.device_fetch_stall_seconds);
-    } else {
-      Wait(compute, entry->ready);
-    }
-    Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
-      Check(driver_.copy_device_to_device(data + at, ring, bytes, compute), "cuMemcpyDtoDAsync");
+    const Event ready = entry->ready;
+    const bool timed = entry->prefetched && stalls_.size() < kMostStalls;
+    Stall stall;
+    Event consumed;
+    SubmitWithout(&lock, [&] {
+      stall = WaitTimed(compute, {&ready}, &store_->stats_.device_fetch_stall_seconds, timed);
+      Pieces(entry->offset, entry->bytes, [&](DevicePointer ring, int64_t at, int64_t bytes) {
+        Check(driver_.copy_device_to_device(data + at, ring, bytes, compute), "cuMemcpyDtoDAsync");
+      });
+      consumed = events_->Record(compute);
     });
+    if (stall.end) stalls_.push_back(std::move(stall));
     auto& counter = loaded_now ? store_->stats_.demand_bytes
                                : (entry->prefetched ? store_->stats_.prefetched_bytes : store_->stats_.ring_hit_bytes);
     counter += entry->bytes;
-    consumed_ = events_->Record(compute);
+    consumed_ = consumed;
     return;
   }
   store_->AwaitHost(lock, entry, /*pinned=*/true);
@@ -297,9 +347,8 @@ void Ring::Leave(const EntryPtr& entry) {
   if (entry->copied_out) out_fence_ = last_out_;
 }
 
-void Ring::Prefetch(const RunPtr& run) {
-  if (!run || owner_.lock() != run || capacity_ == 0) return;
-  while (true) {
+void Ring::Prefetch(const RunPtr& run, Lock* lock) {
+  while (run && owner_.lock() == run && capacity_ != 0 && !submitting_) {
     auto at = run->stack.end();
     if (!window_.empty()) {
       at = std::lower_bound(run->stack.begin(), run->stack.end(), window_.front()->serial,
@@ -315,7 +364,7 @@ void Ring::Prefetch(const RunPtr& run) {
     }
     if (!next || next->in_ring || next->slot == nullptr || next->reading) return;
     if (run->top - next->offset > capacity_) return;
-    Load(next);
+    Load(lock, next);
   }
 }
 

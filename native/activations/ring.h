@@ -21,14 +21,18 @@ class Ring {
   Ring(Store* store, Stream compute);
   ~Ring();
 
-  // Called with the store's mutex held. Those that get the lock release it for a while.
+  // Called with the store's mutex held. Those that get the lock release it for a while: a fetch also to submit its work,
+  // because the GPU has nothing else to do then, and the threads of other GPUs, which collectives keep in step, fetch at
+  // the same time.
   // Makes the ring's memory this large, unless it is larger.
   void Reserve(Lock& lock, int64_t bytes, Stream compute);
   void Push(Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePointer data, Stream compute);
   // Copies the entry's bytes to `data`. The caller then calls Leave and Prefetch.
   void Pop(Lock& lock, const RunPtr& run, const EntryPtr& entry, DevicePointer data, Stream compute);
   void Leave(const EntryPtr& entry);
-  void Prefetch(const RunPtr& run);
+  // Brings entries below the window back into it, as far as there is room. Does nothing while a fetch submits work: that
+  // fetch comes here afterwards. Without `lock` the mutex stays locked.
+  void Prefetch(const RunPtr& run, Lock* lock = nullptr);
   void SetHandle(DevicePointer handle, uint64_t value, Stream compute);
   void Synchronize();
   // Adds the ended waits of the compute stream to the store's counters.
@@ -45,7 +49,10 @@ class Ring {
   void PushToHost(Lock& lock, const EntryPtr& entry, DevicePointer data, Stream compute);
   bool Stays(const Run& run, const Entry& entry, int64_t span) const;
   void MakeRoom(Lock& lock, const RunPtr& run, int64_t offset, int64_t span, Stream compute);
-  void Load(const EntryPtr& entry);
+  void Load(Lock* lock, const EntryPtr& entry);
+  template <typename Submit>
+  void SubmitWithout(Lock* lock, const Submit& submit);
+  void AwaitSubmissions(Lock& lock);
   void WaitCounted(Stream compute, std::initializer_list<const Event*> events, double* total);
   template <typename Copy>
   void Pieces(int64_t offset, int64_t bytes, Copy copy);
@@ -58,12 +65,14 @@ class Ring {
     Event begin, end;
     double* total = nullptr;
   };
+  Stall WaitTimed(Stream compute, std::initializer_list<const Event*> events, double* total, bool timed);
   std::shared_ptr<EventPool> events_;
   std::shared_ptr<EventPool> timers_;
   std::deque<Stall> stalls_;
   DevicePointer memory_ = 0;
   int64_t capacity_ = 0;
   int64_t refused_ = 0;    // a size that could not be allocated
+  bool submitting_ = false;  // a fetch submits work without the mutex; what other calls on this device submit waits
   bool resizing_ = false;  // a thread allocates memory without the mutex; until it ends there is none
   std::weak_ptr<Run> owner_;
   std::deque<EntryPtr> window_;  // bottom first

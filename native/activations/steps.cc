@@ -145,7 +145,7 @@ void Store::FetchOnCuda(const StoreCall& call, uint64_t handle, DevicePointer da
     ++stats_.fetched_count;
     Remove(entry, run);
     ReadAhead(run, held.lock);
-    held.ring.Prefetch(run);
+    held.ring.Prefetch(run, &held.lock);
   } catch (const std::exception& error) {
     FailRun(run, error.what());
     throw;

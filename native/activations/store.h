@@ -10,8 +10,8 @@
 // the ways between the tiers in tiers.cc, the calls of a step in steps.cc.
 //
 // One mutex guards a store with all its parts. It is not held while a thread copies, waits for the GPU, asks for memory
-// or gives it back, reads or writes: `Unlocked` releases it for that. Work is submitted to the GPU with it held; that
-// waits for nothing.
+// or gives it back, reads or writes: `Unlocked` releases it for that. A store submits work to the GPU with the mutex held;
+// that waits for nothing. A fetch submits its work without the mutex (ring.h).
 #pragma once
 
 #include <sys/types.h>

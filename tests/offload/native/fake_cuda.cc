@@ -57,11 +57,12 @@ bool RunUntil(const std::function<bool()>& finished) {
   return true;
 }
 
-// While a test holds the device, calls that wait for it return only one by one, as the test lets them go.
-std::atomic<bool> held{false};
+// While a test holds the device, calls that wait for it return only one by one, as the test lets them go; while it holds
+// copies, calls that submit one from the host.
+std::atomic<bool> held{false}, held_copies{false};
 std::atomic<int> waiting{0}, let_go{0};
 
-void WaitWhileHeld() {
+void WaitWhileHeld(const std::atomic<bool>& held = ::held) {
   if (!held) return;
   ++waiting;
   while (held) {
@@ -93,6 +94,7 @@ int Queue(void* stream, std::function<void()> run) {
 
 extern "C" {
 void fake_hold(int on) { held = on != 0; }
+void fake_hold_copies(int on) { held_copies = on != 0; }
 int fake_waiting() { return waiting; }
 void fake_let_go() { ++let_go; }
 long fake_count(const char* what) {
@@ -207,6 +209,7 @@ int cuMemcpyDtoHAsync_v2(void* to, unsigned long long from, size_t n, void* stre
   return Queue(stream, [=] { std::memcpy(to, reinterpret_cast<void*>(from), n); });
 }
 int cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, size_t n, void* stream) {
+  WaitWhileHeld(held_copies);
   Count("to device");
   return Queue(stream, [=] { std::memcpy(reinterpret_cast<void*>(to), from, n); });
 }

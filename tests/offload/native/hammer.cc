@@ -41,7 +41,7 @@ void Check(const std::vector<uint32_t>& got, uint32_t value) {
 }
 
 // A forward and a backward pass over tensors of many sizes.
-void OneRun(Store& store, const Setting& setting, std::mt19937& rng, Stream stream) {
+void OneRun(Store& store, const Setting& setting, std::mt19937& rng, Stream stream, int device) {
   const int64_t run = next_run++;
   const int count = 1 + static_cast<int>(rng() % 12);
   std::vector<std::vector<uint32_t>> tensors;
@@ -56,7 +56,8 @@ void OneRun(Store& store, const Setting& setting, std::mt19937& rng, Stream stre
     for (int i = 0; i < count; ++i) {
       const int64_t bytes = static_cast<int64_t>(4 * tensors[i].size());
       if (setting.cuda) {
-        store.StoreOnCuda({run, 0, i % 3, {0, 0}, stream}, 1 << 14, address(tensors[i].data()), bytes, address(&handles[i]));
+        store.StoreOnCuda({run, device, i % 3, {0, device}, stream}, 1 << 14, address(tensors[i].data()), bytes,
+                          address(&handles[i]));
       } else {
         handles[i] = store.StoreOnCpu({run, kCpu, i % 3, {}}, tensors[i].data(), bytes);
       }
@@ -69,7 +70,8 @@ void OneRun(Store& store, const Setting& setting, std::mt19937& rng, Stream stre
     for (int i = count - 1; i >= 0; --i) {
       const int64_t bytes = static_cast<int64_t>(4 * tensors[i].size());
       if (setting.cuda) {
-        store.FetchOnCuda({run, 0, i % 3, {0, 0}, stream}, ReadHandle(address(&handles[i]), stream), address(outs[i].data()), bytes);
+        const uint64_t handle = ReadHandle(address(&handles[i]), stream);
+        store.FetchOnCuda({run, device, i % 3, {0, device}, stream}, handle, address(outs[i].data()), bytes);
       } else {
         store.FetchOnCpu({run, kCpu, i % 3, {}}, handles[i], outs[i].data(), bytes);
       }
@@ -126,8 +128,9 @@ void Hammer(const Setting& setting, double seconds, int num_threads, unsigned se
       std::mt19937 rng(seed * 100 + i);
       // XLA has one compute stream for each device; the store must work with several, too.
       Stream stream = shared;
+      const int device = seed % 4 == 3 ? i % 2 : 0;
       if (setting.cuda && seed % 4 >= 2) GetDriver().stream_create(&stream, 0);
-      while (!over) OneRun(*store, setting, rng, stream);
+      while (!over) OneRun(*store, setting, rng, stream, device);
     });
   }
   threads.emplace_back([&] {
