@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from dejax import rgnn
 from dejax.distributed.full_graph import CannotDistribute
 from dejax.rgnn import library
+from dejax.rgnn.passes.kernels import storage
 from tests.distributed.full_graphs import compare
 from tests.rgnn.layers.test_zoo import drawn
 from tests.rgnn.layers.zoo_references import LAYERS
@@ -146,3 +147,23 @@ def test_kernels_read_padded_tables(name: str, graph: str) -> None:
 
     options = rgnn.Options(backend="pallas", precision="f32", interpret=True)
     compare(layer, edges.build(), arrays, kinds, parts=2, tolerance=3e-5, options=options)
+
+
+@pytest.mark.slow
+def test_stages_that_give_rows_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted kernels of HGT, whose queries are a stage of own nodes: values and gradients to TF32's accuracy."""
+    monkeypatch.setattr(storage, "_pays_measuring", lambda *_: True)  # as on a large graph
+    edges, rng, k = GRAPHS["typical"], np.random.default_rng(0), 32
+    types, node_types = edges.num_edge_types, edges.num_node_types
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("key", "query", "value"), (node_types, 1, k, k))
+    shapes |= dict.fromkeys(("relation_attention", "relation_message"), (types, 1, k, k))
+    shapes |= {"prior": (types, 1), "out": (node_types, k, k), "x": (edges.num_nodes, k)}
+    arrays = {key: (rng.normal(size=shape) / np.sqrt(k)).astype(np.float32) for key, shape in shapes.items()}
+
+    @rgnn.program
+    def layer(g: Any, a: Any) -> Any:
+        return library.hgt(g, a["x"], {key: value for key, value in a.items() if key != "x"})
+
+    kinds = {key: "node" if key == "x" else "shared" for key in arrays}
+    options = rgnn.Options(backend="pallas", precision="tf32", interpret=True)
+    compare(layer, edges.build(), arrays, kinds, parts=2, tolerance=2e-3, options=options)

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from dejax.distributed.full_graph import ShardedGraph, over_mesh
 from dejax.rgnn import Options, RelGraph, library
+from dejax.rgnn.passes.kernels import storage
 from tests.described import gpus
 from tests.distributed.full_graphs import mesh_of
 
@@ -53,27 +54,27 @@ def mesh(size: int) -> AbstractMesh:
     return gpus(size=size, axis="parts", axis_types=(AxisType.Auto,))
 
 
-def parameters(name: str) -> dict[str, jax.ShapeDtypeStruct]:
-    shapes: dict[str, tuple[int, ...]] = {"weight": (TYPES, K, K)}
+def parameters(name: str, k: int = K) -> dict[str, jax.ShapeDtypeStruct]:
+    shapes: dict[str, tuple[int, ...]] = {"weight": (TYPES, k, k)}
     if name == "rgcn":
-        shapes["root"] = (K, K)
+        shapes["root"] = (k, k)
     elif name == "rgat":
-        shapes |= dict.fromkeys(("attention_src", "attention_dst"), (TYPES, K))
+        shapes |= dict.fromkeys(("attention_src", "attention_dst"), (TYPES, k))
     else:
-        shapes = dict.fromkeys(("key", "query", "value"), (NODE_TYPES, 1, K, K))
-        shapes |= dict.fromkeys(("relation_attention", "relation_message"), (TYPES, 1, K, K))
-        shapes |= {"prior": (TYPES, 1), "out": (NODE_TYPES, K, K)}
+        shapes = dict.fromkeys(("key", "query", "value"), (NODE_TYPES, 1, k, k))
+        shapes |= dict.fromkeys(("relation_attention", "relation_message"), (TYPES, 1, k, k))
+        shapes |= {"prior": (TYPES, 1), "out": (NODE_TYPES, k, k)}
     return {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()}
 
 
-def lowered(call: Callable[..., Any], graph: Any, rows: int, params: Any, size: int) -> str:
+def lowered(call: Callable[..., Any], graph: Any, rows: int, params: Any, size: int, width: int = K) -> str:
     """The StableHLO of forward and backward for CUDA."""
 
     def step(x: Any, params: Any, graph: Any) -> Any:
         return jax.value_and_grad(lambda x, p: (call(graph, x, p) ** 2).sum(), (0, 1))(x, params)
 
     described = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), graph)
-    x = jax.ShapeDtypeStruct((rows, K), jnp.float32)
+    x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
     with jax.sharding.use_abstract_mesh(mesh(size)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Triton.*", category=DeprecationWarning)
         return jax.jit(step).trace(x, params, described).lower(lowering_platforms=("cuda",)).as_text()
@@ -121,3 +122,26 @@ def test_parts_run_the_kernels_of_one_device(name: str) -> None:
     # Zeros are written in padding rows alone.
     pairs = split.local.num_source_pairs
     assert not re.search(rf"dims = \[\] : \(tensor<f\d+>\) -> tensor<{pairs}x", many)
+
+
+@pytest.mark.parametrize("disable", [(), ("storage",)])
+def test_stages_give_rows_in_16_bits(disable: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """HGT's queries and the rows of its last product are stages' results, and kernels read them as on one device."""
+    monkeypatch.setattr(storage, "_pays_measuring", lambda *_: True)  # as on a large graph
+    (_, split), width = graphs(), 64
+    options = Options(backend="pallas", precision="tf32", interpret=False, disable=disable)
+    layer = over_mesh(library.hgt)
+    text = lowered(
+        lambda g, x, p: layer(g, x, p, options=options), split, split.num_rows, parameters("hgt", width), PARTS, width
+    )
+    own, read = split.layout.rows, Counter[str]()
+    for line in text.splitlines():
+        if (name := re.search(r'(?:xla\.gpu\.triton|@dejax_kernel\b).*?name = "([^"]+)"', line)) is None:
+            continue
+        operands = line.rpartition("->")[0].rpartition(" : (")[2]
+        kind = re.sub(r"_\d+_", "_", name[1])
+        queries, rows = f"tensor<{own}x1x{width}xf16>", f"tensor<{own}x{width}xf16>"
+        read[kind] += operands.count(queries) + operands.count(rows)
+    narrow = {kind for kind, count in read.items() if count}
+    wanted = {"hgt_traverse", "hgt_backward_traverse", "hgt_grouped_gemm", "hgt_backward_grouped_weight_gradient"}
+    assert narrow.issuperset(wanted) if not disable else not narrow

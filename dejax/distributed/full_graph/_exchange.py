@@ -36,15 +36,16 @@ def exchange(x: jax.Array, send: jax.Array, rounds: Rounds, axis: str) -> jax.Ar
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def exchange_beside(
-    x: jax.Array, valid: jax.Array | None, beside: tuple[jax.Array, ...], send: jax.Array, rounds: Rounds, axis: str
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    x: jax.Array, valid: jax.Array | None, beside: tuple[Any, ...], send: jax.Array, rounds: Rounds, axis: str
+) -> tuple[jax.Array, tuple[Any, ...]]:
     """As `exchange`, while other values are computed.
 
     Args:
         x: [owned, *F], the rows that the device owns.
         valid: bool[owned], False for rows that are padding and may hold anything: they and their gradients become
             zeros, while own rows are copied. No such row is sent. None: all rows are copied as they are.
-        beside: values that need nothing of the exchange. They exist before the received rows are written behind `x`.
+        beside: values, arrays or `RowScaled`, that need nothing of the exchange. They exist before the received rows
+            are written behind `x`.
         send, rounds, axis: as for `exchange`.
 
     Returns:
@@ -65,8 +66,8 @@ def exchange_beside(
 
 
 def _forward(
-    x: jax.Array, valid: jax.Array | None, beside: tuple[jax.Array, ...], send: jax.Array, rounds: Rounds, axis: str
-) -> tuple[tuple[jax.Array, tuple[jax.Array, ...]], tuple[jax.Array | None, jax.Array]]:
+    x: jax.Array, valid: jax.Array | None, beside: tuple[Any, ...], send: jax.Array, rounds: Rounds, axis: str
+) -> tuple[tuple[jax.Array, tuple[Any, ...]], tuple[jax.Array | None, jax.Array]]:
     return exchange_beside(x, valid, beside, send, rounds, axis), (valid, send)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,11 @@ import jax.numpy as jnp
 from dejax.distributed.full_graph._exchange import collect, collect_extremum, exchange_beside
 from dejax.distributed.full_graph._sharded_graph import ShardedGraph, local_part
 from dejax.distributed.full_graph._stages import Combine, Distributed, Exchange, Form, Ref, Stage, form_of
-from dejax.pallas import clear_rows
-from dejax.rgnn.compiler.execute import CompileTask, counts_of, run, uses_kernels
+from dejax.pallas import RowScaled, clear_rows
+from dejax.rgnn.compiler.execute import CompileTask, counts_of, input_may_be_rounded, run_keeping, uses_kernels
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import Op, Space, is_float
-from dejax.rgnn.lowering.node_rows import ALL_ROWS, NodeRows
+from dejax.rgnn.lowering.node_rows import ALL_ROWS, NodeRows, first_rows, longer
 from dejax.rgnn.lowering.segments import (
     extremum_at,
     extremum_of_all,
@@ -26,6 +27,7 @@ from dejax.rgnn.lowering.segments import (
     where_rows,
 )
 from dejax.rgnn.options import Options
+from dejax.rgnn.passes.kernels.storage import linear_in
 
 
 class DeviceRun:
@@ -46,6 +48,7 @@ class DeviceRun:
         self.padded: set[Ref] = set()  # arguments of nodes, with any values in rows that are padding
         self.beside: list[Ref] = []  # values that stages of own nodes gave since the last exchange
         self.received: set[Ref] = set()  # values of own and halo nodes that an exchange made
+        self.narrow: dict[Ref, RowScaled] = {}  # values that a stage stored as row-scaled float16, for later stages
 
     def __call__(self, arrays: dict[int, jax.Array]) -> tuple[jax.Array, ...]:
         """The results for the device's rows of the arguments, by position."""
@@ -92,9 +95,21 @@ class DeviceRun:
 
     def _stage(self, stage: Stage) -> None:
         """Runs one stage on this device, and stores its outputs."""
-        graph = self._graph(stage.on_edges)
         inputs = tuple(self._read(ref, stage.on_edges) for ref in stage.inputs)
-        rows = ALL_ROWS
+        narrow = tuple(self._narrow(ref, stage.on_edges) for ref in stage.inputs)
+        task = replace(self._task(stage), row_scaled_outputs=self._outputs_in_16_bits(stage))
+        found, kept = run_keeping(task, self._graph(stage.on_edges), inputs, narrow)
+        for ref, x, rows in zip(stage.outputs, found, kept, strict=True):
+            longer_than_own = ref[1] == Form.OWN and stage.on_edges
+            self.values[ref] = x[: self.rows] if longer_than_own else x
+            if rows is not None:
+                rows = jax.lax.stop_gradient(rows)  # gradients flow through the array
+                self.narrow[ref] = first_rows(rows, self.rows) if longer_than_own else rows
+        if not stage.on_edges:
+            self.beside += stage.outputs
+
+    def _task(self, stage: Stage) -> CompileTask:
+        graph, rows = self._graph(stage.on_edges), ALL_ROWS
         if not stage.on_edges:  # kernels know which rows are padding: they wait for no copy with zeros there
             rows = NodeRows(padded=tuple(n for n, ref in enumerate(stage.inputs) if ref in self.padded))
         elif graph.num_destinations is not None:
@@ -105,12 +120,32 @@ class DeviceRun:
             rows = NodeRows(zero_elsewhere=given, read_at_destinations=made)
         # The gradients of what came from other devices travel back while those of weights are computed.
         received = tuple(n for n, ref in enumerate(stage.inputs) if ref in self.received)
-        task = CompileTask(stage.program, counts_of(graph), self.options, rows, received=received)
-        found = run(task, graph, inputs)
-        for ref, x in zip(stage.outputs, found, strict=True):
-            self.values[ref] = x[: self.rows] if ref[1] == Form.OWN and stage.on_edges else x
-        if not stage.on_edges:
-            self.beside += stage.outputs
+        return CompileTask(stage.program, counts_of(graph), self.options, rows, received=received)
+
+    def _outputs_in_16_bits(self, stage: Stage) -> tuple[int, ...]:
+        """Indices of outputs that may be stored as row-scaled float16, as in a program of one device.
+
+        Later stages alone read them, each in products and sums.
+        """
+        steps, program = self.plan.steps, self.plan.program
+        collected = {v for step in steps if isinstance(step, Exchange) for v in step.values}
+        collected.update(a for step in steps if isinstance(step, Combine) for a in program.ops[step.value].args)
+        found = []
+        for n, ref in enumerate(stage.outputs):
+            readers = [step for step in steps if isinstance(step, Stage) and ref in step.inputs]
+            if (
+                ref[1] == Form.OWN
+                and ref not in self.plan.outputs
+                and ref[0] not in collected
+                and linear_in(program, ref[0])
+                and all(input_may_be_rounded(self._task(step), step.inputs.index(ref)) for step in readers)
+            ):
+                found.append(n)
+        return tuple(found)
+
+    def _narrow(self, ref: Ref, on_edges: bool) -> RowScaled | None:
+        rows = self.narrow.get(ref)
+        return longer(rows, self.halo) if rows is not None and on_edges else rows
 
     def _read(self, ref: Ref, on_edges: bool) -> jax.Array:
         x = self.values[ref]
@@ -132,9 +167,13 @@ class DeviceRun:
             refs: list[Ref] = [(value, Form.OWN) for value in values]
             own = self._side_by_side([self.values[ref] for ref in refs])
             valid = None if self.padded.isdisjoint(refs) else self.owned.node_mask
-            others = tuple(self.values[ref] for ref in beside)
+            others = tuple(self.narrow.get(ref, self.values[ref]) for ref in beside)
             found, others = exchange_beside(own, valid, others, self.send, self.rounds, self.axis)
-            self.values.update(zip(beside, others, strict=True))
+            for ref, other in zip(beside, others, strict=True):
+                if isinstance(other, RowScaled):
+                    self.narrow[ref] = other
+                else:
+                    self.values[ref] = other
             start = 0
             for value in values:
                 part = found[:, start : start + ops[value].width]

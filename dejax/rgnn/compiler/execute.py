@@ -40,7 +40,7 @@ from dejax.rgnn.lowering.segments import num_rows, segment_sum, valid_rows, wher
 from dejax.rgnn.lowering.xla import Evaluator
 from dejax.rgnn.options import Options
 from dejax.rgnn.passes import Cut, Watch, differentiated, lower_to_kernels, optimise, silent
-from dejax.rgnn.passes.kernels.storage import linear_in, shared_encodings
+from dejax.rgnn.passes.kernels.storage import linear_in, may_be_given_rounded, shared_encodings
 
 Arrays = tuple[jax.Array, ...]
 
@@ -150,6 +150,35 @@ def linear_in_saved(parts: Cut, number: int) -> bool:
     return position not in inputs or linear_in(parts.backward, inputs[position])
 
 
+def input_may_be_rounded(task: CompileTask, position: int) -> bool:
+    """Whether a program, with and without gradients, may be given an input as row-scaled float16 alone."""
+    if not task.row_scaled or why_xla(task.options) is not None or "storage" in task.disable:
+        return False
+    parts, forward, backward = training_tasks(task, differentiable_positions(task))
+    halves = [(task, position)]
+    if position in parts.needed:
+        halves += [(forward, position), (backward, parts.needed.index(position))]
+    return all(may_be_given_rounded(inference_kernels(half), at) for half, at in halves)
+
+
+@lru_cache(maxsize=1024)
+def kept_outputs(task: CompileTask) -> frozenset[int]:
+    """Indices of the outputs that come as row-scaled float16, too.
+
+    They are stored so with and without gradients: JAX asks for results of the same kinds.
+    """
+    wrt = differentiable_positions(task) if task.row_scaled_outputs else ()
+    if not wrt:
+        return frozenset()
+    _, forward, _ = training_tasks(task, wrt)
+    return _stored_outputs(task) & _stored_outputs(forward)
+
+
+def _stored_outputs(task: CompileTask) -> frozenset[int]:
+    kernels = inference_kernels(task)
+    return frozenset(n for n in task.row_scaled_outputs if kernels.program.outputs[n] in kernels.row_scaled)
+
+
 def differentiable_positions(task: CompileTask) -> tuple[int, ...]:
     """Positions of the floating-point inputs."""
     ops = [optimised(task).ops[i] for i in optimised(task).inputs]
@@ -223,7 +252,13 @@ def run_kernels(
         keep = set(program.outputs).union(*(kernels.instances[other].reads for other in order[at + 1 :]))
         env = {i: a for i, a in env.items() if i in keep or program.ops[i].name == "input"}
     results = tuple(env[o] for o in program.outputs)
-    return tuple(map(decoded, results)), tuple(r if isinstance(r, RowScaled) else None for r in results)
+    return tuple(map(decoded, results)), _kept(task, results)
+
+
+def _kept(task: CompileTask, results: tuple[Any, ...]) -> Kept:
+    """The results in 16 bits; of a half of a program all, of a whole one those that it always gives so."""
+    given = kept_outputs(task) if task.raw else range(len(results))
+    return tuple(r if isinstance(r, RowScaled) and n in given else None for n, r in enumerate(results))
 
 
 def _instances_for_first(kernels: Kernels, first: tuple[int, ...]) -> tuple[list[int], int]:
@@ -366,7 +401,8 @@ def _forward(task: CompileTask, graph: Any, inputs: Any, row_scaled: Any) -> tup
     graph, row_scaled = jax.tree_util.tree_map(lambda p: p.value, (graph, row_scaled))
     values = tuple(p.value for p in inputs)
     wrt = tuple(p for p in differentiable_positions(task) if inputs[p].perturbed)
-    if training_cut(task, wrt).num_saved > _residual_slots(task):
+    _, forward, _ = training_tasks(task, wrt)
+    if training_cut(task, wrt).num_saved > _residual_slots(task) or not kept_outputs(task) <= _stored_outputs(forward):
         wrt = differentiable_positions(task)
     found, kept = _run_forward(task, wrt, graph, values, row_scaled)
     return found, (graph, values, *kept)
@@ -390,7 +426,7 @@ def _run_forward(
     ]
     unused = [(empty, empty, empty, empty)] * (_residual_slots(task) - len(saved))
     slots = (*saved, *unused)
-    return (results[:count], kept[:count]), (row_scaled, slots, _positions_as_array(wrt, len(values)))
+    return (results[:count], _kept(task, kept[:count])), (row_scaled, slots, _positions_as_array(wrt, len(values)))
 
 
 def _backward(task: CompileTask, residuals: Any, cotangents: Any) -> tuple[None, tuple, None]:
@@ -423,16 +459,30 @@ _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def run(task: CompileTask, graph: RelGraph, inputs: Arrays) -> Arrays:
-    """The outputs of a program on arrays in the compiler's form; differentiable in the floating-point inputs.
+    """The outputs of a program on arrays in the compiler's form; differentiable in the floating-point inputs."""
+    return run_keeping(task, graph, inputs)[0]
+
+
+def run_keeping(
+    task: CompileTask, graph: RelGraph, inputs: Arrays, row_scaled: RowScaledInputs = ()
+) -> tuple[Arrays, Kept]:
+    """As `run`, and each output as row-scaled float16, where it was stored so (`CompileTask.row_scaled_outputs`).
 
     Traced arrays take a path without `jit` around forward and backward: under `jit` JAX would also trace the kernels of
     inference, and discard them where gradients are needed.
+
+    Args:
+      task: the program.
+      graph: the graph.
+      inputs: the inputs, by position. Gradients flow through them alone.
+      row_scaled: by position, an input as row-scaled float16, where another program has stored it so. The array is then
+        not read.
     """
     if "backward" in task.disable:
-        return _compiled_alone(task, graph, inputs)[0]
+        return _compiled_alone(task, graph, inputs, row_scaled)
     if not any(isinstance(array, jax.core.Tracer) for array in inputs):
-        return _compiled(task, graph, inputs, ())[0]
-    return _differentiable(task, graph, tuple(map(reverse_only, inputs)), ())[0]
+        return _compiled(task, graph, inputs, row_scaled)
+    return _differentiable(task, graph, tuple(map(reverse_only, inputs)), row_scaled)
 
 
 _compiled_alone = jax.jit(run_kernels, static_argnums=0)

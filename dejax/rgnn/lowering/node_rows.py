@@ -142,7 +142,7 @@ class RowArrays:
         if graph.num_destinations is not None:
             given = (i for i, position in positions.items() if position in rows.zero_elsewhere)
             count = graph.num_destinations
-            self.of_destinations = {i: env[i][:count] for i in given if isinstance(env[i], jax.Array)}
+            self.of_destinations = {i: first_rows(env[i], count) for i in given}
 
     def any_row(self, value: int, env: dict[int, Any]) -> Any:
         """The array of a value for a reader that is told which rows are padding, or reads none of them."""
@@ -186,7 +186,7 @@ class RowArrays:
         missing = self.graph.num_nodes - rows.shape[0]
         if missing:
             self.of_destinations[value] = rows
-            rows = _longer(rows, missing)
+            rows = longer(rows, missing)
         env[value] = rows
 
     def reshaped(self, values: Sequence[int]) -> None:
@@ -198,8 +198,15 @@ class RowArrays:
                 self.of_destinations[v] = rows.reshape(rows.shape[0], *op.shape)
 
 
-def _longer(rows: Any, count: int) -> Any:
-    """Rows followed by `count` rows of zeros."""
+def first_rows(rows: Any, count: int) -> Any:
+    """The first `count` rows, of an array or of `RowScaled`."""
     if isinstance(rows, RowScaled):
-        return replace(rows, mantissa=_longer(rows.mantissa, count), exponent=_longer(rows.exponent, count))
+        return replace(rows, mantissa=rows.mantissa[:count], exponent=rows.exponent[:count])
+    return rows[:count]
+
+
+def longer(rows: Any, count: int) -> Any:
+    """Rows followed by `count` rows of zeros, of an array or of `RowScaled`."""
+    if isinstance(rows, RowScaled):
+        return replace(rows, mantissa=longer(rows.mantissa, count), exponent=longer(rows.exponent, count))
     return jnp.pad(rows, [(0, count)] + [(0, 0)] * (rows.ndim - 1))

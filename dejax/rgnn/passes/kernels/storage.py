@@ -149,6 +149,15 @@ def _safe(op: Op, found: list[_Carries], carried: dict[int, _Carries]) -> bool:
     return len(rows) == 1 or rows[0].apart(rows[1])
 
 
+def may_be_given_rounded(kernels: Kernels, position: int) -> bool:
+    """Whether an input may be given as row-scaled float16 alone: kernels read it so, and it is safe (`linear_in`)."""
+    value = kernels.program.by_position().get(position)
+    if value is None:
+        return True
+    whole = any(value in _needs_whole(instance) for instance in kernels.instances)
+    return not whole and linear_in(kernels.program, value)
+
+
 def _pays(reads: float, rows: int, width: int) -> bool:
     """Whether float32 rows are read so often that converting them to 16 bits first is faster."""
     in_16_bits = Work().move(rows, 6 * width).move(reads, 2 * width).seconds() + RATES.encoding_seconds
