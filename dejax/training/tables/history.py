@@ -7,6 +7,7 @@ about, and so does the linear model beside them. It is computed on the host, onc
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -129,9 +130,11 @@ class RowHistory:
                 found.append(_Relation(edge_type, key, edge_type in data.edge_times, columns[:_MOST_COLUMNS]))
         return cls(table, tuple(found), day_of(data))
 
-    def fitted(self, numbers: np.ndarray, bins: int) -> RowHistory:
+    def fitted(self, numbers: np.ndarray, bins: int, times: np.ndarray) -> RowHistory:
         """With the columns of packed rows, by the numbers of some training examples, float[examples, numbers]."""
         differ = [len(own) and not np.array_equal(own, np.full_like(own, own[0]), equal_nan=True) for own in numbers.T]
+        if os.environ.get("LIN_RULE", "eta") == "eta":
+            differ = np.array(differ, bool) & (_told_by_time(numbers, times) < 0.05)
         kept, names = tuple(np.flatnonzero(differ).tolist()), self.names
         columns = {names[n]: Column("number", numbers[:, n].astype(np.float64), np.isnan(numbers[:, n])) for n in kept}
         return dataclasses.replace(self, kept=kept, plan=pack(columns, None, None, bins=bins)[1])
@@ -317,3 +320,25 @@ def _in_deviations(column: Column, plan: TablePlan, name: str) -> _Values:
     scaled = (np.clip(values, -1e300, 1e300) - place.mean[0]) / place.deviation[0]
     whole = np.rint(np.clip(scaled, -_UNIT, _UNIT) * _UNIT).astype(np.int64)
     return _Values(whole, there, place.mean[0] / place.deviation[0])
+
+
+def _told_by_time(numbers: np.ndarray, times: np.ndarray, most: int = 20) -> np.ndarray:
+    """The share of the variance of each number's ranks that lies between periods of cutoffs."""
+    most = max(1, min(most, len(times) // 50))
+    ends = np.unique(np.quantile(times, np.linspace(0, 1, most + 1))[1:-1])
+    period = np.searchsorted(ends, times, side="right")
+    found = np.zeros(numbers.shape[1])
+    for n, x in enumerate(numbers.T):
+        there = np.isfinite(x)
+        if there.sum() < 2 or np.ptp(x[there]) == 0:
+            continue
+        _, place, count = np.unique(x[there], return_inverse=True, return_counts=True)
+        rank = (np.cumsum(count) - (count + 1) / 2)[place]
+        rank = rank - rank.mean()
+        own = period[there]
+        size = np.bincount(own, minlength=most)
+        between = (np.bincount(own, rank, minlength=most) ** 2 / np.maximum(size, 1)).sum() / (rank**2).sum()
+        groups = (size > 0).sum()
+        if there.sum() > groups:
+            found[n] = between - (groups - 1) * (1 - between) / (there.sum() - groups)
+    return found

@@ -123,7 +123,7 @@ class TableLinkTask(TableTask):
         readers = self._readers_of(found, *of)
         ids, times = self._ids_and_times(some_of(self._train), np.random.default_rng(0))
         numbers = {table: read(ids[table], times[table])[ids[table] >= 0] for table, read in readers.items()}
-        fitted = {table: own.fitted(numbers[table], bins) for table, own in found.items()}
+        fitted = {table: own.fitted(numbers[table], bins, times[table]) for table, own in found.items()}
         self._readers = self._readers_of(fitted, *of)
         return fitted
 

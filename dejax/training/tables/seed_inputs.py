@@ -5,6 +5,7 @@ Both are computed before the first step, for all examples of a task, and later f
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -86,14 +87,15 @@ class SeedInputs:
         reader = HistoryReader(history, data, prepared.topology, prepared.plans)
         some = some_of(examples.splits["train"])
         numbers = reader(examples.rows[some], clock.cutoffs(examples.times[some]))
-        self.history = history.fitted(numbers, bins)
+        self.history = history.fitted(numbers, bins, examples.times[some])
+        numbers = numbers[:, list(self.history.kept)]
         plan = prepared.plans[examples.entity]
         self.linear, crossed = LinearModel.fitted(
             data, examples, plan, some, numbers, labels.values[some], labels.weights_of(some)
         )
         self.own = self._inputs(data, reader, examples, np.arange(len(examples)))
         if crossed is not None:
-            self.own.offsets[some] = crossed
+            self.own.offsets[some] = crossed * float(os.environ.get("LIN_START", "1"))
 
     def of(self, data: HeteroDataset, topology: HeteroTopology, examples: Task, places: np.ndarray) -> ExampleInputs:
         """The inputs of examples of any cutoffs, int[n] their places, from tables and edges."""
@@ -109,7 +111,7 @@ class SeedInputs:
             rows, times = examples.rows[places[start:stop]], examples.times[places[start:stop]]
             numbers = read(rows, self._clock.cutoffs(times))
             history[start:stop] = self.history.packed(numbers)
-            offsets[start:stop] = self.linear(data, rows, times, numbers)
+            offsets[start:stop] = self.linear(data, rows, times, numbers[:, list(self.history.kept)]) * float(os.environ.get("LIN_START", "1"))
 
         for_blocks(work, len(places), _BLOCK, progress=False)
         return ExampleInputs(history, offsets)
