@@ -134,7 +134,7 @@ class RowHistory:
         """With the columns of packed rows, by the numbers of some training examples, float[examples, numbers]."""
         differ = [len(own) and not np.array_equal(own, np.full_like(own, own[0]), equal_nan=True) for own in numbers.T]
         if os.environ.get("LIN_RULE", "eta") == "eta":
-            differ = np.array(differ, bool) & (_told_by_time(numbers, times) < 0.05)
+            differ = np.array(differ, bool) & (_told_by_time(numbers, times) < 0.1)
         kept, names = tuple(np.flatnonzero(differ).tolist()), self.names
         columns = {names[n]: Column("number", numbers[:, n].astype(np.float64), np.isnan(numbers[:, n])) for n in kept}
         return dataclasses.replace(self, kept=kept, plan=pack(columns, None, None, bins=bins)[1])
