@@ -135,7 +135,11 @@ class RowHistory:
         differ = [len(own) and not np.array_equal(own, np.full_like(own, own[0]), equal_nan=True) for own in numbers.T]
         if os.environ.get("LIN_RULE", "eta") == "eta":
             differ = np.array(differ, bool) & (_told_by_time(numbers, times) < 0.1)
-        kept, names = tuple(np.flatnonzero(differ).tolist()), self.names
+        chosen, names = np.flatnonzero(differ), self.names
+        if each := int(os.environ.get("LIN_EACH", "0")):
+            rank = [(": mean " in names[n] or ": sum of " in names[n]) + 2 * (names[n].count(": ") > 1) for n in chosen]
+            chosen = np.sort(chosen[np.argsort(rank, kind="stable")[: max(1, len(numbers) // each)]])
+        kept = tuple(chosen.tolist())
         columns = {names[n]: Column("number", numbers[:, n].astype(np.float64), np.isnan(numbers[:, n])) for n in kept}
         return dataclasses.replace(self, kept=kept, plan=pack(columns, None, None, bins=bins)[1])
 

@@ -49,7 +49,10 @@ class TableModel(nnx.Module):
         self.encoder = TablesEncoder(plans, settings.hidden, numbers=settings.numbers, day=day, rngs=rngs)
         more = {"numbers": settings.numbers, "rngs": rngs}
         self.history = TablesEncoder(histories, settings.hidden, **more) if histories else nnx.data(None)
-        zero = {"kernel_init": nnx.initializers.zeros, "rngs": rngs}  # the first outputs are those of a linear model
+        import os
+
+        plain = os.environ.get("LIN_START", "1") == "0"
+        zero = {"rngs": rngs} if plain else {"kernel_init": nnx.initializers.zeros, "rngs": rngs}  # the first outputs are those of a linear model
         self.wide = nnx.data(None)
         if histories and outputs is not None:
             self.wide = nnx.Linear(settings.hidden, outputs, **zero)
@@ -63,7 +66,7 @@ class TableModel(nnx.Module):
             self.layers = SampledClassifier(
                 settings, {}, edge_types, tuple(plans), outputs, normalized=norm, options=options, rngs=rngs
             )
-        if outputs is not None:
+        if outputs is not None and not plain:
             self.layers.head = nnx.Linear(settings.hidden, outputs, **zero)
 
     def __call__(
