@@ -71,7 +71,6 @@ def _chunk(plan: LoopPlan, r: Refs, program: jax.Array) -> None:
     accs = reduce_entries(plan, r, tiles, start, end, entries)
     if not plan.outputs.rows:
         return
-    # The program's rows have taken the chunk's entries in turns.
     _store_partials(plan, r, program, merge(plan.reductions, tuple(a[None] for a in accs)))
     _triton.when(count > 0, lambda: _merge_if_last(plan, r, program, the_row, first, count))
 
