@@ -9,7 +9,7 @@ import pytest
 
 from dejax import pallas as kernels
 from dejax.pallas.formats.row_scaled import encode, two_parts
-from dejax.pallas.products import grouped_gemm as gemm
+from dejax.pallas.products import product_schedule
 from tests.cases import slow_but
 from tests.pallas.reference import decoded, interpreted, tile_table
 
@@ -74,27 +74,31 @@ def operands(k: int, n: int, scales: float) -> tuple[np.ndarray, np.ndarray, np.
     return x.astype(np.float32), y.astype(np.float32), w.astype(np.float32), offsets
 
 
-def multiply(x: np.ndarray, w: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+def multiply(x: np.ndarray, w: np.ndarray, offsets: np.ndarray, columns: np.ndarray | None = None) -> np.ndarray:
     tile_type, tile_start = map(jnp.asarray, tile_table(offsets, 16, x.shape[0]))
     groups = kernels.GemmGroups(jnp.asarray(offsets), x.shape[0], lambda _: (tile_type, tile_start), 16)
-    return np.asarray(
-        kernels.grouped_gemm(kernels.GroupedGemm(jnp.asarray(x), jnp.asarray(w), groups, precision="f32"))
-    )
+    known = None if columns is None else jnp.asarray(columns)
+    request = kernels.GroupedGemm(jnp.asarray(x), jnp.asarray(w), groups, x_columns=known, precision="f32")
+    return np.asarray(kernels.grouped_gemm(request))
 
 
 @pytest.mark.parametrize(
-    ("beforehand", "k", "n", "scales"),  # scales are divided out before the product, or in its tiles
+    ("limit", "known", "k", "n", "scales"),  # known: powers of the columns, to which rows may be 2^-126
     slow_but(
-        [(10**9, 20, 17, 60)],
-        [(b, *widths) for b in (0, 10**9) for widths in [(64, 64, 0), (20, 17, 60), (100, 130, 60)]],
+        [(10**9, False, 20, 17, 60), (0, True, 20, 17, 40), (0, False, 20, 17, 60)],
+        [(limit, known, *sizes)
+         for limit, known, scales in [(10**9, True, 40), (10**9, False, 60), (0, True, 40), (0, False, 60)]
+         for sizes in [(64, 64, 0), (20, 17, scales), (100, 130, scales)]],
     ),
-)
-def test_products_of_float32(beforehand, k, n, scales, monkeypatch):
-    monkeypatch.setattr(gemm, "SCALE_BEFOREHAND", beforehand)
+)  # fmt: skip
+def test_products_of_float32(limit, known, k, n, scales, monkeypatch):
+    """Powers of two are divided out in each tile, or before the product where those of the columns are known."""
+    monkeypatch.setattr(product_schedule, "SCALE_BEFOREHAND", limit)
     x, _, w, offsets = operands(k, n, scales)
+    columns = 2.0 ** np.floor(np.log2(np.abs(x).max(0))) if known else None
     types = np.repeat(np.arange(len(COUNTS)), COUNTS)
     expected = np.einsum("pk,pkn->pn", x.astype(np.float64), w[types].astype(np.float64))
-    error = np.linalg.norm(multiply(x, w, offsets) - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    error = np.linalg.norm(multiply(x, w, offsets, columns) - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert error.max() < EXACT
 
 

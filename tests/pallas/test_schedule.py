@@ -113,7 +113,7 @@ def test_two_programs_of_four_warps_that_measure_columns_fit_into_shared_memory(
     tiles = 4 * s.block_k * (block + s.block_n)
     assert 2 * (s.num_stages - 1) * tiles * (1 if s.num_warps == 4 else 0.5) <= 227 * 1024  # of stages but the last
     # Where matrices come in float16 there are three stages.
-    assert schedule.gemm_schedule(k, n, 64, "tf32", num_positions=10**7).num_stages == 3
+    assert schedule.gemm_schedule(k, n, 64, "tf32", scaled_before=True).num_stages == 3
 
 
 @pytest.mark.parametrize("width, heads, expected", [(1, 1, (64, 4, 4)), (4, 4, (32, 1, 1)), (8, 8, (16, 1, 1))])
@@ -134,7 +134,9 @@ def test_stages_fit_the_shared_memory_of_the_device(shared, row_scaled, monkeypa
     monkeypatch.setattr(schedule, "machine", lambda: Machine(shared_bytes=shared))
     for k, n in itertools.product((64, 100, 128, 256), repeat=2):
         block = schedule.gemm_block(k, n, 10**7, 10, row_scaled=row_scaled)
-        s = schedule.gemm_schedule(k, n, block, "tf32", num_positions=10**7, whole_n=True, row_scaled=row_scaled)
+        s = schedule.gemm_schedule(
+            k, n, block, "tf32", num_positions=10**7, whole_n=True, row_scaled=row_scaled, scaled_before=True
+        )
         tiles = s.block_k * (block * (2 if row_scaled else 4) + s.block_n * 2)
         # Of 128 to 256 in float32 it is known from an H200 that less is taken: rows are converted in registers.
         if not (shared > 200 * 1024 and (next_power_of_two(k), n) == (128, 256) and not row_scaled):

@@ -58,6 +58,7 @@ class GemmPlan(MergedHeads):
     activation: str | None
     precision: str
     arithmetic: str  # see `requests.arithmetic`
+    scaled_before: bool  # see `scales_beforehand`
     divided_w: bool = False  # matrices are divided by the powers of two of the result's columns, instead of the result
     names: tuple[str, ...] = ()
 

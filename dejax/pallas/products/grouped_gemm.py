@@ -27,13 +27,13 @@ from dejax.pallas.formats.row_scaled import (
 )
 from dejax.pallas.products.gemm_kernel import GemmPlan, gemm_kernel
 from dejax.pallas.products.product_schedule import (
-    SCALE_BEFOREHAND,
     TILE_BLOCKS,
     GemmSchedule,
     gemm_block,
     gemm_candidates,
     gemm_schedule,
     merged_heads,
+    scales_beforehand,
 )
 from dejax.pallas.products.requests import GroupedGemm, arithmetic, both_in_16_bits
 from dejax.pallas.tuning import bucket, choose
@@ -41,11 +41,6 @@ from dejax.pallas.tuning import bucket, choose
 # The widest results that one program computes whole rows of: where an inner product with a vector needs that, and where
 # a row is to have one exponent.
 MAX_WHOLE_N, MAX_ROW_SCALED_N = 512, 256
-
-
-def scales_beforehand(num_positions: int) -> bool:
-    """Whether matrices are put in float16 before the kernel, and not in each of its programs."""
-    return num_positions >= SCALE_BEFOREHAND
 
 
 def grouped_gemm(request: GroupedGemm, *, schedule: GemmSchedule | None = None, interpret: bool | None = None) -> Any:
@@ -233,6 +228,10 @@ def _plan(r: GroupedGemm, schedule: GemmSchedule | None) -> GemmPlan:
     (_, heads, k), n, dots = r.x.shape, r.n, r.epilogue.dot_vector is not None
     assert r.groups.block is not None
     merged = merged_heads(heads, k, n, r.precision, r.x.dtype) if schedule is None and not dots else 1
+    products, row_scaled = arithmetic(r.precision, r.x.dtype, r.w.dtype), isinstance(r.x, RowScaled)
+    # Tiles whose columns nobody has measured scale their matrix by what they find.
+    known = row_scaled or r.x_columns is not None
+    scaled_before = products != "direct" and known and scales_beforehand(r.groups.num_positions, merged * k * n * heads)
     if schedule is None:
         schedule = gemm_schedule(
             merged * k,
@@ -243,8 +242,9 @@ def _plan(r: GroupedGemm, schedule: GemmSchedule | None) -> GemmPlan:
             # With whole rows in a tile a row has one exponent, which traversals read with it.
             whole_n=dots or (r.output.row_scaled and next_power_of_two(merged * n) <= MAX_ROW_SCALED_N),
             in_16_bits=both_in_16_bits(r.x, r.w),
-            row_scaled=isinstance(r.x, RowScaled),
+            row_scaled=row_scaled,
             transposed=r.transpose_w,
+            scaled_before=scaled_before,
         )
     return GemmPlan(
         schedule=schedule,
@@ -257,7 +257,8 @@ def _plan(r: GroupedGemm, schedule: GemmSchedule | None) -> GemmPlan:
         transpose_w=r.transpose_w,
         activation=r.epilogue.activation,
         precision=r.precision,
-        arithmetic=arithmetic(r.precision, r.x.dtype, r.w.dtype),
+        arithmetic=products,
+        scaled_before=scaled_before,
     )
 
 
@@ -318,7 +319,7 @@ def _weights(r: GroupedGemm, c: GemmPlan) -> tuple[Any, Any, Any, Any]:
       float32[types]; and the vector.
     """
     vector, columns = r.epilogue.dot_vector, r.output.columns
-    if c.arithmetic == "direct" or not scales_beforehand(c.positions):
+    if not c.scaled_before:
         return r.w, None, None, vector
     w = r.w.astype(jnp.float32)
     if r.x_columns is not None:

@@ -22,12 +22,18 @@ TILE_BLOCKS = (32, 64, 128)
 _FOR_STAGES = 0.88
 # The warps of a multiprocessor whose threads have 255 registers each.
 _WARPS_AT_ONCE = 8
-# With fewer positions matrices are scaled in every tile, and come in float32: that saves a launch or two.
-SCALE_BEFOREHAND = 500_000
+# Multiplications from which on matrices are scaled before the kernel. With fewer, every tile scales the elements of its
+# matrix, which come in float32: that saves two or three launches.
+SCALE_BEFOREHAND = 500_000 * 64 * 64
 # Number of positions from which on programs of several tiles are enough for all multiprocessors.
 _MANY_POSITIONS = 1 << 20
 # Number of positions from which on weight gradients load steps ahead.
 _MANY_PRODUCTS = 200_000
+
+
+def scales_beforehand(num_positions: int, elements: int) -> bool:
+    """Whether matrices of `elements` elements are put in float16 before the kernel, and not in each of its tiles."""
+    return num_positions * elements >= SCALE_BEFOREHAND
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,7 @@ def gemm_schedule(
     in_16_bits: bool = False,
     row_scaled: bool = False,
     transposed: bool = False,
+    scaled_before: bool = False,
 ) -> GemmSchedule:
     """The heuristic schedule of a grouped GEMM.
 
@@ -151,6 +158,7 @@ def gemm_schedule(
       in_16_bits: rows and matrices are arrays of 16 bits.
       row_scaled: rows come as `RowScaled`.
       transposed: matrices are transposed.
+      scaled_before: matrices come in float16, see `scales_beforehand`.
     """
     wide_k, wide_n = max(16, next_power_of_two(k)), max(16, next_power_of_two(n))
     tf32 = precision == "tf32"
@@ -158,7 +166,7 @@ def gemm_schedule(
         return GemmSchedule(64, min(wide_n, 256), 8 if block >= 128 else 4, 3)
     if tf32 and row_scaled and block <= 64 and _wide_row_scaled(wide_k, wide_n):
         return GemmSchedule(64, 128, 4, 2) if wide_n == 128 else GemmSchedule(32, 256, 4, 3)
-    if tf32 and wide_k == wide_n == block == 128 and num_positions >= SCALE_BEFOREHAND:
+    if tf32 and wide_k == wide_n == block == 128 and scaled_before:
         return GemmSchedule(128, 128, 4, 1)
     block_k, limit_n = wide_k if wide_k <= 128 else 64, 128
     if precision == "f32":
@@ -172,12 +180,11 @@ def gemm_schedule(
     num_warps = 8 if large and (block_n > 128 or wide_k != 128 or not tf32) else 4
     if tf32 and whole_n and block == 128 and not row_scaled and _concatenated(wide_k, wide_n, num_positions):
         return GemmSchedule(block_k, block_n, num_warps, 4, 8)
-    few = num_positions < SCALE_BEFOREHAND
-    stage = block_k * (block * (2 if row_scaled else 4) + block_n * (4 if few else 2))
+    stage = block_k * (block * (2 if row_scaled else 4) + block_n * (2 if scaled_before or in_16_bits else 4))
     tiles, num_stages = 1, 2
     if block_k < wide_k:
         num_stages = 3
-        if tf32 and few and not (row_scaled or in_16_bits):
+        if tf32 and not (scaled_before or row_scaled or in_16_bits):
             # Shared memory for as many programs as there are registers for, where each program measures columns.
             num_stages = max(2, _fitting_stages(3, stage * max(1, _WARPS_AT_ONCE // num_warps)))
     elif row_scaled and num_positions >= _MANY_POSITIONS:

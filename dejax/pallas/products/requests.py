@@ -91,8 +91,8 @@ class GroupedGemm:
       x_index: int32[num_positions], the row of `x` that a position reads; one out of range reads as zeros. None:
         position p reads row p.
       x_columns: float32[heads, k] or [k], powers of two near the largest elements of the columns of float32 rows `x`,
-        where those differ (`column_powers`). `RowScaled` have their own. None: where matrices are not scaled
-        beforehand, each program measures the columns of its tile of rows.
+        where those differ (`column_powers`). An element that is 2^126 times smaller than the largest of its column is
+        read as 0. `RowScaled` have their own. None: each program measures the columns of its tile of rows.
       transpose_w: multiplies by the transposed matrices: in `w`, n comes before k.
       epilogue: what is done with a product row before it is stored.
       output: where result rows go, and how they are stored.

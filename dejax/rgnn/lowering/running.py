@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 import dejax.pallas as kernels
-from dejax.pallas.products.grouped_gemm import scales_beforehand
+from dejax.pallas.products.product_schedule import scales_beforehand
 from dejax.rgnn.graphs.rel_graph import RelGraph
 from dejax.rgnn.ir.inter import TYPE_VIA, Space
 from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Operand
@@ -90,7 +90,8 @@ class Running:
         if self.precision == "bf16":
             return False
         measured_anyway = self.precision == "f32" or bool(self.row_scaled or self.often_read)
-        return measured_anyway or scales_beforehand(segments(self.graph, instance.via).num_entries)
+        entries = segments(self.graph, instance.via).num_entries
+        return measured_anyway or scales_beforehand(entries, math.prod(self.program.ops[instance.w].shape))
 
     def as_row_scaled(self, value: int, env: dict[int, Any]) -> Any:
         """An array whose rows kernels read, in 16 bits where that moves fewer bytes in all than it costs."""
