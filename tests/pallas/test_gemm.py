@@ -11,7 +11,7 @@ import pytest
 
 from dejax import pallas as kernels
 from dejax.pallas.formats.row_scaled import encode
-from dejax.pallas.products import product_schedule, reference
+from dejax.pallas.products import grouped_gemm, reference
 from dejax.pallas.products.product_schedule import WeightGradientSchedule, gemm_block
 from tests.cases import slow_but
 from tests.pallas.reference import (
@@ -59,7 +59,7 @@ def test_rows_out_of_range_are_neither_read_nor_written():
 
 def test_results_with_parts_of_several_widths_stay_float32_and_whole(monkeypatch):
     """A result of 300 columns is not row-scaled, so it must not be divided by the powers of two of its columns."""
-    monkeypatch.setattr(product_schedule, "SCALE_BEFOREHAND", 0)
+    monkeypatch.setattr(grouped_gemm, "scales_beforehand", lambda *_: True)
     case = Gemm(counts=(5, 4), rows=6, k=16, n=300, heads=1, gather=False, scatter=False, scaled_out=True)
     a = case.arrays()
     request = case.request(a)
@@ -93,7 +93,7 @@ _WITH_COLUMNS = {
 def test_columns_of_all_scales(name, beforehand, monkeypatch):
     """Each column is as exact as with one scale, also next to a column of infinities."""
     if beforehand:
-        monkeypatch.setattr(product_schedule, "SCALE_BEFOREHAND", 0)
+        monkeypatch.setattr(grouped_gemm, "scales_beforehand", lambda *_: True)
     case, rng = _WITH_COLUMNS[name], np.random.default_rng(1)
     a = case.arrays()
 

@@ -9,7 +9,7 @@ import pytest
 
 from dejax import pallas as kernels
 from dejax.pallas.formats.row_scaled import encode, two_parts
-from dejax.pallas.products import product_schedule
+from dejax.pallas.products import grouped_gemm
 from tests.cases import slow_but
 from tests.pallas.reference import decoded, interpreted, tile_table
 
@@ -83,17 +83,18 @@ def multiply(x: np.ndarray, w: np.ndarray, offsets: np.ndarray, columns: np.ndar
 
 
 @pytest.mark.parametrize(
-    ("limit", "known", "k", "n", "scales"),  # known: powers of the columns, to which rows may be 2^-126
+    ("before", "known", "k", "n", "scales"),  # known: powers of the columns, to which rows may be 2^-126
     slow_but(
-        [(10**9, False, 20, 17, 60), (0, True, 20, 17, 40), (0, False, 20, 17, 60)],
-        [(limit, known, *sizes)
-         for limit, known, scales in [(10**9, True, 40), (10**9, False, 60), (0, True, 40), (0, False, 60)]
+        [(False, False, 20, 17, 60), (True, True, 20, 17, 40), (True, False, 20, 17, 60)],
+        [(before, known, *sizes)
+         for known, scales in [(True, 40), (False, 60)]
+         for before in (False, True)
          for sizes in [(64, 64, 0), (20, 17, scales), (100, 130, scales)]],
     ),
 )  # fmt: skip
-def test_products_of_float32(limit, known, k, n, scales, monkeypatch):
+def test_products_of_float32(before, known, k, n, scales, monkeypatch):
     """Powers of two are divided out in each tile, or before the product where those of the columns are known."""
-    monkeypatch.setattr(product_schedule, "SCALE_BEFOREHAND", limit)
+    monkeypatch.setattr(grouped_gemm, "scales_beforehand", lambda *_: before)
     x, _, w, offsets = operands(k, n, scales)
     columns = 2.0 ** np.floor(np.log2(np.abs(x).max(0))) if known else None
     types = np.repeat(np.arange(len(COUNTS)), COUNTS)

@@ -230,8 +230,9 @@ def _plan(r: GroupedGemm, schedule: GemmSchedule | None) -> GemmPlan:
     merged = merged_heads(heads, k, n, r.precision, r.x.dtype) if schedule is None and not dots else 1
     products, row_scaled = arithmetic(r.precision, r.x.dtype, r.w.dtype), isinstance(r.x, RowScaled)
     # Tiles whose columns nobody has measured scale their matrix by what they find.
-    known = row_scaled or r.x_columns is not None
-    scaled_before = products != "direct" and known and scales_beforehand(r.groups.num_positions, merged * k * n * heads)
+    known = products != "direct" and (row_scaled or r.x_columns is not None)
+    multiplied = r.groups.num_positions * heads // merged
+    scaled_before = known and scales_beforehand(multiplied, r.w.shape[0], merged * k, merged * n)
     if schedule is None:
         schedule = gemm_schedule(
             merged * k,

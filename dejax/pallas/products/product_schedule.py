@@ -22,18 +22,22 @@ TILE_BLOCKS = (32, 64, 128)
 _FOR_STAGES = 0.88
 # The warps of a multiprocessor whose threads have 255 registers each.
 _WARPS_AT_ONCE = 8
-# Multiplications from which on matrices are scaled before the kernel. With fewer, every tile scales the elements of its
-# matrix, which come in float32: that saves two or three launches.
-SCALE_BEFOREHAND = 500_000 * 64 * 64
+# What a row of a product saves where its matrix comes in float16, for its number of elements squared:
+# 0.011 ns with 64 by 64 elements, 0.18 ns with 128 by 128. In float32 larger matrices also take more registers.
+_SAVED_SECONDS = 6.5e-19
+# Two or three launches, which scale the matrices and measure columns.
+_SCALING_SECONDS = 6e-6
 # Number of positions from which on programs of several tiles are enough for all multiprocessors.
 _MANY_POSITIONS = 1 << 20
 # Number of positions from which on weight gradients load steps ahead.
 _MANY_PRODUCTS = 200_000
 
 
-def scales_beforehand(num_positions: int, elements: int) -> bool:
-    """Whether matrices of `elements` elements are put in float16 before the kernel, and not in each of its tiles."""
-    return num_positions * elements >= SCALE_BEFOREHAND
+def scales_beforehand(num_positions: int, types: int, k: int, n: int) -> bool:
+    """Whether matrices, [types, k, n], are put in float16 before the kernel. Otherwise each tile scales its matrix."""
+    elements = max(16, next_power_of_two(k)) * max(16, next_power_of_two(n))
+    scaling = _SCALING_SECONDS + types * elements * 6 / machine().bytes_per_second
+    return num_positions * elements**2 * _SAVED_SECONDS >= scaling
 
 
 @dataclass(frozen=True, slots=True)

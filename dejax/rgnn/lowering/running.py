@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 import dejax.pallas as kernels
-from dejax.pallas.products.product_schedule import scales_beforehand
+from dejax.pallas.products.product_schedule import merged_heads, scales_beforehand
 from dejax.rgnn.graphs.rel_graph import RelGraph
-from dejax.rgnn.ir.inter import TYPE_VIA, Space
+from dejax.rgnn.ir.inter import TYPE_VIA, Space, parse_spec
 from dejax.rgnn.ir.intra import Fallback, Gemm, Kernels, Operand
 from dejax.rgnn.lowering.node_rows import TO_DESTINATIONS, RowArrays
 from dejax.rgnn.lowering.scales import ColumnScales
@@ -90,8 +90,17 @@ class Running:
         if self.precision == "bf16":
             return False
         measured_anyway = self.precision == "f32" or bool(self.row_scaled or self.often_read)
-        entries = segments(self.graph, instance.via).num_entries
-        return measured_anyway or scales_beforehand(entries, math.prod(self.program.ops[instance.w].shape))
+        return measured_anyway or self._scales_matrices_of(instance)
+
+    def _scales_matrices_of(self, instance: Gemm) -> bool:
+        """Whether `grouped_gemm` scales the matrices of a product beforehand, if it is given the powers of columns."""
+        x, product = self.program.ops[instance.x.value], self.program.ops[instance.product]
+        left, _, result = parse_spec(instance.spec)
+        heads = x.shape[0] if "h" in left and "h" in result else 1
+        k, n = x.width // heads, product.width // heads
+        merged = merged_heads(heads, k, n, self.precision, x.dtype) if instance.dot is None else 1
+        group = segments(self.graph, instance.via)
+        return scales_beforehand(group.num_entries * heads // merged, group.num_rows, merged * k, merged * n)
 
     def as_row_scaled(self, value: int, env: dict[int, Any]) -> Any:
         """An array whose rows kernels read, in 16 bits where that moves fewer bytes in all than it costs."""

@@ -1,6 +1,7 @@
 """The error bound of each precision, column by column, on arrays of all scales (docs/precision.md)."""
 
 import itertools
+import sys
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from dejax import rgnn
+from dejax.pallas.products import grouped_gemm
 from dejax.rgnn import Options
+from dejax.rgnn.lowering import running
 from tests.cases import slow_but
 from tests.rgnn.lowering import scaled
 from tests.rgnn.lowering.scaled import CASES, Yardsticks, arrays, column_errors, runner
@@ -124,6 +127,33 @@ def test_scales_cost_no_accuracy(name: str, precision: str, where: str, factors:
         by_feature = len(factors) > 1 and where.startswith("feature") and factor > 1 and name not in ("rgcn", "rgat")
         only = "gradient of w" if name == "masked" else ""
         assert_near_hardware(name, precision, where, factor, only, by_feature=by_feature)
+
+
+@pytest.mark.parametrize(
+    ("name", "disable"),
+    slow_but(
+        [("typed_sum", ("storage",))],
+        itertools.product(("typed_sum", "heads", "kept heads", "halves", "rgcn", "rgat"), ((), ("storage",))),
+    ),
+)
+def test_scales_of_products_with_many_rows(
+    name: str, disable: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrices are scaled before the kernel, and products are given the powers of the columns of their rows."""
+    asked: dict[Any, set[tuple[int, ...]]] = {running: set(), grouped_gemm: set()}
+    for module, seen in asked.items():
+        monkeypatch.setattr(module, "scales_beforehand", lambda *sizes, seen=seen: bool(seen.add(sizes)) or True)
+    monkeypatch.setattr(sys.modules[__name__], "kernels", cache(lambda name, precision: runner(
+        CASES[name], Options(backend="pallas", precision=precision, interpret=True, disable=disable)
+    )))  # fmt: skip
+    jax.clear_caches()
+    for where in ("row", "feature", "type") if name != "rgat" else ("row", "feature"):
+        for factor in SCALES[:3] if name != "rgat" else SMALL:
+            by_feature = where == "feature" and factor > 1 and name not in ("rgcn", "rgat")
+            assert_near_hardware(name, "tf32", where, factor, by_feature=by_feature)
+    assert asked[running] <= asked[grouped_gemm]
+    assert bool(asked[running]) == bool(disable)
+    jax.clear_caches()
 
 
 @pytest.mark.slow
