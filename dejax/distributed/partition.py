@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dejax._files import mapped_npy, read_description, without_former, write_description
+from dejax._files import mapped_npy, read_description, save_npy, write_description
 from dejax._optional import optional
 from dejax.distributed._neighbours import EdgesInMemory, EdgesOfTopology, NeighbourLists, edges_of, first_nodes
 from dejax.distributed._streaming import refine, stream
@@ -127,7 +127,7 @@ class Partition:
         path.mkdir(parents=True, exist_ok=True)
         (path / _FILE).unlink(missing_ok=True)
         for number, assignment in enumerate(self.assignment.values()):
-            np.save(without_former(path / f"assignment_{number}.npy"), assignment)
+            save_npy(path / f"assignment_{number}.npy", assignment)
         write_description(path / _FILE, _FORMAT, {"types": list(self.assignment), "report": asdict(self.report)})
 
     @classmethod

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dejax._files import mapped_npy, to_save
+from dejax._files import mapped_npy, save_npy, writing
 from dejax.datasets.columns import Column
 from dejax.datasets.tasks.task import Task
 
@@ -41,14 +41,15 @@ def save_fields(fields: Mapping[str, Any], folder: Path) -> None:
         files: list[tuple[list[Any], str]] = []
         for path, value in _leaves(fields):
             if isinstance(value, np.ndarray):
-                np.save(work / f"{len(files)}.npy", to_save(value), allow_pickle=False)
+                save_npy(work / f"{len(files)}.npy", value)
                 files.append((path, f"{len(files)}.npy"))
             elif path[0] in _RECORDS:
                 meta["records"].append((path, value))
             else:
                 meta[path[0]] = value
         text = json.dumps({**meta, "files": files}, default=_plain)
-        (work / _META).write_text(text, encoding="utf-8")
+        with writing(work / _META):
+            (work / _META).write_text(text, encoding="utf-8")
         if folder.exists():  # moved away first: a process that ends here leaves one of the two
             os.replace(folder, former)
         os.replace(work, folder)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from dejax._files import mapped_npy, read_description, to_save, without_former, write_description
+from dejax._files import mapped_npy, read_description, save_npy, write_description
 from dejax.distributed.full_graph._rounds import Round
 from dejax.distributed.full_graph._sharded_graph import (
     ShardedGraph,
@@ -69,10 +69,10 @@ def save_parts(
         here = path / f"part_{number}"
         here.mkdir(exist_ok=True)
         for name in part_fields():
-            np.save(without_former(here / f"{name}.npy"), getattr(part, name))
+            save_npy(here / f"{name}.npy", getattr(part, name))
         for kind, ids in (("nodes", part.node_ids), ("edges", part.edge_ids)):
             for name, array in given[kind][0].items():
-                np.save(without_former(here / f"{kind}_{name}.npy"), to_save(np.asarray(array[ids])))
+                save_npy(here / f"{kind}_{name}.npy", np.asarray(array[ids]))
     sizes = common_sizes(layout, [part_tables(layout, part) for part in made])
     write_description(path / _FILE, _FORMAT, {"layout": asdict(layout), "sizes": list(sizes)})
 
