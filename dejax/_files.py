@@ -207,6 +207,34 @@ def mapped_npy(path: str | os.PathLike[str], remedy: str = "write the file again
     return array.view(dtype_of_file(path, array.dtype))
 
 
+@contextlib.contextmanager
+def unchanged(description: Path) -> Iterator[None]:
+    """For a block that opens the files of a folder: they are those of one writer.
+
+    A writer takes the folder's description away before it changes a file, or replaces the folder.
+
+    Raises:
+        ValueError: the folder was written again meanwhile.
+    """
+    before = _identity(description)
+    try:
+        yield
+    finally:
+        if before != _identity(description):
+            raise ValueError(
+                f"{description.parent} must stay as it is while it is opened, got a folder that is written at the same "
+                "time; open it again"
+            )
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
 def write_description(path: Path, form: int, found: Mapping[str, Any]) -> None:
     """Writes the JSON file of a folder of arrays. It is written last: a folder without it is not complete.
 

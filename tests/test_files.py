@@ -16,12 +16,13 @@ import pytest
 
 from dejax import _files
 from dejax.datasets import write_drive_table
-from dejax.host_gather import DriveTable
+from dejax.host_gather import DriveTable, HostTable
 from dejax.minibatch import HeteroTopology
 
 PACKAGE = Path(_files.__file__).parent
 ROWS = np.arange(100_000, dtype=np.float32).reshape(-1, 4)
-EDGES = {("a", "to", "a"): np.random.default_rng(0).integers(0, 1000, (2, 50_000))}
+ENDS = np.random.default_rng(0).integers(0, 1000, (2, 50_000))
+EDGES = {("a", "to", "a"): ENDS}
 
 
 @contextlib.contextmanager
@@ -104,6 +105,27 @@ def test_an_interrupted_table_leaves_room_for_the_next(tmp_path: Path) -> None:
         write_drive_table(tmp_path, ROWS)
     with DriveTable.open(write_drive_table(tmp_path, ROWS), cache_bytes=1 << 20) as table:
         np.testing.assert_array_equal(table.numpy(), ROWS)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_folder_that_is_written_while_it_is_opened(again: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    """The lists of a graph are all those of one writer, or none."""
+    first, second = (HeteroTopology.from_edges({("a", "to", "a"): ends}, {"a": 1000}) for ends in (ENDS, ENDS[::-1]))
+    first.save(tmp_path)
+    opened, calls = HostTable.from_npy, []
+
+    def slowly(path: Path) -> HostTable:
+        calls.append(path)
+        if again and len(calls) == 2:
+            second.save(tmp_path)
+        return opened(path)
+
+    monkeypatch.setattr(HostTable, "from_npy", slowly)
+    with (
+        pytest.raises(ValueError, match="must stay as it is while it is opened") if again else contextlib.nullcontext()
+    ):
+        HeteroTopology.load(tmp_path)
+    assert len(calls) > 2
 
 
 def test_arrays_are_written_to_files_at_one_place() -> None:

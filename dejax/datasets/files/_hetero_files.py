@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dejax._files import mapped_npy, save_npy, writing
+from dejax._files import mapped_npy, save_npy, unchanged, writing
 from dejax.datasets.columns import Column
 from dejax.datasets.tasks.task import Task
 
@@ -101,8 +101,13 @@ def open_fields(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: the folder or one of its files is missing.
-        ValueError: another format, or a file is short.
+        ValueError: another format, a file is short, or another process writes the folder meanwhile.
     """
+    with unchanged(folder / _META):
+        return _opened(folder)
+
+
+def _opened(folder: Path) -> dict[str, Any]:
     meta = json.loads((folder / _META).read_text(encoding="utf-8"))
     if meta.pop("format", None) != _FORMAT:
         raise ValueError(f"{folder} must be a HeteroDataset of format {_FORMAT}, got another one")

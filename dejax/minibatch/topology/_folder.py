@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dejax._files import read_description, save_npy, write_description
+from dejax._files import read_description, save_npy, unchanged, write_description
 from dejax.host_gather import HostTable
 
 _FILE = "topology.json"
@@ -65,6 +65,11 @@ def describe(
 
 def load(folder: str | os.PathLike[str]) -> tuple[list[dict[str, HostTable]], list[tuple[Any, ...]], dict[str, int]]:
     """The tables of each `EdgeLists` by name, the fields of each `Relation`, the number of nodes by type."""
+    with unchanged(Path(folder) / _FILE):
+        return _opened(folder)
+
+
+def _opened(folder: str | os.PathLike[str]) -> tuple[list[dict[str, HostTable]], list[tuple[Any, ...]], dict[str, int]]:
     found = read_description(
         Path(folder) / _FILE, _FORMAT, writer="HeteroTopology.save", remedy="save the topology again"
     )
