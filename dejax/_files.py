@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import types
 import uuid
 from collections.abc import Iterator, Mapping
@@ -69,6 +70,44 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder, which replaces the one at `path` when the block ends without an error.
+
+    Other processes see the old folder or the new one, and for a moment none. Of several that do this at once, the last
+    one's folder stays.
+
+    Raises:
+        OSError: the folder cannot be made or written, or its drive is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = path.with_name(f".{path.name}-{uuid.uuid4().hex}")  # others may read it, unlike folders of `tempfile`
+    former = work.with_name(f"{work.name}-former")
+    work.mkdir()
+    try:
+        with writing(path):
+            yield work
+        _move(work, path, former)
+    finally:
+        if former.exists() and not path.exists():
+            former.replace(path)
+        shutil.rmtree(former, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _move(work: Path, path: Path, former: Path) -> None:
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # moved away first: a process that ends here leaves one of the two
+            path.replace(former)
+        try:
+            work.replace(path)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        shutil.rmtree(former, ignore_errors=True)  # another process has put its folder there meanwhile
 
 
 def write_whole(path: Path, data: bytes) -> None:

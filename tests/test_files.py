@@ -7,6 +7,7 @@ import contextlib
 import os
 import resource
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,24 @@ def test_an_interrupted_table_leaves_room_for_the_next(tmp_path: Path) -> None:
         write_drive_table(tmp_path, ROWS)
     with DriveTable.open(write_drive_table(tmp_path, ROWS), cache_bytes=1 << 20) as table:
         np.testing.assert_array_equal(table.numpy(), ROWS)
+
+
+def test_several_replace_one_folder_at_once(tmp_path: Path) -> None:
+    def replace(number: int) -> None:
+        for _ in range(100):
+            with _files.replacing_folder(tmp_path / "folder") as work:
+                for name in "ab":
+                    (work / name).write_text(str(number))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(replace, range(4)))
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert len({path.read_text() for path in (tmp_path / "folder").iterdir()}) == 1
+    with pytest.raises(KeyboardInterrupt), _files.replacing_folder(tmp_path / "folder") as work:
+        (work / "a").write_text("half")
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert sorted(path.name for path in (tmp_path / "folder").iterdir()) == ["a", "b"]
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dejax._files import mapped_npy, save_npy, unchanged, writing
+from dejax._files import mapped_npy, replacing_folder, save_npy, unchanged
 from dejax.datasets.columns import Column
 from dejax.datasets.tasks.task import Task
 
@@ -32,11 +29,7 @@ def save_fields(fields: Mapping[str, Any], folder: Path) -> None:
     """
     if folder.exists() and not (folder / _META).is_file() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} must be new, empty or a saved HeteroDataset; give another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"  # others may read it, unlike folders of `tempfile`
-    work.mkdir()
-    former = work.with_name(f"{work.name}-former")
-    try:
+    with replacing_folder(folder) as work:
         meta: dict[str, Any] = {"format": _FORMAT, "records": []}
         files: list[tuple[list[Any], str]] = []
         for path, value in _leaves(fields):
@@ -47,17 +40,7 @@ def save_fields(fields: Mapping[str, Any], folder: Path) -> None:
                 meta["records"].append((path, value))
             else:
                 meta[path[0]] = value
-        text = json.dumps({**meta, "files": files}, default=_plain)
-        with writing(work / _META):
-            (work / _META).write_text(text, encoding="utf-8")
-        if folder.exists():  # moved away first: a process that ends here leaves one of the two
-            os.replace(folder, former)
-        os.replace(work, folder)
-    finally:
-        if former.exists() and not folder.exists():
-            os.replace(former, folder)
-        shutil.rmtree(former, ignore_errors=True)
-        shutil.rmtree(work, ignore_errors=True)
+        (work / _META).write_text(json.dumps({**meta, "files": files}, default=_plain), encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:
