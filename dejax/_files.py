@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -108,6 +109,19 @@ def _move(work: Path, path: Path, former: Path) -> None:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
         shutil.rmtree(former, ignore_errors=True)  # another process has put its folder there meanwhile
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Waits for other processes and threads that have locked the folder, where its file system has locks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def write_whole(path: Path, data: bytes) -> None:
