@@ -68,7 +68,12 @@ class Checkpoints:
         if resume:
             self._check_same(settings)
         elif known:
-            shutil.rmtree(self.folder / _FOLDER, ignore_errors=True)
+            # Moved away first: what remained after a kill could be taken for whole checkpoints.
+            former = self.folder / f".{_FOLDER}-former"
+            shutil.rmtree(former, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                (self.folder / _FOLDER).rename(former)
+            shutil.rmtree(former, ignore_errors=True)
         elif (self.folder / _FOLDER).exists():
             raise ValueError(
                 f"--out must be a new folder or that of a run, got {self.folder} with {_FOLDER} and no "

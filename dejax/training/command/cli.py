@@ -25,7 +25,8 @@ from dejax.training.command.config import TablesConfig, read_config
 from dejax.training.settings import Settings
 
 _LAYOUT = "layout of data"  # among the settings in the folder of a run
-_FITTED = "fitted.json"  # in the folder of a run: `TableTask.fitted`
+# In the folder of a run: `TableTask.fitted`. It goes with the checkpoints, and is not there for another run to resume.
+_FITTED = "checkpoints/fitted.json"
 # Settings that a resumed run may change: its length, and how steps are called; not the model.
 _FREE = ("epochs", "seeds", "eval_every", "pipeline")
 
