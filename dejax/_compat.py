@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import os
 from collections.abc import Collection
 from typing import Any
 
@@ -81,6 +82,31 @@ def backends() -> dict[str, Any]:
 def backends_are_initialized() -> bool:
     """Whether jax has made its clients; asking does not make them."""
     return bool(getattr(xla_bridge, "backends_are_initialized", lambda: True)())
+
+
+def own_memory(value: Any) -> Any:
+    """A numpy array as a copy, anything else as it is, for `jax.device_put` and `jnp.asarray(..., dtype)`.
+
+    On a CPU these keep the memory of an aligned numpy array, `device_put` with `may_alias=False`, too: what the array's
+    owner writes there later would be in the jax array.
+    """
+    return np.array(value) if isinstance(value, np.ndarray) else value
+
+
+_lacks_threads = False
+
+
+def lacks_threads() -> bool:
+    """Whether this process is a fork of one that had used jax: it lacks jax's threads, and computations hang."""
+    return _lacks_threads
+
+
+def _after_fork() -> None:
+    global _lacks_threads
+    _lacks_threads = _lacks_threads or backends_are_initialized()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def searches_for_nan() -> bool:

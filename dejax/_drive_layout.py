@@ -18,6 +18,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from dejax._files import write_whole
+
 BLOCK = 4096  # bytes: what a drive reads at least
 NAME = "table.json"
 _FORMAT, _VERSION = "dejax table on a drive", 1
@@ -144,9 +146,7 @@ class DriveLayout:
             "stripe_bytes": self.stripe_bytes,
             "scales": self.scales,
         }
-        unfinished = own / (NAME + ".new")
-        unfinished.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
-        os.replace(unfinished, own / NAME)
+        write_whole(own / NAME, (json.dumps(described, indent=1) + "\n").encode())
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> DriveLayout:

@@ -8,9 +8,13 @@ dtype and the bits as unsigned integers.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import shutil
+import types
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,22 +32,96 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dejax"
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that a drive, a quota or the largest size of a file is used up."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Names the file in errors of the block, which writes it: Python's errors of `write` name none.
+
+    Raises:
+        OSError: as in the block, with the path; of a full drive with the remedy.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        remedy = "; make room on the drive" if is_full(error) else ""
+        raise OSError(error.errno, f"{error.strerror}{remedy}", os.fspath(path)) from error
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary place for a file, which replaces the one at `path` when the block ends without an error.
 
-    Other processes see the old file or the new one, each whole.
+    Other processes see the old file or the new one, each whole. Arrays that are mapped from the old file keep their
+    contents.
 
     Raises:
-        OSError: the folder cannot be made or written.
+        OSError: the folder cannot be made or written, or its drive is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # others may read it, unlike files of `tempfile`
     try:
-        yield temporary
+        with writing(path):
+            yield temporary
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder, which replaces the one at `path` when the block ends without an error.
+
+    Other processes see the old folder or the new one, and for a moment none. Of several that do this at once, the last
+    one's folder stays.
+
+    Raises:
+        OSError: the folder cannot be made or written, or its drive is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = path.with_name(f".{path.name}-{uuid.uuid4().hex}")  # others may read it, unlike folders of `tempfile`
+    former = work.with_name(f"{work.name}-former")
+    work.mkdir()
+    try:
+        with writing(path):
+            yield work
+        _move(work, path, former)
+    finally:
+        if former.exists() and not path.exists():
+            former.replace(path)
+        shutil.rmtree(former, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _move(work: Path, path: Path, former: Path) -> None:
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # moved away first: a process that ends here leaves one of the two
+            path.replace(former)
+        try:
+            work.replace(path)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        shutil.rmtree(former, ignore_errors=True)  # another process has put its folder there meanwhile
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Waits for other processes and threads that have locked the folder, where its file system has locks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -54,15 +132,6 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     with replacing(path) as temporary:
         temporary.write_bytes(data)
-
-
-def without_former(path: Path) -> Path:
-    """`path`, without the file that was there: arrays that are mapped from that file keep their contents.
-
-    To write over a mapped file would change these arrays, or end the process with SIGBUS.
-    """
-    path.unlink(missing_ok=True)
-    return path
 
 
 def write_checked(path: Path, data: bytes) -> None:
@@ -110,6 +179,53 @@ def to_save(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view([(array.dtype.name, f"u{array.dtype.itemsize}")])
 
 
+@contextlib.contextmanager
+def _new(path: Path) -> Iterator[Path]:
+    """A new file, which the block fills; nothing is left of it after an error.
+
+    Arrays that are mapped from a former file at `path` keep their contents. To write over a mapped file would change
+    these arrays, or end the process with SIGBUS.
+    """
+    path.unlink(missing_ok=True)
+    try:
+        with writing(path):
+            yield path
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def save_npy(path: Path, array: np.ndarray) -> None:
+    """Writes an `.npy` file, also of dtypes that numpy lacks.
+
+    Raises:
+        OSError: the file cannot be written, such as on a full drive. `numpy.save` then gives no reason.
+    """
+    with _new(path), path.open("wb") as file:
+        # Something that is no file: to a file numpy writes by a function of C that gives no reason for an error.
+        stream: Any = types.SimpleNamespace(write=file.write)
+        np.lib.format.write_array(stream, to_save(array), allow_pickle=False)
+
+
+def new_npy(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """A new `.npy` file as a memory map to be filled, of zeros, with its space on the drive taken.
+
+    Without its space, a write to the map would end the process with SIGBUS when the drive is full.
+
+    Raises:
+        OSError: the file cannot be made, such as on a full drive.
+    """
+    with _new(path):
+        array: np.ndarray = np.lib.format.open_memmap(path, "w+", np.dtype(dtype), shape)
+        with path.open("r+b") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot
+                    raise
+    return array
+
+
 def dtype_of_file(path: str | os.PathLike[str], dtype: np.dtype) -> np.dtype:
     """The dtype of the elements of a file, from the one in its header.
 
@@ -142,6 +258,34 @@ def mapped_npy(path: str | os.PathLike[str], remedy: str = "write the file again
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"{os.fspath(path)} must be a complete .npy file, got an error: {error}; {remedy}") from error
     return array.view(dtype_of_file(path, array.dtype))
+
+
+@contextlib.contextmanager
+def unchanged(description: Path) -> Iterator[None]:
+    """For a block that opens the files of a folder: they are those of one writer.
+
+    A writer takes the folder's description away before it changes a file, or replaces the folder.
+
+    Raises:
+        ValueError: the folder was written again meanwhile.
+    """
+    before = _identity(description)
+    try:
+        yield
+    finally:
+        if before != _identity(description):
+            raise ValueError(
+                f"{description.parent} must stay as it is while it is opened, got a folder that is written at the same "
+                "time; open it again"
+            )
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def write_description(path: Path, form: int, found: Mapping[str, Any]) -> None:

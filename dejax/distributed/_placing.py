@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dejax import _compat
 from dejax.host_gather.tables.table import LocalTable
 
 
@@ -94,8 +95,8 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
 
 def _copied(value: Any, mesh: Mesh) -> Array:
     """A replicated array with memory of its own: jax leaves a numpy array where it lies if the mesh has CPU devices."""
-    on_cpu = isinstance(value, np.ndarray) and mesh.devices.flat[0].platform == "cpu"
-    return on_mesh(np.array(value) if on_cpu else value, mesh, PartitionSpec())
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return on_mesh(_compat.own_memory(value) if on_cpu else value, mesh, PartitionSpec())
 
 
 def share(tree: Any, mesh: Mesh, *, writable: bool = False) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dejax._files import mapped_npy, read_description, without_former, write_description
+from dejax._files import mapped_npy, read_description, save_npy, unchanged, write_description
 from dejax._optional import optional
 from dejax.distributed._neighbours import EdgesInMemory, EdgesOfTopology, NeighbourLists, edges_of, first_nodes
 from dejax.distributed._streaming import refine, stream
@@ -127,7 +127,7 @@ class Partition:
         path.mkdir(parents=True, exist_ok=True)
         (path / _FILE).unlink(missing_ok=True)
         for number, assignment in enumerate(self.assignment.values()):
-            np.save(without_former(path / f"assignment_{number}.npy"), assignment)
+            save_npy(path / f"assignment_{number}.npy", assignment)
         write_description(path / _FILE, _FORMAT, {"types": list(self.assignment), "report": asdict(self.report)})
 
     @classmethod
@@ -138,7 +138,11 @@ class Partition:
             FileNotFoundError: the folder or one of its files is missing.
             ValueError: a file is cut short or does not fit the other files.
         """
-        path = Path(folder)
+        with unchanged(Path(folder) / _FILE):
+            return cls._opened(Path(folder))
+
+    @classmethod
+    def _opened(cls, path: Path) -> Partition:
         found = read_description(path / _FILE, _FORMAT, writer="Partition.save", remedy="save the partition again")
         given = found["report"]
         report = PartitionReport(

@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dejax.offload import _files
 
@@ -26,6 +26,16 @@ def check_sizes(owner: str, chunk_bytes: int, io_threads: int, **sizes: int | No
         raise ValueError(f"{owner}: `chunk_bytes` must be a positive multiple of {_PAGE}, got {chunk_bytes}")
     if io_threads < 1:
         raise ValueError(f"{owner}: `io_threads` must be at least 1, got {io_threads}")
+
+
+class Store:
+    """What `ActivationStore` and `StateStore` have in common: they belong to one process."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__}: a store must not be pickled or copied: its memory, files and threads belong to "
+            "this process; make another one where it is needed"
+        )
 
 
 class StoreResources:

@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from dejax._files import cache_folder, write_whole
+from dejax._files import cache_folder, locked, write_whole
 from dejax._platform import default_device, on_gpu
 from dejax.pallas import _triton
 from dejax.pallas._shapes import next_power_of_two
@@ -168,11 +168,12 @@ class Tuner:
 
     def save(self, path: Path) -> None:
         """Adds what tuning changed or confirmed to a table on disk. Other entries stay; the file is replaced."""
-        table = read_table(path)
-        for (kernel, key), tuned in self.found.items():
-            table.setdefault(kernel, {})[key] = tuned.fields
-        text = json.dumps({k: dict(sorted(v.items())) for k, v in sorted(table.items())}, indent=1)
-        write_whole(path, f"{text}\n".encode())
+        with locked(path.parent):  # another process may add its entries
+            table = read_table(path)
+            for (kernel, key), tuned in self.found.items():
+                table.setdefault(kernel, {})[key] = tuned.fields
+            text = json.dumps({k: dict(sorted(v.items())) for k, v in sorted(table.items())}, indent=1)
+            write_whole(path, f"{text}\n".encode())
         forget_table()
 
 

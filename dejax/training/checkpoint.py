@@ -10,6 +10,7 @@ A checkpoint holds the arrays of a state, each under its path in the state, and 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -21,11 +22,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from dejax._files import write_whole
+from dejax._files import write_whole, writing
 from dejax._optional import optional
 
 SETTINGS_FILE = "settings.json"
 _FOLDER = "checkpoints"
+_FORMER = "former"  # in the folder of a seed: a checkpoint whose number is written again, until the new one is whole
 
 
 class Checkpoints:
@@ -66,7 +68,12 @@ class Checkpoints:
         if resume:
             self._check_same(settings)
         elif known:
-            shutil.rmtree(self.folder / _FOLDER, ignore_errors=True)
+            # Moved away first: what remained after a kill could be taken for whole checkpoints.
+            former = self.folder / f".{_FOLDER}-former"
+            shutil.rmtree(former, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                (self.folder / _FOLDER).rename(former)
+            shutil.rmtree(former, ignore_errors=True)
         elif (self.folder / _FOLDER).exists():
             raise ValueError(
                 f"--out must be a new folder or that of a run, got {self.folder} with {_FOLDER} and no "
@@ -95,15 +102,14 @@ class Checkpoints:
 
     def latest(self, seed: int, *, best: bool = False) -> int | None:
         """The number of finished steps of a seed's last checkpoint (with `best`, its best), or None without one."""
-        # Orbax writes under a temporary name and renames: a folder with a number as its name is complete.
-        places = self._place(seed, best).glob("[0-9]*")
-        return max((int(place.name) for place in places if place.name.isdigit()), default=None)
+        place = self._place(seed, best)
+        return max(_numbers(place) | _numbers(place / _FORMER), default=None)
 
     def _place(self, seed: int, best: bool) -> Path:
         return self.folder / _FOLDER / f"{'best' if best else 'seed'}{seed}"
 
     def save(self, seed: int, number: int, state: Any, history: Any, *, best: bool = False) -> None:
-        """Writes the state and history of a seed, in place of its earlier checkpoint.
+        """Writes the state and history of a seed, in place of its earlier checkpoint, which stays until that is done.
 
         Args:
             seed: the seed.
@@ -111,14 +117,20 @@ class Checkpoints:
             state: pytree of jax or numpy arrays.
             history: plain values that JSON can hold.
             best: whether this is the best state so far, which is kept beside the last one.
+
+        Raises:
+            OSError: the drive is full. The earlier checkpoint is still there.
         """
-        args = _orbax().args
-        with self._manager(seed, best) as manager:
-            if number in manager.all_steps():  # of a run that ended before it wrote its last state, and was resumed
-                manager.delete(number)
-            items = args.Composite(state=args.StandardSave(_by_path(state)), history=args.JsonSave(history))
+        args, place = _orbax().args, self._place(seed, best)
+        items = args.Composite(state=args.StandardSave(_by_path(state)), history=args.JsonSave(history))
+        if number in _numbers(place):  # of a run that ended before it wrote its last state, and was resumed
+            shutil.rmtree(place / _FORMER, ignore_errors=True)
+            (place / _FORMER).mkdir()
+            (place / str(number)).rename(place / _FORMER / str(number))
+        with _reporting_full(place), _manager(place) as manager:
             manager.save(number, args=items, force=True)
             manager.wait_until_finished()
+        shutil.rmtree(place / _FORMER, ignore_errors=True)
 
     def restore(self, seed: int, like: Any, *, best: bool = False) -> tuple[Any, Any]:
         """Reads the state and history of a seed.
@@ -140,8 +152,8 @@ class Checkpoints:
             raise FileNotFoundError(
                 f"the seed must have a checkpoint in {self.folder / _FOLDER}, got {seed}; seeds there: {self.seeds()}"
             )
-        args = _orbax().args
-        with self._manager(seed, best) as manager:
+        args, place = _orbax().args, self._place(seed, best)
+        with _manager(place if number in _numbers(place) else place / _FORMER) as manager:
             abstract = {name: _abstract(leaf) for name, leaf in _by_path(like).items()}
             items = args.Composite(state=args.StandardRestore(abstract), history=args.JsonRestore())
             found = manager.restore(number, args=items)
@@ -149,10 +161,32 @@ class Checkpoints:
         leaves = [_placed(found["state"][_name(path)], leaf) if leaf.size else leaf for path, leaf in paths]
         return jax.tree.unflatten(structure, leaves), found["history"]
 
-    def _manager(self, seed: int, best: bool) -> Any:
-        ocp = _orbax()
-        options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True, enable_async_checkpointing=False)
-        return ocp.CheckpointManager(self._place(seed, best), options=options)
+
+def _numbers(place: Path) -> set[int]:
+    """The numbers of the checkpoints in a folder."""
+    # Orbax writes under a temporary name and renames: a folder with a number as its name is complete.
+    return {int(found.name) for found in place.glob("[0-9]*") if found.name.isdigit()}
+
+
+def _manager(place: Path) -> Any:
+    ocp = _orbax()
+    options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True, enable_async_checkpointing=False)
+    return ocp.CheckpointManager(place, options=options)
+
+
+@contextlib.contextmanager
+def _reporting_full(place: Path) -> Iterator[None]:
+    """Turns Orbax's errors about a full drive, a ValueError of hundreds of words among them, into one that names it."""
+    try:
+        with writing(place):
+            yield
+    except Exception as error:
+        codes = [code for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) if os.strerror(code) in str(error)]
+        if isinstance(error, OSError) or not codes:
+            raise
+        raise OSError(
+            codes[0], f"{os.strerror(codes[0])}; the checkpoint before is whole; make room on the drive", str(place)
+        ) from error
 
 
 def _orbax() -> Any:

@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
+from dejax import _compat
 from dejax._optional import optional
 from dejax._platform import on_gpu
 from dejax.datasets import EntityDataset, HeteroDataset
@@ -186,7 +187,8 @@ class Trainer:
             moments[kind] = of_type._replace(step=jnp.asarray(own["step"]))
         # Committed to the device, as results of a step are: what jit has compiled for those serves these, too.
         (device,) = state.step.devices()
-        arrays = {name: jax.device_put(plain[name], device) for name in _PLAIN}
+        own = jax.tree.map(_compat.own_memory, {name: plain[name] for name in _PLAIN})
+        arrays = jax.device_put(own, device)
         return self._placed(TrainState(**arrays, embeddings=state.embeddings, moments=moments))
 
     def on_one_device(self, state: TrainState) -> TrainState:

@@ -16,6 +16,7 @@ from dejax._files import cache_folder
 from dejax.datasets import DataUnavailableError, load
 from dejax.datasets.files import _downloads
 from dejax.datasets.graphs import rdf
+from tests.test_files import small_drive
 
 needs_rdflib = pytest.mark.skipif(find_spec("rdflib") is None, reason="no rdflib")
 TRIPLES = b"<http://x.org/a> <http://x.org/knows> <http://x.org/b> .\n"
@@ -138,6 +139,15 @@ def test_the_digests_of_aifb_are_those_of_its_three_files():
 def test_a_download_that_breaks_off(server, tmp_path, cut):
     server.declared, server.body = len(server.body), server.body[:-cut]
     with pytest.raises(DataUnavailableError, match=r"cannot download 'mutag' .* the download broke off"):
+        load("mutag", url=server.url(), cache=tmp_path)
+    assert kept(tmp_path) == []
+
+
+@pytest.mark.parametrize("nbytes", [64, 2000])
+def test_a_full_drive_is_no_fault_of_the_server(server, tmp_path, nbytes):
+    """Neither as the archive is written nor as it is unpacked."""
+    server.body = tgz({**MEMBERS, "mutag/testSet.tsv": bytes(10_000)})
+    with small_drive(nbytes), pytest.raises(OSError, match=r"make room on the drive: '.*/datasets/mutag'"):
         load("mutag", url=server.url(), cache=tmp_path)
     assert kept(tmp_path) == []
 

@@ -139,9 +139,12 @@ def test_a_forked_child_gets_an_error_from_every_use() -> None:
         lambda: value_and_grad(lambda t: t[ids].sum())(given),
         given.numpy,
         lambda: given.write(0, ROWS),
+        lambda: table()[ids],  # a table of the child's own: jax would hang
+        lambda: f(table(), ids),
     ):
         found = in_a_child(act)
         assert found.startswith("TableClosedError: ") and "spawn" in found, found
+    assert in_a_child(lambda: table().numpy()) == "ran"  # without jax
     assert in_a_child(lambda: view.sum()) == "ran"
     np.testing.assert_array_equal(f(given, ids), ROWS[[3]])
 

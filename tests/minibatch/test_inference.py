@@ -108,6 +108,34 @@ def test_all_nodes(batch_size: int, tmp_path) -> None:
     assert saved["none"].shape == (0, WIDTH)
 
 
+def test_a_file_of_outputs_is_there_when_it_is_whole(tmp_path) -> None:
+    """Not after half of the batches, and a map of the former file keeps its rows."""
+    lists = {("a", "in", "a"): (np.zeros(41, np.int64), np.zeros(0, np.int64))}
+    inputs = FeatureStore.from_arrays({"a": np.ones((40, 2), np.float32)})
+
+    def run(factor, stop_at=None):
+        def layer(params, batch):
+            rows = jnp.where(batch.nodes[:, None] == stop_at, jnp.nan, params * batch.own)
+            return jax.pure_callback(checked, rows, rows)
+
+        def checked(rows):
+            if np.isnan(rows).any():
+                raise KeyboardInterrupt("stopped")
+            return rows
+
+        return infer_layers([layer], [factor], lists, {"a": 40}, inputs, batch_size=10, folder=tmp_path)["a"]
+
+    with pytest.raises(Exception, match="stopped"):
+        run(2.0, stop_at=25)
+    assert not list(tmp_path.iterdir())
+    former = run(2.0)
+    with pytest.raises(Exception, match="stopped"):
+        run(3.0, stop_at=25)
+    (path,) = tmp_path.iterdir()
+    assert (np.load(path) == 2).all()
+    assert (run(4.0) == 4).all() and (np.load(path) == 4).all() and (former == 2).all()
+
+
 def test_a_bound_of_neighbours() -> None:
     lists, _ = graph()
     relation = ("a", "in", "a")

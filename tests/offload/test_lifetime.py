@@ -1,7 +1,9 @@
 """How stores begin and end: threads, descriptors, forks, kills, and paths that are removed."""
 
+import copy
 import gc
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -12,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from dejax.offload import ActivationStore, _files, _resources, default_store
+from dejax.offload import ActivationStore, StateStore, _files, _resources, default_store
 from dejax.offload.activations import store as _store
 from tests.offload.held import assert_given_back, eventually, held
 from tests.offload.processes import popen, python
@@ -288,6 +290,17 @@ def test_a_path_that_is_removed_under_the_store(engine, what, tmp_path):
 
 
 # Forks
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy], ids=["pickle", "deepcopy"])
+@pytest.mark.parametrize("kind", [ActivationStore, StateStore])
+def test_a_store_stays_in_its_process(kind, copied, tmp_path):
+    with (
+        kind(tmp_path) as store,
+        pytest.raises(TypeError, match=f"{kind.__name__}: a store must not be pickled .*another"),
+    ):
+        copied(store)
+    assert not list(tmp_path.iterdir())
 
 
 def in_a_fork(work):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,7 +13,7 @@ from dejax.pallas._shapes import next_power_of_two
 from dejax.pallas.machine import Machine
 from dejax.pallas.products import product_schedule as schedule
 from dejax.pallas.traversal import traversal_schedule as traversals
-from dejax.pallas.tuning import Tuner
+from dejax.pallas.tuning import Tuned, Tuner
 
 
 @pytest.mark.parametrize("interpret", [False, True])
@@ -210,6 +211,17 @@ def test_a_tuner_keeps_the_fastest_and_adds_to_the_table(cache):
     tuner.save(cache)
     assert json.loads(cache.read_text()) == {"gemm": {"key": {"block": 128}, "other": {"block": 1}}}
     assert tuning.choose("gemm", "key", fields[0], list, print) == {"block": 128}
+
+
+def test_tuners_that_save_at_once_lose_no_entry(cache):
+    def save(number):
+        found = {("gemm", str(n)): Tuned("gemm", str(n), {"block": n}, 1.0, 2.0, 1) for n in range(number, number + 20)}
+        for key, tuned in found.items():
+            Tuner(found={key: tuned}).save(cache)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(save, range(0, 80, 20)))
+    assert json.loads(cache.read_text())["gemm"] == {str(n): {"block": n} for n in range(80)}
 
 
 def test_a_tuner_keeps_the_heuristic_where_nothing_is_clearly_faster(cache):

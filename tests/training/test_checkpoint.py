@@ -10,6 +10,7 @@ import pytest
 
 from dejax.training import Checkpoints
 from dejax.training.checkpoint import claimed, find_run, read_settings
+from tests.test_files import small_drive
 
 STATE = {"w": jnp.arange(3.0), "steps": (jnp.int32(4), None), "table": np.arange(6.0).reshape(3, 2)}
 
@@ -99,6 +100,29 @@ def test_a_state_is_written_again_after_a_run_that_ended_in_between(tmp_path):
             run.save(0, 20, {"w": jnp.full(2, value)}, [value], best=best)
         state, history = run.restore(0, {"w": jnp.zeros(2)}, best=best)
         assert history == [2.0] and float(state["w"][0]) == 2.0
+
+
+@pytest.mark.parametrize("number", [20, 21])
+def test_a_full_drive_leaves_the_checkpoint_before(tmp_path, number):
+    """Also where the new checkpoint has the number of the one before."""
+    run = Checkpoints(tmp_path)
+    run.begin({}, resume=False)
+    run.save(0, 20, {"w": jnp.ones(2)}, [1.0])
+    large = {"w": np.random.default_rng(0).integers(0, 1 << 30, 100_000)}
+    for _ in range(2):
+        with (
+            small_drive(),
+            pytest.raises(OSError, match="checkpoint before is whole; make room .*checkpoints/seed0"),
+        ):
+            run.save(0, number, large, [2.0])
+        assert run.latest(0) == 20 and run.seeds() == [0]
+        state, history = run.restore(0, {"w": jnp.zeros(2)})
+        assert history == [1.0] and float(state["w"][0]) == 1.0
+    run.save(0, number, large, [2.0])
+    state, history = run.restore(0, {"w": np.zeros(100_000, np.int64)})
+    assert history == [2.0] and run.latest(0) == number
+    np.testing.assert_array_equal(state["w"], large["w"])
+    assert [path.name for path in (tmp_path / "checkpoints" / "seed0").iterdir()] == [str(number)]
 
 
 def test_leaves_of_one_path_are_an_error(run):

@@ -15,12 +15,11 @@ import json
 import os
 import shutil
 import tarfile
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dejax._files import cache_folder
+from dejax._files import cache_folder, is_full, replacing_folder
 from dejax.datasets.files._work import Progress
 
 DATA_VARIABLE = "DEJAX_DATA"
@@ -107,6 +106,7 @@ def fetch(
     Raises:
         DataUnavailableError: the download failed; the message says how to give a folder instead.
         ValueError: the download, or the cache, does not have the expected digest.
+        OSError: the drive of the cache is full.
     """
     home = (cache or cache_folder()) / "datasets" / name
     recorded = _read_digests(home)
@@ -115,25 +115,18 @@ def fetch(
             expected = archive.digests.get(file) or recorded.get(file)
             _check_digest(home / file, expected, f"delete {home} to download it again")
         return {file: home / file for file in archive.files}
-    home.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=home.parent, prefix=f".{name}-"))
-    try:
+    with replacing_folder(home) as work:
         packed = work / "archive"
         _download(name, archive.url, packed, progress)
         digests = {"archive": sha256(packed)}
         remedy = f"nothing was kept; if the change is known and wanted, delete {home}"
         _check_digest(packed, archive.digests.get("archive") or (recorded or {}).get("archive"), remedy)
-        unpacked = work / "files"
-        _unpack(packed, unpacked, archive)
+        _unpack(packed, work, archive)
+        packed.unlink()
         for file in archive.files:
-            _check_digest(unpacked / file, archive.digests.get(file), remedy)
-            digests[file] = sha256(unpacked / file)
-        (unpacked / DIGESTS_FILE).write_text(json.dumps({"url": archive.url, **digests}, indent=2) + "\n")
-        if home.exists():
-            os.replace(home, work / "old")
-        os.replace(unpacked, home)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+            _check_digest(work / file, archive.digests.get(file), remedy)
+            digests[file] = sha256(work / file)
+        (work / DIGESTS_FILE).write_text(json.dumps({"url": archive.url, **digests}, indent=2) + "\n")
     return {file: home / file for file in archive.files}
 
 
@@ -193,6 +186,8 @@ def _download(name: str, url: str, path: Path, progress: bool | None) -> None:
         reason = f"the server answered {error.code} {error.reason}"
         raise DataUnavailableError(_unavailable(name, url, reason)) from error
     except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
+        if is_full(error):
+            raise
         text = str(getattr(error, "reason", None) or error)
         raise DataUnavailableError(_unavailable(name, url, text)) from error
 
@@ -207,7 +202,6 @@ def _unavailable(name: str, url: str, reason: str) -> str:
 
 def _unpack(packed: Path, folder: Path, archive: Archive) -> None:
     """Writes the wanted members under their own names. Paths inside the archive are never followed."""
-    folder.mkdir()
     wanted = {name: file for file, names in archive.files.items() for name in names}
     try:
         with tarfile.open(packed) as tar:
@@ -218,6 +212,8 @@ def _unpack(packed: Path, folder: Path, archive: Archive) -> None:
                     with content, open(folder / file, "wb") as out:
                         shutil.copyfileobj(content, out, _CHUNK)
     except (tarfile.TarError, EOFError, OSError) as error:
+        if is_full(error):
+            raise
         raise ValueError(f"{archive.url} is not a whole .tgz archive ({error}); nothing was kept") from error
     missing = [file for file in archive.files if not (folder / file).exists()]
     if missing:

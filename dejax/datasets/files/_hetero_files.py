@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dejax._files import mapped_npy, to_save
+from dejax._files import mapped_npy, replacing_folder, save_npy, unchanged
 from dejax.datasets.columns import Column
 from dejax.datasets.tasks.task import Task
 
@@ -32,31 +29,18 @@ def save_fields(fields: Mapping[str, Any], folder: Path) -> None:
     """
     if folder.exists() and not (folder / _META).is_file() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} must be new, empty or a saved HeteroDataset; give another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"  # others may read it, unlike folders of `tempfile`
-    work.mkdir()
-    former = work.with_name(f"{work.name}-former")
-    try:
+    with replacing_folder(folder) as work:
         meta: dict[str, Any] = {"format": _FORMAT, "records": []}
         files: list[tuple[list[Any], str]] = []
         for path, value in _leaves(fields):
             if isinstance(value, np.ndarray):
-                np.save(work / f"{len(files)}.npy", to_save(value), allow_pickle=False)
+                save_npy(work / f"{len(files)}.npy", value)
                 files.append((path, f"{len(files)}.npy"))
             elif path[0] in _RECORDS:
                 meta["records"].append((path, value))
             else:
                 meta[path[0]] = value
-        text = json.dumps({**meta, "files": files}, default=_plain)
-        (work / _META).write_text(text, encoding="utf-8")
-        if folder.exists():  # moved away first: a process that ends here leaves one of the two
-            os.replace(folder, former)
-        os.replace(work, folder)
-    finally:
-        if former.exists() and not folder.exists():
-            os.replace(former, folder)
-        shutil.rmtree(former, ignore_errors=True)
-        shutil.rmtree(work, ignore_errors=True)
+        (work / _META).write_text(json.dumps({**meta, "files": files}, default=_plain), encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:
@@ -100,8 +84,13 @@ def open_fields(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: the folder or one of its files is missing.
-        ValueError: another format, or a file is short.
+        ValueError: another format, a file is short, or another process writes the folder meanwhile.
     """
+    with unchanged(folder / _META):
+        return _opened(folder)
+
+
+def _opened(folder: Path) -> dict[str, Any]:
     meta = json.loads((folder / _META).read_text(encoding="utf-8"))
     if meta.pop("format", None) != _FORMAT:
         raise ValueError(f"{folder} must be a HeteroDataset of format {_FORMAT}, got another one")

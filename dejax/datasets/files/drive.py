@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from dejax._drive_layout import BLOCK, DriveLayout, checksums_of
-from dejax._files import mapped_npy
+from dejax._files import mapped_npy, new_npy, save_npy, writing
 from dejax.datasets.files._narrow_rows import Encoder, block_rows
 from dejax.datasets.files._parquet_rows import ParquetRows
 from dejax.datasets.files._work import for_blocks
@@ -85,7 +85,7 @@ def write_drive_table(
     row_scale = _write_rows(layout, given, encoder)
     scales = row_scale if scale == "row" else encoder.column_scale
     if scales is not None:
-        np.save(folders[0] / "scale.npy", scales)
+        save_npy(folders[0] / "scale.npy", scales)
     layout.write()
     return folders[0]
 
@@ -107,8 +107,21 @@ def _rows_of(what: str, rows: Any, columns: Sequence[str] | None) -> Any:
 
 def _write_rows(layout: DriveLayout, rows: Any, encoder: Encoder) -> np.ndarray:
     """Writes files and checksums. Returns float32[rows], the scale of each row, of which those without one are 1."""
-    row_scale = np.ones(len(rows), np.float32)
     files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644) for path in layout.paths]
+    try:
+        return _write_into(files, layout, rows, encoder)
+    except BaseException:  # what is there is no table, and takes the room of the next one
+        for path in layout.paths:
+            Path(path).unlink(missing_ok=True)
+        raise
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def _write_into(files: Sequence[int], layout: DriveLayout, rows: Any, encoder: Encoder) -> np.ndarray:
+    """Writes the rows to open files, and the checksums beside them."""
+    row_scale = np.ones(len(rows), np.float32)
     sums = [_new_sums(layout, number) for number in range(len(files))]
     per_round = layout.stripe_rows * len(files)  # rows of one stripe in each file
     rounds = max(1, block_rows(rows) // per_round)
@@ -126,17 +139,15 @@ def _write_rows(layout: DriveLayout, rows: Any, encoder: Encoder) -> np.ndarray:
             own = np.ascontiguousarray(padded[each :: len(files)])
             at = number * rounds * layout.stripe_bytes
             if own.size:
-                _write_all(file, own, at)
+                with writing(layout.paths[each]):
+                    _write_all(file, own, at)
                 sums[each][at // BLOCK : (at + own.size) // BLOCK] = checksums_of(own.reshape(-1, BLOCK))
 
-    try:
-        if layout.row_bytes:
-            for_blocks(write, len(rows), rounds * per_round, label="write rows")
-        for file in files:
+    if layout.row_bytes:
+        for_blocks(write, len(rows), rounds * per_round, label="write rows")
+    for file, path in zip(files, layout.paths, strict=True):
+        with writing(path):
             os.fsync(file)
-    finally:
-        for file in files:
-            os.close(file)
     for each in sums:
         if isinstance(each, np.memmap):
             each.flush()
@@ -147,9 +158,9 @@ def _new_sums(layout: DriveLayout, number: int) -> np.ndarray:
     """The file of a file's checksums, to be filled."""
     path, count = os.path.join(layout.folder or "", f"checksums{number}.npy"), layout.blocks(number)
     if not count:
-        np.save(path, np.zeros(0, np.uint64))
+        save_npy(Path(path), np.zeros(0, np.uint64))
         return np.zeros(0, np.uint64)
-    return np.lib.format.open_memmap(path, "w+", np.uint64, (count,))
+    return new_npy(Path(path), np.uint64, (count,))
 
 
 def _write_all(file: int, data: np.ndarray, offset: int) -> None:

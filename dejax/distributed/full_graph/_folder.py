@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from dejax._files import mapped_npy, read_description, to_save, without_former, write_description
+from dejax._files import mapped_npy, read_description, save_npy, unchanged, write_description
 from dejax.distributed.full_graph._rounds import Round
 from dejax.distributed.full_graph._sharded_graph import (
     ShardedGraph,
@@ -69,10 +69,10 @@ def save_parts(
         here = path / f"part_{number}"
         here.mkdir(exist_ok=True)
         for name in part_fields():
-            np.save(without_former(here / f"{name}.npy"), getattr(part, name))
+            save_npy(here / f"{name}.npy", getattr(part, name))
         for kind, ids in (("nodes", part.node_ids), ("edges", part.edge_ids)):
             for name, array in given[kind][0].items():
-                np.save(without_former(here / f"{kind}_{name}.npy"), to_save(np.asarray(array[ids])))
+                save_npy(here / f"{kind}_{name}.npy", np.asarray(array[ids]))
     sizes = common_sizes(layout, [part_tables(layout, part) for part in made])
     write_description(path / _FILE, _FORMAT, {"layout": asdict(layout), "sizes": list(sizes)})
 
@@ -94,7 +94,11 @@ def load_parts(
         FileNotFoundError: the folder or one of its files is missing.
         ValueError: the axis has another size, a file is cut short, or an older version of dejax wrote the folder.
     """
-    axis = axis_of(mesh, axis)
+    with unchanged(Path(folder) / _FILE):
+        return _loaded(folder, mesh, axis_of(mesh, axis), loop_tables)
+
+
+def _loaded(folder: str | os.PathLike[str], mesh: Mesh, axis: str, loop_tables: bool | None) -> ShardedGraph:
     described = _described(folder)
     given = described["layout"]
     layout = PartsLayout(

@@ -34,6 +34,9 @@ class TableClosedError(RuntimeError):
 _CLOSED = "the table was closed, or donated to a jitted function; use the table that the function returned"
 
 
+_START = "start processes with multiprocessing's 'spawn' or 'forkserver'"
+
+
 def is_concrete(leaf: Any) -> bool:
     return isinstance(leaf, Array) and not isinstance(leaf, jax.core.Tracer)
 
@@ -52,7 +55,7 @@ def check_alive(leaf: Array, spec: TableSpec, what: str) -> None:
     if process_of(leaf) != os.getpid():  # first: a forked child hangs when it calls jax
         raise TableClosedError(
             f"{what}: the table was made before this process was forked, and a child has neither the memory nor "
-            "the device; make the table in the child, or start it with multiprocessing's 'spawn'"
+            f"the device; {_START}, and make the table there"
         )
     if is_closed(leaf):
         raise TableClosedError(f"{what}: {_CLOSED}")
@@ -66,10 +69,20 @@ def check_alive(leaf: Array, spec: TableSpec, what: str) -> None:
             )
 
 
+def check_computing(leaf: Array, spec: TableSpec, what: str) -> None:
+    """Checks that a step can read a concrete leaf. Raises as `check_alive`."""
+    check_alive(leaf, spec, what)
+    if _compat.lacks_threads():
+        raise TableClosedError(
+            f"{what}: jax must compute in the process that reads the table, and this one is a fork of one that had "
+            f"used jax, whose threads it lacks; {_START}"
+        )
+
+
 def checked_leaf(leaf: Any, spec: TableSpec, what: str) -> Any:
     """The leaf array of a table, checked for a native call. Raises as `Table._operands`."""
     if is_concrete(leaf):
-        check_alive(leaf, spec, what)
+        check_computing(leaf, spec, what)
         _check_mesh(leaf, what)
     check_array(what, leaf, spec.leaf)
     if not spec.on_device and closed_over(leaf):

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax import _compat
 from dejax.host_gather._ids import distinct_ids
 from dejax.host_gather._spec import TableSpec, device_or_default, table_spec
 from dejax.host_gather.tables.host import HostTable
@@ -64,7 +65,7 @@ class DeviceTable(LocalTable):
         spec = _device_spec(table_spec(given.shape, given.dtype, device, "DeviceTable.from_numpy"), writable)
         words = spec.to_words(given)
         if np.may_share_memory(words, given):
-            words = words.copy()  # on the CPU jax uses the memory of an aligned array as it is
+            words = _compat.own_memory(words)
         return cls(jax.device_put(words, device_or_default(device)), spec)
 
     @classmethod

@@ -27,6 +27,7 @@ from dejax.host_gather.tables._lifetime import (
     TableClosedError,
     check_alive,
     check_array,
+    check_computing,
     checked_leaf,
     is_closed,
     is_concrete,
@@ -371,7 +372,7 @@ class LocalTable(Table):
             return TableLeaf(leaf, self._spec)
         if is_concrete(leaf) and not self._spec.on_device:
             try:
-                check_alive(leaf, self._spec, "HostTable")
+                check_computing(leaf, self._spec, "HostTable")
             except (TableClosedError, OSError) as error:
                 return GoneLeaf(leaf, error)
             if leaf.sharding.memory_kind == "pinned_host" and given_a_device(caller):

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from dejax import _compat
 from dejax.host_gather._operands import Table
 from dejax.minibatch.features._formats import RESULTS
 
@@ -25,7 +26,7 @@ def by_type(what: str, option: str, value: Any, names: Iterable[str], default: A
 def checked_scale(what: str, argument: str, value: Any, shapes: list[tuple[int, ...]]) -> Array | None:
     if value is None:
         return None
-    scale = jnp.asarray(value, jnp.float32)
+    scale = jnp.asarray(_compat.own_memory(value), jnp.float32)
     if scale.shape not in shapes:
         raise ValueError(f"{what}: `{argument}` must have shape {' or '.join(map(str, shapes))}, got {scale.shape}")
     return scale

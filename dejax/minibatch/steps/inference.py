@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from dejax._files import new_npy, replacing
 from dejax._pytrees import pytree
 from dejax.datasets.files._work import Progress
 from dejax.host_gather import HostTable
@@ -202,7 +203,8 @@ def infer_layers(
         max_neighbors: largest number of neighbours of a node that are read in a relation. Of more neighbours, this many
             are read at even distances in the node's list. None reads all.
         dtype: dtype of the rows that layers read; by default as in `FeatureStore.gather`.
-        folder: where the outputs of the last layer are written as `<type>.npy`. None: they are tables in host memory.
+        folder: where the outputs of the last layer are written as `<type>.npy`, which is there when it is complete, in
+            place of a former one. None: they are tables in host memory.
         progress: whether to draw a bar for each layer; None draws if stderr is a terminal.
 
     Returns:
@@ -212,6 +214,7 @@ def infer_layers(
         ValueError: types are unknown, counts disagree, offsets do not ascend to the number of edges, ids are out of
             range, the topology has times, or the result of a layer is not [batch, width].
         TypeError: offsets or senders are not integers.
+        OSError: the drive of `folder` has too little room.
     """
     if len(layers) != len(params):
         raise ValueError(
@@ -251,9 +254,10 @@ def infer_layers(
         with Progress(f"layer {number + 1} of {len(layers)}", total, unit="nodes", enabled=progress) as bar:
             for kind in wanted[number]:
                 plan = _Batches.of(kind, lists, num_nodes, batch_size, max_neighbors)
-                sink = _Sink(num_nodes[kind], Path(folder) / f"{kind}.npy" if last and folder is not None else None)
-                _run(step, values, current, plan, sink, bar)
-                outputs[kind] = sink.table
+                path = Path(folder) / f"{kind}.npy" if last and folder is not None else None
+                with _written_to(path, num_nodes[kind]) as sink:
+                    _run(step, values, current, plan, sink, bar)
+                outputs[kind] = sink.table if path is None else np.load(path, mmap_mode="r+")
         if not last:
             current = FeatureStore()
             for kind, table in outputs.items():
@@ -335,6 +339,13 @@ class _BatchUnderWay:
         bar.update(self.stop - self.start)
 
 
+@contextlib.contextmanager
+def _written_to(path: Path | None, rows: int) -> Iterator[_Sink]:
+    """Where the outputs of one type go. A file has its name from the end of the block on, when it is whole."""
+    with contextlib.nullcontext() if path is None else replacing(path) as place:
+        yield _Sink(rows, place)
+
+
 class _Sink:
     """Where the outputs of one type go: a table in host memory, or a file."""
 
@@ -359,8 +370,7 @@ class _Sink:
                 f"infer_layers: outputs in a folder must be of a dtype of numpy, got {dtype}; return float32 from the "
                 "last layer"
             )
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        return np.lib.format.open_memmap(self._path, "w+", dtype, shape)
+        return new_npy(self._path, dtype, shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dejax._files import new_npy
 from dejax.datasets.files._work import for_blocks
 from dejax.host_gather.tables.table import LocalTable
 from dejax.minibatch._checks import EdgeList, EdgeType, check_range, checked_edge_type, ids_of, pieces
@@ -121,7 +122,7 @@ def build(plan: ListGroup, folder: str | os.PathLike[str] | None, number: int) -
     def array(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         if folder is None:
             return aligned(shape, dtype)
-        return np.lib.format.open_memmap(_folder.list_path(folder, number, name), "w+", np.dtype(dtype), shape)
+        return new_npy(_folder.list_path(folder, number, name), dtype, shape)
 
     part = ListArrays(array("starts", (plan.num_groups,), position), array("senders", (edges,), np.int32))
     if plan.keep_edge_ids:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dejax._files import read_description, without_former, write_description
+from dejax._files import read_description, save_npy, unchanged, write_description
 from dejax.host_gather import HostTable
 
 _FILE = "topology.json"
@@ -31,14 +31,14 @@ def begin(folder: str | os.PathLike[str]) -> None:
 
 
 def list_path(folder: str | os.PathLike[str], number: int, name: str) -> Path:
-    """A file to write a list to. A topology that has the file before it mapped keeps its contents."""
-    return without_former(Path(folder) / f"{number}_{name}.npy")
+    """The file of a list."""
+    return Path(folder) / f"{number}_{name}.npy"
 
 
 def write(folder: str | os.PathLike[str], number: int, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes the arrays of one `EdgeLists`."""
     for name, array in arrays.items():
-        np.save(list_path(folder, number, name), array)
+        save_npy(list_path(folder, number, name), array)
 
 
 def describe(
@@ -65,6 +65,11 @@ def describe(
 
 def load(folder: str | os.PathLike[str]) -> tuple[list[dict[str, HostTable]], list[tuple[Any, ...]], dict[str, int]]:
     """The tables of each `EdgeLists` by name, the fields of each `Relation`, the number of nodes by type."""
+    with unchanged(Path(folder) / _FILE):
+        return _opened(folder)
+
+
+def _opened(folder: str | os.PathLike[str]) -> tuple[list[dict[str, HostTable]], list[tuple[Any, ...]], dict[str, int]]:
     found = read_description(
         Path(folder) / _FILE, _FORMAT, writer="HeteroTopology.save", remedy="save the topology again"
     )
@@ -74,7 +79,7 @@ def load(folder: str | os.PathLike[str]) -> tuple[list[dict[str, HostTable]], li
         edges = sum(relation["num_edges"] for relation in here)
         groups = sum(found["num_nodes"][relation["edge_type"][2]] + 1 for relation in here)
         tables.append(
-            {name: _table(Path(folder) / f"{number}_{name}.npy", name, groups if name == "starts" else edges)
+            {name: _table(list_path(folder, number, name), name, groups if name == "starts" else edges)
              for name in names}
         )  # fmt: skip
     relations = [

@@ -31,7 +31,6 @@ _FIRST_OWN = 1 << 32  # kFirstOwnBinding of native/activations/current.h
 _context = jax.make_user_context(_HOME)
 _lock = threading.RLock()
 _local = threading.local()
-_forked = False
 
 
 class _ThreadBinding:
@@ -101,8 +100,8 @@ def forget(store: Any) -> None:
 
 def after_fork() -> None:
     """In a forked child: forgets its parent's stores, and locks that other threads held."""
-    global _lock, _forked
-    _lock, _forked = threading.RLock(), True
+    global _lock
+    _lock = threading.RLock()
     _thread_bindings.clear()
     _own.clear()
     _local.__dict__.clear()
@@ -173,8 +172,8 @@ def wait_for_steps() -> None:
     A step whose results nobody kept has no array to wait for. But a device runs what one thread dispatches in order, so
     a computation that is dispatched now ends after it.
     """
-    if _forked or not _compat.backends_are_initialized():
-        return  # a forked child does not have the threads that run steps
+    if _compat.lacks_threads() or not _compat.backends_are_initialized():
+        return
     with jax.ensure_compile_time_eval():
         for devices in _device_groups():
             try:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dejax import _compat, _native
 from dejax.offload import _files
-from dejax.offload._resources import StoreResources, check_sizes
+from dejax.offload._resources import Store, StoreResources, check_sizes
 from dejax.offload.activations import current, memory
 from dejax.offload.activations.calls import DEVICE
 from dejax.offload.activations.notes import notes
@@ -56,7 +56,7 @@ class ActivationResources(StoreResources):
         self.close()
 
 
-class ActivationStore:
+class ActivationStore(Store):
     """Holds offloaded activations between forward and backward pass, on the device, in host memory or on disk.
 
     A tensor first goes to a buffer on the device (the ring), then to host memory, then to disk; it moves on only if the

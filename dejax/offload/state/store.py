@@ -21,7 +21,7 @@ import numpy as np
 
 from dejax import _compat, _native
 from dejax._pytrees import of_this_process
-from dejax.offload._resources import StoreResources, check_sizes
+from dejax.offload._resources import Store, StoreResources, check_sizes
 from dejax.offload.state import disk_shards
 from dejax.offload.state.meshes import divided, shard_bytes
 
@@ -228,7 +228,7 @@ class DiskArray:
         return out
 
 
-class StateStore:
+class StateStore(Store):
     """Files on a fast drive that hold training state (optimizer state, parameters) between steps.
 
     Pass a store, or just its path, to `offload.optimizer(tx, path=...)` or `stack_step(..., path=...)`. The files are
@@ -422,6 +422,8 @@ def _restored(place: Any, value: Any) -> Any:
     if is_on_disk(place):
         place.store.remove(place)
         return place.store.put(value, place.unit_bytes, place.sharding)
+    if next(iter(place.sharding.device_set)).platform == "cpu":
+        value = _compat.own_memory(value)
     # What `init` left where jax puts it, jit may move to the devices of the parameters.
     return jax.device_put(value, place.sharding if getattr(place, "committed", False) else None)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import errno
 import json
 import sys
 import time
@@ -19,14 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from dejax._files import keep_compiled_programs, replacing, write_whole
+from dejax._files import is_full, keep_compiled_programs, replacing, write_whole
 from dejax._optional import missing_packages
 from dejax.training.command.arguments import parser, settings_of
 from dejax.training.command.config import TablesConfig, read_config
 from dejax.training.settings import Settings
 
 _LAYOUT = "layout of data"  # among the settings in the folder of a run
-_FITTED = "fitted.json"  # in the folder of a run: `TableTask.fitted`
+# In the folder of a run: `TableTask.fitted`. It goes with the checkpoints, and is not there for another run to resume.
+_FITTED = "checkpoints/fitted.json"
 # Settings that a resumed run may change: its length, and how steps are called; not the model.
 _FREE = ("epochs", "seeds", "eval_every", "pipeline")
 
@@ -56,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _train(args, argv)
     except (ValueError, OSError, DataUnavailableError) as error:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        print(f"error: {error}{'; make room, and go on with --resume' if full else ''}", file=sys.stderr)
+        print(f"error: {error}{', then go on with --resume' if is_full(error) else ''}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if not missing_packages():

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dejax._files import write_whole
 from dejax._optional import new_figure
 from dejax.datasets import Task
 from dejax.reporting._page import page
@@ -62,10 +63,8 @@ def write_page(
             rows = [(name, f"{value:+.4f}") for name, value in found.items()]
             parts.append(_table((what, "worse by"), rows[:_MOST_ROWS]))
             parts.append(f'<p class="quiet">and {len(rows) - _MOST_ROWS} more</p>' if len(rows) > _MOST_ROWS else "")
-    path.write_text(
-        page(f"{task.name}: {results['dataset']}", f'<div class="dejax-report">{"".join(parts)}</div>'),
-        encoding="utf-8",
-    )
+    text = page(f"{task.name}: {results['dataset']}", f'<div class="dejax-report">{"".join(parts)}</div>')
+    write_whole(path, text.encode())
 
 
 _HEADINGS = {

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dejax._files import replacing
 from dejax._optional import new_figure
 from dejax._origin import versions, without_paths
 from dejax._platform import default_device, on_gpu
@@ -341,7 +342,8 @@ def draw_curves(path: Path, results: dict[str, Any], histories: Sequence[History
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png")
 
 
 def _draw_loss(axes: Any, histories: Sequence[History]) -> None:
