@@ -414,7 +414,10 @@ def _backward(task: CompileTask, residuals: Any, cotangents: Any) -> tuple[None,
         else _compat.own_empty_arrays(c)
         for o, c in zip(program.outputs, cotangents, strict=True)
     )
-    found, _ = _compiled(backward, graph, (*kept, *saved, *given), (*kept_row_scaled, *saved_row_scaled))
+    # Zeros are the same on all devices of a mesh; here they vary as the other arrays do, and so do their gradients.
+    arrays = _compat.varying_alike((*kept, *saved, *given))
+    found, _ = _compiled(backward, graph, arrays, (*kept_row_scaled, *saved_row_scaled))
+    _, found = _compat.varying_alike((values, found))
     gradients = dict(zip(wrt, found, strict=True))
     return None, tuple(gradients.get(p) for p in range(num_inputs)), None
 

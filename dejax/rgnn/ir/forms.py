@@ -26,6 +26,8 @@ def wide(x: jax.Array) -> jax.Array:
 
 
 def sign(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.bool_:
+        return x
     return jnp.where(x == x, (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype), x)  # NaN stays
 
 

@@ -120,7 +120,8 @@ class Builder:
 
     def const(self, value: float, dtype: str, space: Space = Space.GRAPH) -> int:
         """Appends a constant: the scalar `value` in every row of `space`. Returns the number of its value."""
-        value = float(value)
+        if not isinstance(value, int) or float(value) == value:
+            value = float(value)  # an integer above 2^53 keeps its digits
         # 0.0 == -0.0, so that programs which differ in this alone would be one to the caches and to `cse`.
         sign = {"negative": True} if value == 0 and math.copysign(1, value) < 0 else {}
         return self.op("const", value=value, dtype=dtype, space=str(space), **sign)

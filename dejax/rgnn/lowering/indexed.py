@@ -77,6 +77,8 @@ def _inside(index: jax.Array, size: int, outside: str) -> jax.Array:
 
     Negative ones count from the end, but with `drop`; those still out of range go nowhere, but with `clip`.
     """
+    if index.dtype in (jnp.uint32, jnp.uint64):  # those past the end stay there, and become no negative numbers
+        index = jnp.minimum(index, jnp.asarray(size, index.dtype))
     index = index.astype(jnp.int64 if index.dtype in (jnp.int64, jnp.uint64) else jnp.int32)
     if outside != "drop":
         index = jnp.where(index < 0, index + size, index)

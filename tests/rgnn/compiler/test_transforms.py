@@ -344,7 +344,10 @@ def test_integer_arguments_and_results() -> None:
 
 @XLA_FIRST
 def test_second_derivatives(backend: str) -> None:
-    """The gradient of a gradient's squared norm, as in a gradient penalty, is that of JAX's own autodiff."""
+    """The gradient of a gradient's squared norm, as in a gradient penalty, is that of JAX's own autodiff.
+
+    Also on each of two devices, in a `shard_map` that checks types: zeros did not vary there as their gradients do.
+    """
     x, params = arrays()
 
     def penalty(x: Any, params: Any, options: Options) -> Any:
@@ -355,6 +358,17 @@ def test_second_derivatives(backend: str) -> None:
     want = jax.jit(jax.grad(penalty, argnums=(0, 1)), static_argnums=2)(x, params, plain)
     got = jax.jit(jax.grad(penalty, argnums=(0, 1)), static_argnums=2)(x, params, BACKENDS[backend])
     close(got, want, 2e-4)
+    if len(devices := jax.devices("cpu")[:2]) < 2:
+        return
+    split, whole = PartitionSpec("batch"), PartitionSpec()
+    on_each = jax.shard_map(
+        lambda x, params: penalty(x[0], params, BACKENDS[backend])[None],
+        mesh=Mesh(np.array(devices), ("batch",)),
+        in_specs=(split, whole),
+        out_specs=split,
+    )
+    twice = jax.jit(jax.grad(lambda x, params: on_each(x, params).sum(), (0, 1)))(jnp.stack([x, x]), params)
+    close(twice, (jnp.stack([want[0]] * 2), jax.tree.map(lambda g: 2 * g, want[1])), 2e-4)
 
 
 def test_forward_mode_is_refused() -> None:

@@ -156,6 +156,7 @@ def test_booleans():
     assert run(lambda g, m: 1 - g.node(m), mask) == [0, 0]
     assert run(lambda g, m: g.node(m).sum(), jnp.ones((2, 3), bool)) == [3, 3]
     assert run(lambda g, m: g.node(m).mean(), jnp.ones((2, 4), bool)) == [1, 1]
+    assert run(lambda g, m: rgnn.sign(g.node(m)) + rgnn.abs(g.node(m)), ~mask) == [False, False]
     for wrong in (lambda g, m: -g.node(m), lambda g, m: g.node(m) - g.src(m)):
         with pytest.raises(rgnn.ProgramError, match="is not defined for booleans|must be in one space"):
             rgnn.program(wrong)(graph, mask)
@@ -229,6 +230,47 @@ def test_64_bit_numpy_arrays_are_converted_as_in_jax():
 def test_integer_powers_of_integers():
     found = rgnn.program(lambda g, m: g.node(m) ** 5)(TRIANGLE, jnp.array([31, 37, -3]))
     assert found.tolist() == [31**5, 37**5, -(3**5)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number", "words"),
+    [("uint8", -1, "from 0 to 255, got -1"), ("int8", 200, "from -128 to 127, got 200")]
+    + [(dtype, 2**31, "from -2147483648 to 2147483647") for dtype in ("int32", "bool")],
+)
+def test_numbers_beyond_an_integer_dtype_are_refused(dtype, number, words):
+    """As in jax.numpy. They wrapped around: no uint8 was above -1, and every int8 was at least 200."""
+    x = jnp.zeros(3, dtype)
+    uses = [lambda v: v > number, lambda v: number + v, lambda v: rgnn.where(v == 0, v, number), lambda v: v == number]
+    for use in (*uses, lambda v: rgnn.clip(v, number)):
+        with pytest.raises(
+            rgnn.ProgramError, match=f"a number beside {dtype.replace('bool', 'int32')} values .* {words}"
+        ):
+            rgnn.program(lambda g, x, use=use: use(g.node(x)))(TRIANGLE, x)
+
+
+def test_numbers_of_64_bits_keep_their_digits():
+    """As float64 2^53 + 1 was 2^53."""
+    large = np.array([2**53 + 1, 2**63 - 1, -(2**63)])
+
+    def layer(g, x):
+        return [*(g.node(x) == n for n in large.tolist()), 0 * g.node(x) + (2**53 + 1), g.node(x) <= 2**63 - 1]
+
+    with jax.enable_x64(True):
+        found = rgnn.program(layer)(TRIANGLE, jnp.asarray(large))
+    np.testing.assert_array_equal(found, [*np.eye(3, dtype=int), [2**53 + 1] * 3, [1] * 3])
+
+
+@pytest.mark.parametrize(("dtype", "x64"), [("uint32", False), ("uint64", True), ("int64", True), ("int8", False)])
+def test_indices_past_the_end_of_any_integer_dtype(dtype, x64):
+    """They are clipped, or left out of a readout; 2^31 and more became negative, and read the first row."""
+    info = np.iinfo(dtype)
+    last = info.max // 2 + 1 if info.min == 0 else info.max
+    with jax.enable_x64(x64):
+        ids, table = jnp.asarray(np.array([last, info.max, 1], dtype)), jnp.arange(1.0, 4.0)
+        layer = rgnn.program(lambda g, ids, w, x: (g.shared(w)[g.node(ids)], g.sum_by(g.node(x), g.node(ids), 3)))
+        rows, sums = layer(TRIANGLE, ids, table, table)
+    np.testing.assert_array_equal(rows, [3, 3, 2])
+    np.testing.assert_array_equal(sums, [0, 3, 0])
 
 
 @ON_BOTH

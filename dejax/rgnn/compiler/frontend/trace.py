@@ -31,6 +31,19 @@ def _dtype_of(x: numbers.Real, like: str) -> str:
     return "int32" if like == "bool" else like
 
 
+def _held(x: numbers.Real, dtype: str) -> numbers.Real:
+    """A number that a constant of this dtype holds: an integer dtype has bounds, beyond which it would wrap around."""
+    if dtype == "bool" or inter.is_float(dtype):
+        return float(x)
+    info = np.iinfo(dtype)
+    if not info.min <= x <= info.max:
+        raise fail(
+            f"a number beside {dtype} values must be from {info.min} to {info.max}, got {x}; give the values a wider "
+            "dtype first: x.astype('int32') or x.astype('float32')"
+        )
+    return int(x)
+
+
 def is_array(x: Any) -> bool:
     """Whether an object is an array of numpy or jax, also a traced one, and not a Python number."""
     return isinstance(x, np.ndarray | jax.Array) or (isinstance(x, np.generic) and not isinstance(x, numbers.Real))
@@ -118,7 +131,7 @@ class Trace:
         """A Python number as a constant in the dtype that it has in arithmetic with `like`."""
         weak_float = not inter.is_float(like.dtype) and not isinstance(x, numbers.Integral)
         dtype = self.float_dtype if weak_float else _dtype_of(x, like.dtype)
-        made = self.symbol(self.builder.const(float(x), dtype, like.space))
+        made = self.symbol(self.builder.const(_held(x, dtype), dtype, like.space))
         if weak_float or like.index in self.weak:
             self.weak.add(made.index)
         return made
