@@ -21,7 +21,34 @@ from dejax.rgnn.lowering.segments import num_rows, segments
 Array = np.ndarray
 
 
-def evaluate(program: OpProgram, graph: RelGraph, inputs: Mapping[int, Any], *, rounded: bool = False) -> list[Array]:
+class Known:
+    """Values by what computes them, so that programs with many operators in common compute these once.
+
+    All of its programs run on one graph with the same `rounded`. An input is the array itself, at whatever position.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[Any, tuple[int, Array]] = {}
+        self.inputs: dict[int, Any] = {}  # kept, so that no other array gets the identity of one
+
+    def key(self, op: Op, args: list[int], inputs: Mapping[int, Any]) -> Any:
+        """What computes a value, by the numbers of the values that it reads."""
+        if op.name == "input":
+            given = inputs[op.attr("position")]
+            self.inputs[id(given)] = given
+            return "input", id(given), op.space, op.shape, op.dtype
+        attrs = tuple((name, repr(x) if isinstance(x, float) else x) for name, x in op.attrs)  # 0.0 == -0.0
+        return op.name, tuple(args), attrs, op.space, op.shape, op.dtype
+
+
+def evaluate(
+    program: OpProgram,
+    graph: RelGraph,
+    inputs: Mapping[int, Any],
+    *,
+    rounded: bool = False,
+    known: Known | None = None,
+) -> list[Array]:
     """The results of a program.
 
     Args:
@@ -30,11 +57,19 @@ def evaluate(program: OpProgram, graph: RelGraph, inputs: Mapping[int, Any], *, 
       inputs: by position, in the compiler's form (`to_rows`).
       rounded: whether floats have the dtypes of the program, computed in float32 where these have 16 bits. By default
         every float is a float64.
+      known: what programs computed before; it is added to.
     """
     assert graph.edge_mask is None and graph.node_mask is None
+    known = Known() if known is None else known
+    numbers: list[int] = []
     found: dict[int, Array] = {}
     with np.errstate(all="ignore"):
         for i, op in enumerate(program.ops):
+            key = known.key(op, [numbers[a] for a in op.args], inputs)
+            if key in known.values:
+                number, found[i] = known.values[key]
+                numbers.append(number)
+                continue
             kept, computed = _dtypes(op.dtype, rounded)
             if op.name == "input":
                 result = np.asarray(inputs[op.attr("position")])
@@ -48,6 +83,8 @@ def evaluate(program: OpProgram, graph: RelGraph, inputs: Mapping[int, Any], *, 
                 result = _Rows(graph, space, op).apply(args)
             assert result.shape == (num_rows(graph, op.space), *op.shape), f"%{i} = {op.name}: {result.shape}"
             found[i] = result.astype(kept)
+            numbers.append(len(known.values))
+            known.values[key] = numbers[i], found[i]
     return [found[o] for o in program.outputs]
 
 
@@ -221,21 +258,28 @@ def reduce_at(how: str, x: Array, index: tuple[Array, ...], shape: tuple[int, ..
 
     An extremum is 0 where there are no rows, and where none of them is finite.
     """
-    shape = (*shape, *x.shape[index[0].ndim :])
+    row = index[0] if len(index) == 1 else index[0] * shape[1] + index[1]
+    shape = (*shape, *x.shape[row.ndim :])
+    width = math.prod(x.shape[row.ndim :])
+    at = (row.reshape(-1, 1) * width + np.arange(width)).reshape(-1)  # numpy is ten times as fast on one axis
+
+    def reduced(by: np.ufunc, start: Any) -> Array:
+        found = np.full(math.prod(shape), start, x.dtype)
+        by.at(found, at, x.reshape(-1))
+        return found.reshape(shape)
+
     if how in ("sum", "prod"):
-        found = np.full(shape, how == "prod", x.dtype)
-        (np.add if how == "sum" else np.multiply).at(found, index, x)
-        return found
+        return reduced(np.add if how == "sum" else np.multiply, how == "prod")
     if x.dtype == bool:
         start = how == "min"
     elif x.dtype.kind == "f":
         start = np.inf if how == "min" else -np.inf
     else:
         start = np.iinfo(x.dtype).max if how == "min" else np.iinfo(x.dtype).min
-    found = np.full(shape, start, x.dtype)
-    (np.minimum if how == "min" else np.maximum).at(found, index, x)
-    some = np.zeros(shape, bool)
-    some[index] = True
+    found = reduced(np.minimum if how == "min" else np.maximum, start)
+    some = np.zeros(math.prod(shape), bool)
+    some[at] = True
+    some = some.reshape(shape)
     return np.where(some & (found != start) if x.dtype.kind == "f" else some, found, 0)
 
 

@@ -102,7 +102,7 @@ def _turned(data: HeteroDataset, *names: str) -> HeteroDataset:
 @pytest.mark.parametrize("task", ["samples", "links"])
 def test_a_state_is_of_data_whose_relations_and_types_are_numbered_alike(task):
     if task == "samples":
-        data, changes = community_graph(), TINY
+        data, changes = community_graph(), TINY | {"full_batch": True}  # no sample is compiled
     else:
         data, changes = links(), {"task": "links", "model": "embeddings", "hidden": 8}
     of = lambda data: Trainer(resolve("mine", **changes), data).task.layout_of_data  # noqa: E731
@@ -117,7 +117,8 @@ def test_a_state_is_of_data_whose_relations_and_types_are_numbered_alike(task):
 def test_a_trainer_refuses_a_state_of_data_that_are_numbered_otherwise():
     """All arrays have equal shapes: the weights of one relation would be those of another."""
     data = community_graph()
-    trainer, other = (Trainer(resolve("mine", **TINY), some) for some in (data, _turned(data, "edges")))
+    settings = resolve("mine", **TINY, full_batch=True)
+    trainer, other = (Trainer(settings, some) for some in (data, _turned(data, "edges")))
     plain = trainer.exported(trainer.init(0))
     assert jax.tree.map(jnp.shape, plain) == jax.tree.map(jnp.shape, other.exported(other.init(0)))
     trainer.imported(plain)
@@ -129,7 +130,7 @@ def test_a_run_is_evaluated_on_data_that_are_numbered_alike(tmp_path, capsys):
     data = community_graph()
     data.save(tmp_path / "data")
     _turned(data, "edges").save(tmp_path / "turned")
-    words = ["--sampled", "--data", str(tmp_path / "data"), "--hidden", "8", "--fan-outs", "2", "--epochs", "1"]
+    words = ["--sampled", "--data", str(tmp_path / "data"), "--hidden", "8", "--full-batch", "--epochs", "1"]
     assert cli.main([*words, "--seeds", "1", "--no-baseline", "--out", str(tmp_path / "run")]) == 0
     evaluate = ["--evaluate", str(tmp_path / "run"), "--data"]
     assert cli.main([*evaluate, str(tmp_path / "data")]) == 0
