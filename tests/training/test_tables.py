@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dejax.datasets import Column, HeteroDataset, Task, from_tables, task_from_columns, task_of_rows
+from dejax.datasets import Column, HeteroDataset, Task, from_tables, task_from_columns, task_of_events, task_of_rows
 from dejax.datasets.columns import NEVER
 from dejax.training import Fitted, Trainer, fit, resolve
 from dejax.training.command import cli, predictions
@@ -557,20 +557,28 @@ def growing(users, *, order=1):
         fixed_features=False,
         name="growing",
     )
-    task = task_of_rows(data, "returns", "orders", "returned", valid_from="2024-07-01", test_from="2024-09-01")
-    return data.with_task(task)
+    splits = {"valid_from": "2024-07-01", "test_from": "2024-09-01"}
+    task = task_of_rows(data, "returns", "orders", "returned", **splits)
+    months = [f"2024-{month:02d}-01" for month in range(2, 10)]
+    active = task_of_events(data, "orders", ("orders", "user"), months, "20 days", active="300 days", **splits)
+    return data.with_task(task).with_task(active)
 
 
-def test_predictions_stay_when_tables_without_times_get_rows():
-    """Means, quantiles and categories are those of the training: new users changed them, and so all predictions."""
-    given = {"fan_outs": (2,), "hidden": 8, "batch_size": 64, "epochs": 1}
+@pytest.mark.parametrize(("target", "orders"), [("returns", (1, -1)), ("orders", (1,))])
+def test_predictions_stay_when_tables_without_times_get_rows(target, orders):
+    """Means, quantiles and categories are those of the training: new users changed them, and so all predictions.
+
+    The rows of the target "orders" have a history: its plan, too, must be that of the training.
+    """
+    given = {"fan_outs": (2,), "hidden": 8, "batch_size": 64, "epochs": 1, "target": target}
     data = growing(6)
     trainer = Trainer(resolve("growing", task="tables", **given), data)
+    assert bool(trainer.task.histories) == (target == "orders")
     state = trainer.init(0)
-    places = data.tasks["returns"].splits["test"]
+    places = data.tasks[target].splits["test"]
     wanted = trainer.task.predict(trainer, state, places)
     fitted = json.loads(json.dumps(trainer.task.fitted))
-    for other in (growing(9), growing(9, order=-1)):
+    for other in (growing(9, order=order) for order in orders):
         again = Trainer(trainer.settings, other, fitted=fitted)
         assert again.task.fitted == trainer.task.fitted and again.task.layout_of_data == trainer.task.layout_of_data
         np.testing.assert_allclose(

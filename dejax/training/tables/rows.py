@@ -353,8 +353,10 @@ def plain(plan: TablePlan) -> list[dict[str, Any]]:
 
 
 def plan_of(found: Sequence[Mapping[str, Any]]) -> TablePlan:
-    """The plan of `plain`, in whose columns only what was fitted has a meaning."""
+    """The plan of `plain`; of columns that are known later than their rows, without the times from which they are."""
     places: list[dict[str, Any]] = [
         {name: tuple(value) if isinstance(value, list) else value for name, value in place.items()} for place in found
     ]
-    return TablePlan(tuple(ColumnPlace(**place) for place in places), 0, 0)
+    columns = tuple(ColumnPlace(**place) for place in places)
+    width = sum(place.width for place in columns if not place.apart)
+    return TablePlan(columns, width, width)
