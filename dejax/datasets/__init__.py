@@ -22,7 +22,7 @@ from dejax.datasets.graphs.mag import load_mag, load_mag_hetero
 from dejax.datasets.graphs.rdf import load_rdf, read_rdf
 from dejax.datasets.graphs.stdlib import load_stdlib, load_stdlib_links
 from dejax.datasets.graphs.triples import load_triples
-from dejax.datasets.tables._files import read_csv
+from dejax.datasets.tables._csv import read_csv
 from dejax.datasets.tables._labels import Label
 from dejax.datasets.tables._vectors import sentence_vectors
 from dejax.datasets.tables.graph import from_tables

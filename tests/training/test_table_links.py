@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +24,8 @@ def day(number):
     return BEGIN + np.asarray(number).astype("timedelta64[D]")
 
 
-def purchases(users=40, items=24, orders=900, seed=0):
-    """Users buy items of their own group; a third of the items come later than the others."""
+def purchases(users=40, items=24, orders=900, seed=0, *, timed=True, new=0):
+    """Users buy items of their own group; a third of the items come later than the others. `new`: items at the end."""
     rng = np.random.default_rng(seed)
     group, user = rng.integers(0, 3, users), rng.integers(0, users, orders)
     since = np.where(np.arange(items) % 3 == 0, rng.integers(60, 240, items), 0)
@@ -36,14 +37,19 @@ def purchases(users=40, items=24, orders=900, seed=0):
         item.append(there[rng.integers(len(there))])
     tables = {
         "users": {"id": np.arange(users) + 100},
-        "items": {"id": [f"i{i}" for i in range(items)], "since": day(since), "price": rng.random(items)},
+        "items": {
+            "id": [f"i{i}" for i in range(items + new)],
+            "since": day([*since, *[0] * new]),
+            "price": [*rng.random(items), *[9.0] * new],
+        },
         "orders": {"user": user + 100, "item": [f"i{i}" for i in item], "at": day(at)},
     }
     data = from_tables(
         tables,
         {"users": "id", "items": "id"},
         [("orders", "user", "users"), ("orders", "item", "items")],
-        {"orders": "at", "items": "since"},
+        {"orders": "at", "items": "since"} if timed else {"orders": "at"},
+        kinds={} if timed else {"items": {"since": "ignore"}},
         fixed_features=False,
         name="purchases",
     )
@@ -228,3 +234,28 @@ def test_links_within_a_table():
     assert np.mean(side[found.rows] == side[:, None]) > 0.9
     columns = predictions.as_columns(data, task, found, np.arange(30))
     assert "people" in columns and "candidate" in columns
+
+
+def test_new_rows_of_a_target_without_times_are_candidates_without_a_learned_vector():
+    """They count as known from the beginning: only the run's own number of rows tells that they are new."""
+    given = settings(epochs=1, top=40, hidden=8)
+    trainer = Trainer(given, purchases(timed=False))
+    state, places = fit(trainer, 0).state, trainer.task.splits["test"][:20]
+    before = trainer.task.predict(trainer, state, places)
+    fitted = json.loads(json.dumps(trainer.task.fitted))
+    again = Trainer(given, purchases(timed=False, new=2), fitted=fitted)
+    assert again.task.fitted == trainer.task.fitted
+    after = again.task.predict(again, again.imported(trainer.exported(state)), places)
+    old, new = (
+        [
+            dict(zip(rows, scores, strict=True))
+            for rows, scores in zip(of.rows.tolist(), of.scores.tolist(), strict=True)
+        ]
+        for of in (before, after)
+    )
+    for then, now in zip(old, new, strict=True):
+        assert {24, 25} <= now.keys() and not {24, 25} & then.keys()
+        assert now[24] == pytest.approx(now[25], abs=1e-6)  # all that tells them apart is a vector that none has
+        assert {row: now[row] for row in range(24)} == pytest.approx({row: then[row] for row in range(24)}, abs=1e-5)
+    fewer = Trainer(given, purchases(items=23, timed=False), fitted=fitted)
+    assert fewer.task.layout_of_data != trainer.task.layout_of_data

@@ -26,6 +26,8 @@ _NUMBERS = {
 """Numbers as text, by their decimal sign. Where both signs are decimal, none stands between thousands. Text with
 leading zeros is a name, such as a postcode."""
 _DECIMALS = re.compile(r"(?P<point>[.,])\d+(e[+-]?\d+)?$", re.IGNORECASE)
+_CODE = re.compile(r"\s*0\d+\s*")
+"""Of such text, as of postcodes, a column has names, however many of the others could be numbers."""
 _SIGNS = re.compile(r"[^\w\s]*\s*\d[\d\s.,:/'-]*[^\w\s]*")
 """Text of digits and signs, such as "12 %" and "31.12.2023"."""
 
@@ -98,12 +100,14 @@ class RawColumn:
         others = len({text_of(value) for value in known.tolist()})
         few = others <= max(self.max_categories, len(known) // _ROWS_PER_CATEGORY)
         is_number = _Numerals.of(some).reads
+        code = next((value for value in known.tolist() if isinstance(value, str) and _CODE.fullmatch(value)), None)
         for kind, what, reads in (("number", "numbers", is_number), ("time", "times", _is_time)):
             fit = [value for value in some if reads(value)]
-            if len(fit) >= _MOST * len(some) and fit:
+            are_codes = kind == "number" and code is not None
+            if len(fit) >= _MOST * len(some) and fit and not are_codes:
                 return kind
             if 2 * len(fit) > len(some):
-                odd = next(value for value in some if not reads(value))
+                odd = code if are_codes else next(value for value in some if not reads(value))
                 warnings.warn(
                     f"the column {self.name} is read as {'categories' if few else 'text'}, but {len(fit)} of "
                     f"{len(some)} of its values are {what}, such as {fit[0]!r}, and others such as {odd!r}; convert "

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import warnings
-import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dejax._optional import optional
+from dejax.datasets.tables import _csv
 from dejax.datasets.tables._columns import Columns, objects_of
 
-_SUFFIXES = (".parquet", ".csv", ".csv.gz", ".csv.zip")
+_SUFFIXES = (".parquet", *_csv.SUFFIXES)
 
 Declared = dict[tuple[str, int], list[tuple[str, str, str | None]]]
 """(table, number) of a foreign key -> for each of its columns the other table, the column, the other table's column."""
@@ -76,14 +74,21 @@ def to_primary_keys(declared: Declared, keys: Mapping[str, Any]) -> list[Any]:
     return references
 
 
-def read_folder(folder: Path) -> dict[str, Any]:
+def read_folder(
+    folder: Path, primary_keys: Mapping[str, str | Sequence[str]], foreign_keys: Sequence[Sequence[Any]]
+) -> dict[str, Any]:
     """The tables of a folder: a Parquet or CSV file for each, or a folder of the Parquet files of one table.
+
+    Args:
+        folder: the folder.
+        primary_keys, foreign_keys: as in `from_tables`: these columns of CSV files stay text, but for integers.
 
     Raises:
         ValueError: no such files, or two for one table.
         ModuleNotFoundError: pyarrow is missing.
     """
     tables: dict[str, Any] = {}
+    of_csv: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         suffix = next((suffix for suffix in _SUFFIXES if path.name.endswith(suffix)), None)
         is_parts = path.is_dir() and any(path.glob("**/*.parquet"))
@@ -96,20 +101,30 @@ def read_folder(folder: Path) -> dict[str, Any]:
                 "move one away"
             )
         tables[name] = read_file(path)
+        if _is_csv(path):
+            of_csv[name] = path
     if not tables:
         raise ValueError(f"tables must be a folder with files {', '.join(_SUFFIXES)}, got {folder} without such files")
-    return tables
+    return _csv.with_keys_as_text(tables, of_csv, primary_keys, foreign_keys) if of_csv else tables
 
 
-def read_file(path: Path) -> Any:
+def _is_csv(path: Path) -> bool:
+    return path.name.endswith(_csv.SUFFIXES)
+
+
+def read_file(path: Path, text: Collection[str] = ()) -> Any:
     """The table of a Parquet or CSV file, or of a folder of Parquet files, as a `pyarrow.Table`.
+
+    Args:
+        path: the file or folder.
+        text: the names of columns that are read as text from a CSV file.
 
     Raises:
         ValueError: a file of another kind, or a damaged one.
         ModuleNotFoundError: pyarrow is missing.
     """
-    if path.name.endswith(_SUFFIXES[1:]):
-        return read_csv(path)
+    if _is_csv(path):
+        return _csv.read_csv(path, text=text)
     if not (path.is_dir() or path.name.endswith(_SUFFIXES[0])):
         raise ValueError(f"tables must be files {', '.join(_SUFFIXES)}, got {path.name}")
     with optional("pyarrow", of=f"reading {path}"):
@@ -119,58 +134,3 @@ def read_file(path: Path) -> Any:
         return parquet.read_table(path)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} must be a Parquet file, got an error: {error}; write it again") from error
-
-
-def read_csv(path: str | os.PathLike[str]) -> Any:
-    r"""Reads a CSV file as a `pyarrow.Table`. Empty fields, "NA", "N/A", "NULL", "NaN" and similar are missing values.
-
-    Args:
-        path: path of a `.csv`, `.csv.gz` or `.csv.zip` file; a `.zip` must hold one file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is no CSV file with commas between its columns.
-        ModuleNotFoundError: pyarrow is not installed.
-
-    >>> import pathlib, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = pathlib.Path(folder, "planes.csv")
-    ...     _ = path.write_text("plane,seats\nN1,55\nN2,NA\n")
-    ...     read_csv(path)["seats"].to_pylist()
-    [55, None]
-    """
-    with optional("pyarrow", of=f"reading {os.fspath(path)}"):
-        import pyarrow
-        import pyarrow.csv as csv
-    # Without `newlines_in_values`, pyarrow cuts files of more than a megabyte inside of quoted text that has newlines.
-    options = {
-        "parse_options": csv.ParseOptions(newlines_in_values=True),
-        "convert_options": csv.ConvertOptions(strings_can_be_null=True),
-    }
-    try:
-        with _opened(Path(path)) as file:
-            table = csv.read_csv(file, **options)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} must be a CSV file, got an error: {error}; mend the file, or move it away") from error
-    if table.num_columns == 1 and any(sign in table.column_names[0] for sign in ";\t|"):
-        raise ValueError(
-            f"{path} must have commas between its columns, got the header {table.column_names[0]!r}; write the file "
-            "with commas, or read it with pandas.read_csv(path, sep=...)"
-        )
-    return table
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """What `pyarrow.csv` reads: the path, which says how it is compressed, or the one file in a .zip."""
-    if path.suffix != ".zip":
-        yield path
-        return
-    with zipfile.ZipFile(path) as archive:
-        inside = [name for name in archive.namelist() if name.endswith(".csv")]
-        if len(inside) != 1:
-            raise ValueError(
-                f"{path} must have one CSV file inside, got {len(inside)}; unpack it into a folder of files"
-            )
-        with archive.open(inside[0]) as file:
-            yield file

@@ -13,7 +13,7 @@ import numpy as np
 from dejax.datasets._hetero import Ends, HeteroDataset, Relation
 from dejax.datasets.columns import NEVER, Column
 from dejax.datasets.tables._column_kinds import RawColumn
-from dejax.datasets.tables._columns import Columns, ForeignKey, columns_of
+from dejax.datasets.tables._columns import Columns, ForeignKey, columns_of, text_of
 from dejax.datasets.tables._files import read_folder, read_sqlite, to_primary_keys
 from dejax.datasets.tables._known_from import (
     KnownTimes,
@@ -225,7 +225,7 @@ def _opened(
             )
         return tables, primary_keys, foreign_keys
     if Path(tables).is_dir():
-        return read_folder(Path(tables)), primary_keys, foreign_keys
+        return read_folder(Path(tables), primary_keys or {}, _triples(foreign_keys or ())), primary_keys, foreign_keys
     tables, own_keys, declared = read_sqlite(Path(tables))
     primary_keys = own_keys if primary_keys is None else primary_keys
     return tables, primary_keys, to_primary_keys(declared, primary_keys) if foreign_keys is None else foreign_keys
@@ -381,8 +381,8 @@ def _has_fractions(values: np.ndarray) -> bool:
 
 
 def _key_array(values: np.ndarray) -> np.ndarray:
-    """Primary keys as numbers, times or text."""
-    return values.astype(str) if values.dtype.kind == "O" else values
+    """Primary keys as numbers, times or text, which of bytes is hexadecimal."""
+    return np.array(list(map(text_of, values.tolist())), str) if values.dtype.kind == "O" else values
 
 
 def _features(

@@ -311,8 +311,8 @@ def task_of_events(
 
     There is an example for each cutoff (a time as of which labels are predicted) and each row of the entity table that
     is known by then. Examples whose window ends after the data does are left out, and so are training examples whose
-    window ends after `valid_from`, because their labels would reveal the validation period. `Task.left_out` counts
-    them.
+    window ends after the first later cutoff, because their labels would reveal the validation period. `Task.left_out`
+    counts them.
 
     Args:
         data: a data set of `from_tables`.

@@ -300,6 +300,8 @@ def _evaluate(args: argparse.Namespace) -> None:
         what = "types, relations or classes, other numbers of them, or other names of nodes"
         if settings.task == "tables":
             what = "relations, classes, training examples or last training cutoff"
+            if target := trainer.task.examples.target:
+                what += f", or rows of {target} that are not those of the training, with new ones only at the end"
         raise ValueError(
             f"--evaluate {folder} must be given the data that it was trained on, got other {what}; train again, or "
             "undo the change"

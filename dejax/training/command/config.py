@@ -82,7 +82,7 @@ def _task(data: HeteroDataset, name: str, given: Mapping[str, Any], folder: Path
     make: Callable[..., Task] = task_of_events if "events" in given else task_of_rows
     arguments = {key: tuple(value) if key == "events" else value for key, value in given.items()}
     if "examples" in given:
-        make, arguments = task_from_columns, _with_columns(name, arguments, folder)
+        make, arguments = task_from_columns, _with_columns(data, name, arguments, folder)
     elif "events" in given:
         arguments["cutoffs"] = _cutoffs(name, given, data.time_unit)
     _check_names(f"[tasks.{name}]", arguments, make, without=("data", "name"))
@@ -147,7 +147,7 @@ def _mapped(path: Path) -> np.ndarray:
     return found
 
 
-def _with_columns(name: str, given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _with_columns(data: HeteroDataset, name: str, given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The arguments of `task_from_columns`, with columns of the file of examples in place of their names."""
     arguments = dict(given)
     path = folder / arguments.pop("examples")
@@ -155,7 +155,12 @@ def _with_columns(name: str, given: Mapping[str, Any], folder: Path) -> dict[str
         raise FileNotFoundError(
             f"examples of [tasks.{name}] must be a CSV or Parquet file, got {path}, which does not exist"
         )
-    columns = columns_of(path.name, read_file(path))
+    of_keys = {"keys": arguments.get("entity"), "labels": arguments.get("target")}
+    of_text = {
+        argument for argument, table in of_keys.items() if np.asarray(data.keys.get(table, ())).dtype.kind == "U"
+    }
+    text = {arguments[argument] for argument in of_text if argument in arguments}
+    columns = columns_of(path.name, read_file(path, text))
     for argument in ("keys", "times", "labels", "splits"):
         column = arguments.get(argument)
         if column is None:

@@ -74,7 +74,8 @@ def as_columns(
 
 
 def _keys(data: HeteroDataset, table: str, rows: np.ndarray) -> np.ndarray:
-    return np.asarray(data.keys[table])[rows] if table in data.keys else rows
+    keys = np.asarray(data.keys[table])[rows] if table in data.keys else rows
+    return keys.astype(object) if keys.dtype.kind == "f" else keys  # with all digits
 
 
 def _named(task: Task, labels: np.ndarray) -> np.ndarray:
@@ -109,7 +110,8 @@ def _as_text(values: Any) -> list[Any]:
         most = 15 if values.dtype == np.float64 else 9
         return [f"{value:.{9 if abs(value) <= 1 else most}g}" for value in values.tolist()]
     if values.dtype.kind == "M":
-        return [f"{value}Z" for value in values.astype(str)]
+        zone = "" if np.datetime_data(values.dtype)[0] in "YMWD" else "Z"
+        return [f"{value}{zone}" for value in values.astype(str)]
     return values.tolist()
 
 

@@ -54,7 +54,8 @@ class TableLinkTask(TableTask):
     A seed of a step is a link of a training example. It gets `Settings.negatives` wrong candidates, drawn among the
     rows that exist at its cutoff, and is compared with those of all links of the step with the same cutoff, so a grid
     of cutoffs gives each link many more. Links to rows that do not exist at their cutoff are not trained on. Each row
-    of the target that exists before the last training cutoff has a learned vector beside its columns.
+    of the target that exists before the last training cutoff has a learned vector beside its columns. Rows that the
+    table has got since then, at its end, have none, whenever they came to exist.
 
     Args:
         settings, data, options, print_table, fitted: as `TableTask`.
@@ -72,9 +73,17 @@ class TableLinkTask(TableTask):
         fitted: Mapping[str, Any] | None = None,
     ) -> None:
         self._ranked = jax.jit(_ranked, static_argnums=4)
+        target = task_of(data, settings.target).target
+        assert target is not None
+        self._trained_rows: int = data.num_nodes[target] if fitted is None else fitted["target_rows"]
         super().__init__(settings, data, options, print_table, fitted)
         self._both_vectors = jax.jit(self._vectors_of, static_argnums=0)
         self.embedded = {_VECTORS.format(self._target): data.num_nodes[self._target]}
+
+    @property
+    def fitted(self) -> dict[str, Any]:
+        """As `TableTask.fitted`, and the number of rows that the target table had."""
+        return {**super().fitted, "target_rows": self._trained_rows}
 
     @property
     def _target(self) -> str:
@@ -86,12 +95,13 @@ class TableLinkTask(TableTask):
         assert examples.offsets is not None
         known = self.data.known_from.get(self._target, np.full(self.data.num_nodes[self._target], -(2**63)))
         self._known = np.asarray(known)
+        self._learned = (self._known < self.until) & (np.arange(len(self._known)) < self._trained_rows)
         self._pool = NegativePool.from_times(self.clock.relative(self._known))
         self._example = np.repeat(np.arange(len(examples)), np.diff(examples.offsets)).astype(np.int32)
         return {
             "links": jnp.asarray(np.append(examples.labels, -1), jnp.int32),
             "offsets": jnp.asarray(examples.offsets, jnp.int32),
-            "new": jnp.asarray(self._known >= self.until),
+            "new": jnp.asarray(~self._learned),
         }
 
     def _trained_on(self, show: Callable[[str], None] | None) -> np.ndarray:
@@ -115,7 +125,7 @@ class TableLinkTask(TableTask):
         return links[there].astype(np.int32)
 
     def _rows_with_parameters(self) -> str:
-        rows = np.flatnonzero(self._known < self.until)
+        rows = np.flatnonzero(self._learned)
         keys = np.asarray(self.data.keys[self._target])[rows] if self._target in self.data.keys else rows
         return hashlib.sha256(repr((rows.tolist(), keys.tolist())).encode()).hexdigest()
 
