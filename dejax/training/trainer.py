@@ -435,10 +435,10 @@ class _DrawnAhead:
 
     def __call__(self, seed: int, epoch: int) -> Any:
         wanted = [(seed, n) for n in range(epoch, min(epoch + 2, max(self._epochs, epoch + 1)))]
-        self._drawn = {
-            key: self._drawn[key] if key in self._drawn else self._thread.submit(self._order, *key) for key in wanted
-        }
-        return self._drawn[seed, epoch].result()
+        held = self._drawn  # another thread may train with another seed
+        drawn = {key: held[key] if key in held else self._thread.submit(self._order, *key) for key in wanted}
+        self._drawn = drawn
+        return drawn[seed, epoch].result()
 
 
 def _optimizer(settings: Settings, steps: int) -> Any:
