@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -53,6 +54,46 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         raise OSError(error.errno, f"{error.strerror}{remedy}", os.fspath(path)) from error
 
 
+def _temporary(path: Path) -> Path:
+    """A name beside `path` that no other process takes. Others may read it, unlike what `tempfile` makes.
+
+    It tells the process. What processes that were killed have left in the folder goes.
+    """
+    begin = f".dejax-{_machine()}-"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.parent not in _cleaned:
+        _cleaned.add(path.parent)
+        for left in path.parent.glob(f"{begin}*"):
+            process = left.name.removeprefix(begin).partition("-")[0]
+            if process.isdigit() and not _runs(int(process)):
+                shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+    return path.with_name(f"{begin}{os.getpid()}-{uuid.uuid4().hex}-{path.name}")
+
+
+_cleaned: set[Path] = set()
+"""Folders that this process has looked through."""
+
+
+@functools.cache
+def _machine() -> str:
+    """What the numbers of processes are numbers of: this boot of this machine, and the container."""
+    try:
+        told = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        told = uuid.uuid4().hex
+    return hashlib.blake2b(told.encode(), digest_size=6).hexdigest()
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary place for a file, which replaces the one at `path` when the block ends without an error.
@@ -63,8 +104,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the folder cannot be made or written, or its drive is full.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # others may read it, unlike files of `tempfile`
+    temporary = _temporary(path)
     try:
         with writing(path):
             yield temporary
@@ -83,9 +123,8 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the folder cannot be made or written, or its drive is full.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = path.with_name(f".{path.name}-{uuid.uuid4().hex}")  # others may read it, unlike folders of `tempfile`
-    former = work.with_name(f"{work.name}-former")
+    work = _temporary(path)
+    former = path.with_name(f".{path.name}-former-{uuid.uuid4().hex}")  # of a process that is killed, it may be all
     work.mkdir()
     try:
         with writing(path):

@@ -6,6 +6,8 @@ import ast
 import contextlib
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -124,6 +126,37 @@ def test_several_replace_one_folder_at_once(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     assert sorted(path.name for path in (tmp_path / "folder").iterdir()) == ["a", "b"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from dejax import _files
+here = Path(sys.argv[1])
+with _files.replacing(here / "file.csv") as file, _files.replacing_folder(here / "folder") as folder:
+    file.write_text("half")
+    (folder / "a").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from dejax._files import write_whole
+write_whole(Path(sys.argv[1]), b"x")
+"""
+
+
+def test_what_a_killed_process_has_left_goes(tmp_path: Path) -> None:
+    """But not what one that runs is writing."""
+    with _files.replacing(tmp_path / "running") as running:
+        running.write_text("half")
+        subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+        assert len(list(tmp_path.iterdir())) == 3
+        subprocess.run([sys.executable, "-c", WRITES, str(tmp_path / "other")], check=True)
+        assert {path.name for path in tmp_path.iterdir()} == {running.name, "other"}
+    assert {path.name for path in tmp_path.iterdir()} == {"running", "other"}
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -144,7 +144,9 @@ def _without(values: Any, words: Collection[str]) -> Any:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    return pc.if_else(pc.is_in(values, value_set=pa.array(sorted(words), pa.string())), pa.scalar(None, pa.string()), values)
+    return pc.if_else(
+        pc.is_in(values, value_set=pa.array(sorted(words), pa.string())), pa.scalar(None, pa.string()), values
+    )
 
 
 def _matches(values: Any, pattern: str, *, all_: bool = False) -> bool:
