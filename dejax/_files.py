@@ -8,6 +8,7 @@ dtype and the bits as unsigned integers.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import functools
@@ -33,25 +34,37 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dejax"
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a drive, a quota or the largest size of a file is used up
+
+
 def is_full(error: BaseException) -> bool:
     """Whether an error says that a drive, a quota or the largest size of a file is used up."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return isinstance(error, OSError) and error.errno in _FULL
 
 
 @contextlib.contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Names the file in errors of the block, which writes it: Python's errors of `write` name none.
+def writing(path: str | os.PathLike[str], remedy: str = "make room on the drive") -> Iterator[None]:
+    """Names the file or folder in errors of the block, which writes it: Python's errors of `write` name none.
+
+    Args:
+        path: the file or folder.
+        remedy: what an error of a full drive ends with.
 
     Raises:
-        OSError: as in the block, with the path; of a full drive with the remedy.
+        OSError: as in the block, with the path. Also where the drive is full in place of another library's error, such
+            as TensorStore's ValueError of hundreds of words.
     """
     try:
         yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
+    except Exception as error:
+        code = (
+            error.errno
+            if isinstance(error, OSError)
+            else next((c for c in _FULL if os.strerror(c) in str(error)), None)
+        )
+        if code is None or getattr(error, "filename", None) is not None:
             raise
-        remedy = "; make room on the drive" if is_full(error) else ""
-        raise OSError(error.errno, f"{error.strerror}{remedy}", os.fspath(path)) from error
+        raise OSError(code, os.strerror(code) + f"; {remedy}" * (code in _FULL), os.fspath(path)) from error
 
 
 def _temporary(path: Path) -> Path:
@@ -257,12 +270,26 @@ def new_npy(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
     with _new(path):
         array: np.ndarray = np.lib.format.open_memmap(path, "w+", np.dtype(dtype), shape)
         with path.open("r+b") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot
-                    raise
+            _reserve(file.fileno(), path.stat().st_size)
     return array
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Takes the space of a file on its drive, or checks that there is room, where the file system cannot take it."""
+    code = _fallocate(descriptor, nbytes)
+    while code == errno.EINTR:
+        code = _fallocate(descriptor, nbytes)
+    if code in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+        there = os.fstatvfs(descriptor)
+        code = errno.ENOSPC if there.f_bavail * there.f_frsize < nbytes else 0
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def _fallocate(descriptor: int, nbytes: int) -> int:
+    """The system's `fallocate`: 0 or an error's number. `os.posix_fallocate` would write each block where it fails."""
+    begin, size = ctypes.c_int64(0), ctypes.c_int64(nbytes)
+    return ctypes.get_errno() if ctypes.CDLL(None, use_errno=True).fallocate(descriptor, 0, begin, size) else 0
 
 
 def dtype_of_file(path: str | os.PathLike[str], dtype: np.dtype) -> np.dtype:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import errno
 import os
 import resource
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,6 +71,17 @@ def test_a_map_to_be_filled_has_its_space_on_the_drive(tmp_path: Path) -> None:
         again(tmp_path / "rows.npy", np.int8, (2,))
         np.testing.assert_array_equal(former, ROWS)  # and is still there: no SIGBUS
     assert not np.load(tmp_path / "rows.npy").any()
+
+
+def test_a_file_system_that_cannot_reserve(tmp_path: Path, monkeypatch: Any) -> None:
+    """Then there must be room as the file is made, and a signal does not matter."""
+    codes = iter([errno.EINTR, errno.EOPNOTSUPP, errno.EOPNOTSUPP])
+    monkeypatch.setattr(_files, "_fallocate", lambda descriptor, nbytes: next(codes))
+    assert not _files.new_npy(tmp_path / "rows.npy", np.float32, ROWS.shape).any()
+    nothing = types.SimpleNamespace(f_bavail=9, f_frsize=512)
+    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: nothing)
+    with pytest.raises(OSError, match="No space left on device; make room on the drive"):
+        _files.new_npy(tmp_path / "rows.npy", np.float32, ROWS.shape)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a small file system of its own")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dejax._dtypes import entering_jit
+from dejax._files import writing
 from dejax._optional import optional
 from dejax.distributed.tables import ShardedTable
 from dejax.host_gather._operands import Table
@@ -35,11 +36,12 @@ def save(folder: str | os.PathLike[str], step: int, state: Any, *, keep: int = 2
 
     Raises:
         ValueError: two leaves have one path, or a numpy integer does not fit int32 without jax's 64-bit mode.
+        OSError: the drive is full. The checkpoints before are still there.
     """
     with optional("orbax-checkpoint", of="a checkpoint"):
         import orbax.checkpoint as ocp
 
-    with _manager(folder, keep) as manager:
+    with writing(folder, "the checkpoints before are whole; make room on the drive"), _manager(folder, keep) as manager:
         tables = {_TABLES: _dtypes_of_tables(state)}
         manager.save(step, args=ocp.args.StandardSave(_named(state)), force=True, custom_metadata=tables)
         manager.wait_until_finished()

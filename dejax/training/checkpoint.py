@@ -10,7 +10,6 @@ A checkpoint holds the arrays of a state, each under its path in the state, and 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -127,7 +126,7 @@ class Checkpoints:
             shutil.rmtree(place / _FORMER, ignore_errors=True)
             (place / _FORMER).mkdir()
             (place / str(number)).rename(place / _FORMER / str(number))
-        with _reporting_full(place), _manager(place) as manager:
+        with writing(place, "the checkpoint before is whole; make room on the drive"), _manager(place) as manager:
             manager.save(number, args=items, force=True)
             manager.wait_until_finished()
         shutil.rmtree(place / _FORMER, ignore_errors=True)
@@ -172,21 +171,6 @@ def _manager(place: Path) -> Any:
     ocp = _orbax()
     options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True, enable_async_checkpointing=False)
     return ocp.CheckpointManager(place, options=options)
-
-
-@contextlib.contextmanager
-def _reporting_full(place: Path) -> Iterator[None]:
-    """Turns Orbax's errors about a full drive, a ValueError of hundreds of words among them, into one that names it."""
-    try:
-        with writing(place):
-            yield
-    except Exception as error:
-        codes = [code for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) if os.strerror(code) in str(error)]
-        if isinstance(error, OSError) or not codes:
-            raise
-        raise OSError(
-            codes[0], f"{os.strerror(codes[0])}; the checkpoint before is whole; make room on the drive", str(place)
-        ) from error
 
 
 def _orbax() -> Any:

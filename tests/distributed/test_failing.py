@@ -13,6 +13,7 @@ from dejax import distributed
 from dejax.distributed import ShardedTable, failing, make_mesh
 from dejax.host_gather import DeviceTable, HostTable
 from tests.distributed import job, processes
+from tests.test_files import small_drive
 
 PROGRAM = """
 import json, os, signal, sys
@@ -121,6 +122,17 @@ def check_kills(tmp_path, times):
     whole = processes.start(2, tmp_path / "whole", cache=cache, steps=len(found), tables="plain", every=10**9)
     processes.finish(whole, tmp_path / "whole", timeout=900)
     assert processes.losses(tmp_path / "whole") == found
+
+
+def test_a_full_drive_leaves_the_checkpoints_before(tmp_path) -> None:
+    distributed.save(tmp_path, 1, {"w": jnp.ones(3)})
+    large = {"w": np.random.default_rng(0).integers(0, 1 << 30, 100_000)}
+    with small_drive(), pytest.raises(OSError, match=f"checkpoints before are whole; make room .*{tmp_path}"):
+        distributed.save(tmp_path, 2, large)
+    state, number = distributed.restore(tmp_path, {"w": jnp.zeros(3)})
+    assert number == 1 and (state["w"] == 1).all()
+    distributed.save(tmp_path, 2, large)
+    assert distributed.latest_step(tmp_path) == 2
 
 
 def test_errors_of_checkpoints(tmp_path) -> None:
