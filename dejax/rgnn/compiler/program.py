@@ -46,7 +46,7 @@ class _Signature:
 
 @dataclass(frozen=True, slots=True)
 class _Static:
-    """A static leaf with its type and sign: 1, 1.0 and True are different keys, 0.0 and -0.0 too, though equal in Python."""
+    """A static leaf with its type and sign: 1, 1.0 and True are different keys, and so are 0.0 and -0.0."""
 
     kind: type
     value: Any
