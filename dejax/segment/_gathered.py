@@ -15,7 +15,7 @@ from jax import Array, lax
 from dejax._dtypes import clipped_to_int32, numbers
 from dejax.segment._grouping import EdgePlan, SegmentPlan, as_ids, group
 from dejax.segment._plans import both_known
-from dejax.segment._primitives import ReadEdges, gather_reduce, in_scales, reduce, rows_at, spread, wide
+from dejax.segment._primitives import ReadEdges, by_scatter, gather_reduce, in_scales, reduce, rows_at, spread, wide
 from dejax.segment._reductions import shared
 from dejax.segment._request import BACKENDS, FLOATS, INTEGERS, constant, count_of, place
 
@@ -152,14 +152,14 @@ def _stored(m: _Messages) -> Array:
     if m.scale is None:
         return rows
     # The scale of an edge that is left out may be inf or NaN.
-    known = (m.senders >= 0) & (m.senders < m.x.shape[0])
+    known = (m.senders >= 0) & (m.senders < m.x.shape[0]) & (m.receivers >= 0) & (m.receivers < m.num_segments)
     return _product(rows.dtype, rows, jnp.where(known[:, None], m.scale, 0))
 
 
 def _summed(m: _Messages, dtype: Any) -> Array:
     if m.kernels:
         return gather_reduce("sum", m.x, m.scale, m.edges, dtype, m.interpret)
-    return jax.ops.segment_sum(_stored(m), m.receivers, m.num_segments).astype(dtype)
+    return by_scatter("sum", _stored(m), m.receivers, m.num_segments).astype(dtype)
 
 
 def _edge_counts(m: _Messages, dtype: Any) -> Array:
@@ -302,13 +302,12 @@ def _extreme(kind: str, m: _Messages, empty: Any) -> Array:
     if m.kernels:
         out = _extremum(kind, m.dtype, m.interpret, m.x, m.scale, m.edges)
     else:
-        operator = jax.ops.segment_max if kind == "max" else jax.ops.segment_min
         known = (m.senders >= 0) & (m.senders < m.x.shape[0])
         receivers = jnp.where(known, m.receivers, m.num_segments)
         stored = _stored(m)
         if stored.dtype != m.dtype:  # rounded as the result is; ties are counted in float32
             stored = lax.reduce_precision(stored, jnp.finfo(m.dtype).nexp, jnp.finfo(m.dtype).nmant)
-        out = operator(stored, receivers, m.num_segments).astype(m.dtype)
+        out = by_scatter(kind, stored, receivers, m.num_segments).astype(m.dtype)
     if empty is not None:
         out = jnp.where(_edge_counts(m, jnp.float32) > 0, out, constant(f"gather_segment_{kind}", empty, out.dtype))
     return m.shaped(out)

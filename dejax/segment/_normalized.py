@@ -164,11 +164,16 @@ def segment_variance(
     options = SegmentOptions(indices_are_sorted, unique_indices, None, None, deterministic, backend)
     r = request("segment_variance", data, segment_ids, num_segments, options, plan)
     r = _grouped(r, r.data)
-    return _variance(r, _at_entries(mean_of(r), r)).astype(dtype)
+    return _variance(r, _deviations(r)).astype(dtype)
 
 
-def _variance(r: SegmentRequest, means: Array) -> Array:
-    return mean_of(dataclasses.replace(r, data=jnp.square(r.data - means)))
+def _deviations(r: SegmentRequest) -> Array:
+    """Entries less the mean of their segment; 0 for entries of none, which may be of any size."""
+    return jnp.where(_belongs(r), r.data - _at_entries(mean_of(r), r), 0)
+
+
+def _variance(r: SegmentRequest, deviations: Array) -> Array:
+    return mean_of(dataclasses.replace(r, data=jnp.square(deviations)))
 
 
 def segment_normalize(
@@ -185,12 +190,13 @@ def segment_normalize(
 ) -> Array:
     """Normalizes the entries of each segment to mean 0 and standard deviation 1, like `jraph.segment_normalize`.
 
-    A variance below `eps` counts as `eps`. The other arguments are those of `segment_softmax`.
+    A variance below `eps` counts as `eps`. An entry whose id is out of range gets 0. The other arguments are those of
+    `segment_softmax`.
     """
     data, dtype = _floats("segment_normalize", data)
     options = SegmentOptions(indices_are_sorted, unique_indices, None, None, deterministic, backend)
     r = request("segment_normalize", data, segment_ids, num_segments, options, plan)
     r = _grouped(r, r.data)
-    means = _at_entries(mean_of(r), r)
-    variances = jnp.maximum(_variance(r, means), jnp.asarray(eps, r.data.dtype))
-    return ((r.data - means) * _at_entries(jax.lax.rsqrt(variances), r)).astype(dtype)
+    deviations = _deviations(r)
+    variances = jnp.maximum(_variance(r, deviations), jnp.asarray(eps, r.data.dtype))
+    return (deviations * _at_entries(jax.lax.rsqrt(variances), r)).astype(dtype)

@@ -198,11 +198,18 @@ batching.primitive_batchers[reduce_p] = _reduce_batch
 # scatter: [entries, width] and [entries] -> [segments, width]
 
 
+def by_scatter(kind: str, data: Array, ids: Array, segments: int, **options: Any) -> Array:
+    """The function of `jax.ops`; also of no segments, where JAX cannot take its gradient."""
+    if isinstance(segments, int) and segments == 0:
+        return jnp.zeros((0, *data.shape[1:]), data.dtype)
+    operator = {"sum": jax.ops.segment_sum, "max": jax.ops.segment_max, "min": jax.ops.segment_min}[kind]
+    return operator(data, ids, segments, **options)
+
+
 def _run_scatter(data: Array, ids: Array, *, kind: str, segments: int, dtype: Any, interpret: bool | None) -> Array:
     data = data.astype(wide(data.dtype))
-    operator = {"sum": jax.ops.segment_sum, "max": jax.ops.segment_max, "min": jax.ops.segment_min}[kind]
     rows = data[:, 0] if data.shape[1] == 1 else data  # a scatter of numbers, not of rows
-    return operator(rows, ids, segments).astype(dtype).reshape(segments, data.shape[1])
+    return by_scatter(kind, rows, ids, segments).astype(dtype).reshape(segments, data.shape[1])
 
 
 scatter_p = _define(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dejax.segment._grouping import Grouping, SegmentPlan, Unsorted
-from dejax.segment._primitives import reduce, rows_at, spread, wide
+from dejax.segment._primitives import by_scatter, reduce, rows_at, spread, wide
 from dejax.segment._request import SegmentOptions, SegmentRequest, constant, request
 
 
@@ -25,8 +25,8 @@ def summed(r: SegmentRequest, dtype: Any = None) -> Array:
 
 def _scatter(kind: str, r: SegmentRequest, data: Array) -> Array:
     """The reduction as XLA's scatter."""
-    operator = {"sum": jax.ops.segment_sum, "max": jax.ops.segment_max, "min": jax.ops.segment_min}[kind]
-    return operator(
+    return by_scatter(
+        kind,
         data,
         r.ids,
         r.num_segments,

@@ -38,13 +38,18 @@ def test_batches_of_nothing(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("operator", [segment.segment_softmax, segment.segment_logsumexp])
+@pytest.mark.parametrize(
+    "operator",
+    [segment.segment_softmax, segment.segment_logsumexp, segment.segment_variance, segment.segment_normalize],
+)
 def test_gradients_do_not_see_dropped_entries(operator, backend):
+    """Neither do results: of a dropped infinity, a variance had the gradient NaN and a normalized entry was NaN."""
     gradient = jax.grad(lambda x: (operator(x, jnp.array([0, 0, 5]), 2, backend=backend)[:1] ** 2).sum())
     want = gradient(jnp.array([1.0, 2.0, 0.0]))
     assert np.isfinite(want).all()
     for dropped in (1000.0, np.inf, np.nan):
         np.testing.assert_array_equal(gradient(jnp.array([1.0, 2.0, dropped])), want)
+        assert np.isfinite(operator(jnp.array([1.0, 2.0, dropped]), jnp.array([0, 0, 5]), 1, backend=backend)).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -52,6 +57,26 @@ def test_scale_of_a_dropped_edge(backend):
     senders, receivers, scale = jnp.array([0, 7, 1]), jnp.array([0, 0, 1]), jnp.array([1.0, jnp.inf, 1.0])
     got = segment.gather_segment_sum(jnp.array([1.0, 2.0]), senders, receivers, 2, scale, True, backend=backend)
     np.testing.assert_array_equal(got, [1, 2])
+    slope = jax.grad(
+        lambda x: segment.gather_segment_sum(
+            x, senders, receivers * 7, 2, jnp.roll(scale, 1), True, backend=backend
+        ).sum()
+    )
+    np.testing.assert_array_equal(slope(jnp.array([1.0, 2.0])), [1, 0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_where_there_are_no_segments(backend):
+    """All entries are dropped. JAX's own scatter cannot be transposed there."""
+    x, ids = jnp.ones((2, 3)), jnp.array([0, 1])
+    operators = [getattr(segment, f"segment_{kind}") for kind in (*KINDS, "variance", "normalize")]
+    given = {"num_segments": 0, "backend": backend}
+    plain = lambda x: sum(operator(x, ids, **given).sum() for operator in operators)  # noqa: E731
+    gathered = lambda x: sum(  # noqa: E731
+        getattr(segment, f"gather_segment_{kind}")(x, ids, ids, **given).sum() for kind in ("sum", "mean", "max")
+    )
+    for total in (plain, gathered):
+        np.testing.assert_array_equal(jax.grad(total)(x), np.zeros((2, 3)))
 
 
 def not_finite(kind, backend, order="unsorted", dtype="float32", entries=300, width=3):

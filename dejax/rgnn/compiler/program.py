@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -45,10 +46,15 @@ class _Signature:
 
 @dataclass(frozen=True, slots=True)
 class _Static:
-    """A static leaf with its type: 1, 1.0 and True are different keys, though equal in Python."""
+    """A static leaf with its type and sign: 1, 1.0 and True are different keys, and so are 0.0 and -0.0."""
 
     kind: type
     value: Any
+    negative: bool  # of a float
+
+    @classmethod
+    def of(cls, leaf: Any) -> _Static:
+        return cls(type(leaf), leaf, isinstance(leaf, float) and math.copysign(1, leaf) < 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +288,7 @@ class Program:
                 arrays.append(_canonical(leaf))
             else:
                 described.append(None)
-                statics.append(_Static(type(leaf), leaf))
+                statics.append(_Static.of(leaf))
         signature = _Signature(
             tree, tuple(described), tuple(statics), jax.dtypes.canonicalize_dtype("int64").itemsize == 8
         )

@@ -215,6 +215,8 @@ def test_equal_static_numbers_of_different_types_are_distinct():
     times = rgnn.program(lambda g, x, k: g.node(x) * k)
     dtypes = [times(TRIANGLE, jnp.arange(3), k).dtype for k in (2, 2.0, 2)]
     assert dtypes == [jnp.int32, jnp.float32, jnp.int32]
+    zeros = [times(TRIANGLE, jnp.ones(3), k) for k in (0.0, -0.0)]
+    np.testing.assert_array_equal(np.signbit(zeros), [[False] * 3, [True] * 3])
 
 
 def test_64_bit_numpy_arrays_are_converted_as_in_jax():
