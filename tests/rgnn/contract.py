@@ -39,6 +39,11 @@ def make_arrays(name: str, edges: EdgeList, size: Size, dtype: str, seed: int = 
     return found
 
 
+def waves(y: Any) -> np.ndarray:
+    """A cotangent of many signs and sizes for a result; by numpy, since jax would compile it for each shape."""
+    return np.cos(np.arange(y.size) * 1.7).reshape(y.shape).astype(y.dtype)
+
+
 def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
     return np.asarray(x, np.float64) if dtype == "float64" else x.astype(jnp.dtype(dtype)).astype(np.float64)
 
