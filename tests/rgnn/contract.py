@@ -146,8 +146,8 @@ def check(
     """
     want = expected(name, graph, size, dtype, scores)
     with jax.enable_x64(dtype == "float64"):
-        arrays = {key: jnp.asarray(value, dtype) for key, value in want.arrays.items()}
-        cotangents = tuple(jnp.asarray(c, dtype) for c in want.cotangents)
+        arrays = {key: value.astype(jnp.dtype(dtype)) for key, value in want.arrays.items()}
+        cotangents = tuple(c.astype(jnp.dtype(dtype)) for c in want.cotangents)
         tables = graph_of(graph).with_loop_tables() if loop_tables else graph_of(graph)
         got = run_case(name, tables, arrays, cotangents, options)
     assert_agrees(got, want, tolerance, dtype)

@@ -304,7 +304,7 @@ def check(name: str, graph: str, options: Options, dtype: str, tolerance: float,
     arrays, want = expected(name, graph, second)
     program = rgnn.program(OPERATORS[name].program)
     with jax.enable_x64(dtype == "float64"):
-        given = {n: jnp.asarray(a, "int32" if n.startswith("i_") else dtype) for n, a in arrays.items()}
+        given = {n: jnp.asarray(a.astype("int32" if n.startswith("i_") else dtype)) for n, a in arrays.items()}
         got = evaluate(lambda a: program(graph_of(graph), a, options=options), given, second)
     for (path, w), y in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
         found = error(y, w)

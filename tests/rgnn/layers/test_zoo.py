@@ -62,7 +62,7 @@ def compare(name: str, edges: EdgeList, options: Options, seed: int = 0) -> None
         wide = {key: jnp.asarray(np.asarray(value, dtype).astype(np.float64)) for key, value in arrays.items()}
         wanted = both(lambda a: layer.run(graph, a, XLA), wide)
     with jax.enable_x64(exact):
-        given = {key: jnp.asarray(value, dtype) for key, value in arrays.items()}
+        given = {key: jnp.asarray(value.astype(dtype)) for key, value in arrays.items()}
         found = jax.jit(lambda a: both(lambda a: layer.run(graph, a, options), a))(given)
     for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         assert got.dtype == dtype and got.shape == want.shape, f"{name} {path}"
