@@ -12,6 +12,7 @@ from dejax.distributed import Part, ShardedTable, check_lost, data_parallel, mak
 from dejax.distributed._placing import spec_of
 from dejax.host_gather import DeviceTable, HostTable, RowGradient, adam, sgd
 from dejax.minibatch import FeatureStore, HeteroTopology, sample_blocks
+from tests.cases import slow_but
 
 pytestmark = pytest.mark.devices(4)
 
@@ -191,7 +192,7 @@ def trained_on_one_device():
     return trained(None, "host")
 
 
-KINDS = [kind if kind == "divided, hot" else pytest.param(kind, marks=pytest.mark.slow) for kind in CUT]
+KINDS = slow_but(["divided, hot"], CUT)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from dejax import rgnn
 from dejax.distributed.full_graph import CannotDistribute
 from dejax.rgnn import library
+from tests.cases import slow_but
 from tests.distributed.full_graphs import compare
 from tests.rgnn.layers.test_zoo import drawn
 from tests.rgnn.layers.zoo_references import LAYERS
@@ -57,7 +58,7 @@ LAYER_KINDS = {"node": "node", "edge": "edge"}
 QUICK = ("gated_gcn", "complex")
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LAYERS])
+@pytest.mark.parametrize("name", slow_but(QUICK, LAYERS))
 def test_layers_of_the_zoo(name: str) -> None:
     edges = GRAPHS["typical"]
     layer, arrays = drawn(LAYERS[name], edges)

@@ -30,7 +30,7 @@ scores_of = jax.jit(functools.partial(forward, CONFIG))
 
 @functools.cache
 def params():
-    return init_params(CONFIG, KEY)
+    return jax.jit(functools.partial(init_params, CONFIG))(KEY)
 
 
 def test_a_token_sees_only_what_precedes_it():

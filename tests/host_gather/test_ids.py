@@ -23,7 +23,7 @@ from dejax.host_gather import (
     sgd,
 )
 from dejax.host_gather._ids import checked_ids
-from tests.cases import ForeignTensor
+from tests.cases import ForeignTensor, slow_but
 
 ROWS = np.random.default_rng(0).standard_normal((300, 4)).astype(np.float32)
 
@@ -64,10 +64,7 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
 
 
 # They all check their ids by `checked_ids`; the others are slow.
-_SOME = [
-    name if name in ("gather", "scatter_add", "hit_rate") else pytest.param(name, marks=pytest.mark.slow)
-    for name in ENTRIES
-]
+_SOME = slow_but(("gather", "scatter_add", "hit_rate"), ENTRIES)
 
 
 @pytest.mark.parametrize("name", _SOME)

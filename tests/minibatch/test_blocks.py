@@ -15,6 +15,7 @@ from dejax.rgnn.compiler.execute import counts_of
 from dejax.rgnn.graphs.building import static_tables
 from dejax.rgnn.graphs.building.build_slots import graph_of_slots
 from dejax.rgnn.graphs.building.slots import Slots, SlotSpec
+from tests.cases import slow_but
 from tests.minibatch.graphs import CITES, COUNTS, LIKES, REV, WRITES, edge_lists, sampled_edges, topology_of
 from tests.rgnn.strategies import check_tiles_covered
 
@@ -42,7 +43,7 @@ def two_hops():
     return sampled(*CASES["two hops"])
 
 
-@pytest.fixture(params=[c if c == "one hop" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+@pytest.fixture(params=slow_but(["one hop"], CASES))
 def sample(request):
     return sampled(*CASES[request.param])
 

@@ -1,6 +1,7 @@
 """What `dejax.minibatch` promises, through its public functions and against numpy, each capability once."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from dejax.minibatch import (
     step_keys,
 )
 from dejax.minibatch import nnx as mb
+from tests.cases import slow_but
 from tests.minibatch.graphs import (
     CITES,
     COUNTS,
@@ -375,22 +377,30 @@ def test_a_step_from_seeds_to_update() -> None:
 # -------------------------------------------------------------------------------------------- after the layers
 
 
-def test_edges_as_seeds_have_negatives_and_are_left_out():
-    edges, topology = edge_lists(), topology_of()
-    pairs = np.append(edges[WRITES][0][:10], -1), np.append(edges[WRITES][1][:10], 3)
+@pytest.mark.parametrize(
+    ("negatives", "edge_type"),
+    slow_but([("degree", WRITES)], itertools.product(("in_batch", "degree", "uniform"), (WRITES, CITES))),
+)
+def test_edges_as_seeds_have_negatives_and_are_left_out(negatives, edge_type):
+    edges, topology = edge_lists(), topology_of(on_host=True)
+    pairs = np.append(edges[edge_type][0][:10], -1), np.append(edges[edge_type][1][:10], 3)
+    reverse = REV if edge_type == WRITES else CITES
 
     @jax.jit
     def run(topology, pairs):
-        batch = link_batch(KEY, topology, WRITES, pairs, 4, negatives="degree", reverse=REV)
+        batch = link_batch(KEY, topology, edge_type, pairs, 4, negatives=negatives, reverse=reverse)
         sample = sample_blocks(KEY, topology, batch.seeds, [3], exclude=batch.exclude)
         ids = {name: sample.node_ids[name].astype(jnp.float32)[:, None] for name in COUNTS}
-        return batch.rows(sample, ids), batch.mask, sample
+        return batch.rows(sample, ids), batch.mask, batch.negative_mask, sample
 
-    (heads, tails, wrong), mask, sample = run(topology, pairs)
+    (heads, tails, wrong), mask, there, sample = run(topology, pairs)
     np.testing.assert_array_equal(heads[:10, 0], pairs[0][:10])
     np.testing.assert_array_equal(tails[:10, 0], pairs[1][:10])
     assert wrong.shape == (11, 4, 1) and mask.tolist() == [True] * 10 + [False]
-    left = {(s, r) for s, r, _ in sampled_edges(sample)[WRITES]}
+    wrong, there = np.asarray(wrong)[:10, :, 0], np.asarray(there)
+    assert there[:10].any() and not there[10].any()
+    assert (wrong[there[:10]] >= 0).all() and (wrong != pairs[1][:10, None])[there[:10]].all()
+    left = {(s, r) for s, r, _ in sampled_edges(sample)[edge_type]}
     assert not left & set(zip(pairs[0][:10].tolist(), pairs[1][:10].tolist(), strict=True))
 
 

@@ -72,7 +72,7 @@ def test_every_edge_of_a_long_segment_can_be_drawn(degree, kind):
     assert abs(len(np.unique(draws)) - expected) < 6 * (len(draws) ** 2 / (2 * degree)) ** 0.5 + 10
 
 
-@pytest.mark.parametrize("fan_out", [1, 3, 6])
+@pytest.mark.parametrize("fan_out", [1, 6])
 def test_all_subsets_are_equally_likely(fan_out):
     degree = 7
     draws = np.sort(drawn(degree, 30_000, fan_out), axis=1)

@@ -1,5 +1,7 @@
 """Decoders against complex arithmetic, losses against their formulas, ranks against a slow exact reference."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ from dejax.minibatch import (
     rotate_decoder,
     softmax_cross_entropy,
 )
+from tests.cases import slow_but
 
 RNG = np.random.default_rng(0)
 
@@ -151,11 +154,7 @@ def slow_ranks(name, h, r, t, triples, known, side):
 
 @pytest.mark.parametrize(
     ("name", "batch_size"),
-    [
-        pytest.param(name, size, marks=() if (name, size) == ("rotate", 7) else pytest.mark.slow)
-        for name in DECODERS
-        for size in (None, 1, 7)
-    ],
+    slow_but([("rotate", 7)], itertools.product(DECODERS, (None, 1, 7))),
 )
 def test_filtered_ranks_are_exact(name: str, batch_size: int | None) -> None:
     relations = 1 if name == "dot" else 4

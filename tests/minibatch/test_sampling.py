@@ -1,7 +1,5 @@
 """Sampling of heterogeneous neighbourhoods: what is found is there, each draw is as likely as it should be."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +25,6 @@ from tests.minibatch.graphs import (
     edge_lists,
     jitted,
     p_value,
-    sampled_edges,
     timed,
     topology_of,
 )
@@ -135,33 +132,6 @@ def test_times_refuse_what_they_cannot_mean():
         sample_blocks(KEY, topology, ("paper", [0, 1]), [1], seed_times=[3])
     with pytest.raises(TypeError, match="must be integers"):
         sample_blocks(KEY, topology, ("paper", [0]), [1], seed_times=[0.5])
-
-
-@pytest.mark.parametrize(
-    ("negatives", "edge_type"),
-    [
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in itertools.product(("in_batch", "degree", "uniform"), (WRITES, CITES))
-    ],
-)
-def test_link_batches(negatives, edge_type):
-    edges, topology = edge_lists(), topology_of(on_host=True)
-    pairs = np.append(edges[edge_type][0][:10], -1), np.append(edges[edge_type][1][:10], 3)
-    reverse = REV if edge_type == WRITES else CITES
-    run = jax.jit(lambda t, p: link_batch(KEY, t, edge_type, p, 4, negatives=negatives, reverse=reverse))
-    batch = run(topology, pairs)
-    sample = jitted(topology, batch.seeds, [3], exclude=batch.exclude)
-    ids = {name: sample.node_ids[name].astype(jnp.float32)[:, None] for name in COUNTS}
-    heads, tails, wrong = batch.rows(sample, ids)
-    np.testing.assert_array_equal(heads[:10, 0], pairs[0][:10])
-    np.testing.assert_array_equal(tails[:10, 0], pairs[1][:10])
-    assert np.asarray(batch.mask).tolist() == [True] * 10 + [False]
-    assert not np.asarray(batch.negative_mask)[10].any()
-    mask = np.asarray(batch.negative_mask)[:10]
-    assert (np.asarray(wrong)[:10, :, 0][mask] >= 0).all()
-    assert mask.any() and (np.asarray(wrong)[:10, :, 0] != pairs[1][:10, None])[mask].all()
-    left = {(s, r) for s, r, _ in sampled_edges(sample)[edge_type]}
-    assert not left & set(zip(pairs[0][:10].tolist(), pairs[1][:10].tolist(), strict=True))
 
 
 def test_negatives_by_degree_are_in_proportion():

@@ -12,6 +12,7 @@ import pytest
 from jax.extend.core import Literal
 
 from dejax.offload import ActivationStore, stack_step
+from tests.cases import slow_but
 from tests.offload.states import equal, in_memory
 
 LAYERS, WIDTH = 5, 16
@@ -80,7 +81,7 @@ def on_the_device():
 QUICK = ("activations", "all on disk")
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in PLACES if n not in QUICK)])
+@pytest.mark.parametrize("name", slow_but(QUICK, PLACES))
 def test_same_bits_wherever_the_state_lies(name, on_the_device, tmp_path):
     how = PLACES[name] | ({"path": tmp_path} if "path" in PLACES[name] else {})
     with ActivationStore():

@@ -11,6 +11,7 @@ import pytest
 from dejax import _native
 from dejax.distributed import Part, data_parallel
 from dejax.offload import stack_step
+from tests.cases import slow_but
 from tests.offload.test_layerwise import batch, body, embed, head, model
 
 pytestmark = pytest.mark.skipif(_native.unavailable_reason() is not None, reason="no native extension")
@@ -56,7 +57,7 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("name", [n if n == "kept" else pytest.param(n, marks=pytest.mark.slow) for n in HOW])
+@pytest.mark.parametrize("name", slow_but(["kept"], HOW))
 def test_a_step_that_is_not_finite_is_skipped(name, tmp_path):
     how = HOW[name] | ({"path": tmp_path} if name == "on disk" else {})
     step = stack_step(embed, body, boosted, optax.adamw(1e-2), min_bytes=100, streams=True, **how)

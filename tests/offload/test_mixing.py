@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from dejax.offload.state.mixing import why_not_by_layers
+from tests.cases import slow_but
 
 RNG = np.random.default_rng(0)
 
@@ -135,9 +136,7 @@ def updates(tx, trees):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in sorted(FACTORIES)]
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, sorted(FACTORIES)))
 def test_what_is_taken_updates_as_the_whole_model(name):
     tx = made(name, FACTORIES[name])
     try:

@@ -11,6 +11,7 @@ from flax import nnx
 
 from dejax.offload import master_weights, optimizer
 from dejax.offload.state import first_state
+from tests.cases import slow_but
 from tests.offload.states import cannot_be_traced, equal, in_memory, is_on_disk, is_on_host, not_elementwise
 
 PARAMS = {"a": jnp.linspace(-1, 1, 4096).reshape(64, 64), "b": {"c": jnp.ones(64), "d": jnp.full((32, 64), 0.5)}}
@@ -44,14 +45,14 @@ def after_steps(tx):
 
 CASES = [(name, {"streams": True}, 3000) for name in TRANSFORMATIONS]
 CASES += [(name, "on disk", size) for name, size in (("adam", 3000), ("clipped", 1 << 20), ("momentum", 200))]
-CASES += [("adafactor", "on disk", 3000), ("accumulated", "on disk", 8000)]
+CASES += [("adafactor", "on disk", 3000), ("accumulated", "on disk", 8000), ("adamw", {"streams": False}, 1)]
 QUICK = [("lamb", {"streams": True}, 3000)]  # test_contract.py has state on disk
 QUICK += [("adamw", {"streams": False}, 1)]  # the others are compared on meshes, in test_state_shards.py
 
 
 @pytest.mark.parametrize(
     ("name", "place", "piece_bytes"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)],
+    slow_but(QUICK, CASES),
 )
 def test_same_bits_as_the_transformation_itself(name, place, piece_bytes, tmp_path):
     tx, place = TRANSFORMATIONS[name], {"path": tmp_path} if place == "on disk" else place
@@ -171,7 +172,7 @@ SOME = ("adafactor", "cannot be traced", "other leaves")
 
 
 @pytest.mark.parametrize("host_params", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [*SOME, *(pytest.param(n, marks=pytest.mark.slow) for n in INITS if n not in SOME)])
+@pytest.mark.parametrize("name", slow_but(SOME, INITS))
 def test_the_first_state_is_what_the_transformation_makes(name, host_params, tmp_path):
     params = PARAMS | {"bf16": jnp.linspace(-1, 1, 3000, dtype=jnp.bfloat16)}
     params["numpy"] = np.linspace(0, 1, 900).reshape(30, 30)

@@ -14,6 +14,7 @@ from dejax import _compat
 from dejax.offload import ActivationStore, offload, region
 from dejax.offload import linen as offload_linen
 from dejax.offload import nnx as offload_nnx
+from tests.cases import slow_but
 from tests.offload.layers import (
     LAYERS,
     TENSOR,
@@ -213,7 +214,7 @@ PRODUCT = itertools.product(LAYER_OF, (None, "inside", "outside"), (True, False)
 
 @pytest.mark.parametrize(
     ("kind", "remat", "scan", "how"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in PRODUCT if case not in QUICK)],
+    slow_but(QUICK, PRODUCT),
 )
 def test_every_kind_of_program(kind, remat, scan, how):
     stack = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.9 * leaf]), params_of(kind))

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from dejax import _native
 from dejax.offload import ActivationStore, master_weights, restore, stack_step
+from tests.cases import slow_but
 from tests.offload.processes import assert_two_are_fine, python
 from tests.offload.state_faults import interceptor, store_of_shards
 from tests.offload.states import dejax_copies, equal, in_memory, is_on_disk, load
@@ -105,10 +106,9 @@ def on_the_devices(name, steps=2):
 
 
 QUICK = [("disk and host memory", "data and tensor")]
-MORE = [case for case in itertools.product(PLACES, MESHES) if case not in QUICK]
 
 
-@pytest.mark.parametrize(("places", "name"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
+@pytest.mark.parametrize(("places", "name"), slow_but(QUICK, itertools.product(PLACES, MESHES)))
 def test_the_numbers_and_the_communication_of_state_on_the_devices(places, name, tmp_path):
     how = {**PLACES[places]}
     how["path"] = tmp_path if how.get("path") else None

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from dejax.offload import DiskArray, StateStore, master_weights, optimizer, restore
 from dejax.offload.state import optimizer as _optimizer
+from tests.cases import slow_but
 from tests.offload.processes import assert_two_are_fine
 from tests.offload.state_faults import interceptor, store_of_shards
 from tests.offload.states import (
@@ -97,9 +98,7 @@ QUICK = ("clipped", "data and tensor", "disk")
 CASES = [(t, m, place) for t in TRANSFORMATIONS for m in MESHES for place in ("host", "disk", "by the copies of XLA")]
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "place"), [QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in CASES if c != QUICK)]
-)
+@pytest.mark.parametrize(("name", "mesh", "place"), slow_but([QUICK], CASES))
 def test_the_numbers_and_the_communication_of_state_on_the_devices(name, mesh, place, tmp_path):
     params, tx = params_of(mesh, dtype=dtype_of(name)), TRANSFORMATIONS[name]
     how = {"path": tmp_path} if place == "disk" else {"streams": place == "host"}
@@ -168,9 +167,7 @@ def test_each_device_has_its_shard(tmp_path):
         store.put(np.ones(100, np.float32))  # the room of shards that were written is given back
 
 
-@pytest.mark.parametrize(
-    "mesh", ["tensor", *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES if m != "tensor")]
-)
+@pytest.mark.parametrize("mesh", slow_but(["tensor"], MESHES))
 def test_reading_and_writing(mesh, tmp_path):
     with StateStore(tmp_path) as store:
         for x in params_of(mesh).values():

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from dejax.offload import ActivationStore, offload, region
+from tests.cases import slow_but
 from tests.offload.layers import (
     LAYERS,
     TENSOR,
@@ -38,7 +39,7 @@ PRODUCT = [
 
 @pytest.mark.parametrize(
     ("dtype", "kind", "reference", "scan"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in PRODUCT if case not in QUICK)],
+    slow_but(QUICK, PRODUCT),
 )
 def test_gradients_have_the_same_bits(store, dtype, kind, reference, scan):
     ws, x = operands(dtype)

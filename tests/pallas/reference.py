@@ -85,7 +85,7 @@ class Gemm:
             a["dot_vector"] = rng.standard_normal((types, heads, self.n))
         for name in ("x", "w", "bias", "dot_vector"):
             if name in a:
-                a[name] = np.asarray(jnp.asarray(a[name], self.dtype))
+                a[name] = np.asarray(a[name], jnp.dtype(self.dtype))
                 if self.heads is None:
                     a[name] = a[name].squeeze(1)
         a["tile_type"], a["tile_start"] = tile_table(a["offsets"], self.block, self.positions)
@@ -250,7 +250,7 @@ class WeightGradient:
                 a[name][self.positions - self.padding :] = rows
         for name in ("x", "y"):
             if name in a:
-                a[name] = np.asarray(jnp.asarray(a[name], self.dtype))
+                a[name] = np.asarray(a[name], jnp.dtype(self.dtype))
                 if self.heads is None:
                     a[name] = a[name].squeeze(1)
         return a
@@ -362,7 +362,7 @@ class Traversal:
             "weight": rng.standard_normal(self.entries),
             "scalar": rng.standard_normal(()),
         }
-        a = {name: np.asarray(jnp.asarray(value, self.dtype)) for name, value in a.items()}
+        a = {name: np.asarray(value, jnp.dtype(self.dtype)) for name, value in a.items()}
         degrees = np.array(self.degrees)
         if self.ordered:
             a["row_order"] = rng.permutation(rows).astype(np.int32)

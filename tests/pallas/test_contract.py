@@ -65,8 +65,8 @@ MAPS = [(shape, dtype) for dtype in ("float32", "bfloat16") for shape in [(), (3
 @pytest.mark.parametrize(("shape", "dtype"), slow_but([((2, 5), "bfloat16")], MAPS))
 def test_map_entries(shape, dtype):
     rng = np.random.default_rng(0)
-    x = np.asarray(jnp.asarray(rng.standard_normal((7, *shape)), dtype))
-    y = np.asarray(jnp.asarray(rng.standard_normal((37, *shape)), dtype))
+    x = rng.standard_normal((7, *shape)).astype(jnp.dtype(dtype))
+    y = rng.standard_normal((37, *shape)).astype(jnp.dtype(dtype))
     index = rng.integers(0, 7, 37).astype(np.int32)
     index[5] = 7  # a padding entry: reads zeros
     scale = jnp.float32(3.0)

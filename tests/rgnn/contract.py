@@ -39,6 +39,11 @@ def make_arrays(name: str, edges: EdgeList, size: Size, dtype: str, seed: int = 
     return found
 
 
+def waves(y: Any) -> np.ndarray:
+    """A cotangent of many signs and sizes for a result; by numpy, since jax would compile it for each shape."""
+    return np.cos(np.arange(y.size) * 1.7).reshape(y.shape).astype(y.dtype)
+
+
 def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
     return np.asarray(x, np.float64) if dtype == "float64" else x.astype(jnp.dtype(dtype)).astype(np.float64)
 
@@ -141,8 +146,8 @@ def check(
     """
     want = expected(name, graph, size, dtype, scores)
     with jax.enable_x64(dtype == "float64"):
-        arrays = {key: jnp.asarray(value, dtype) for key, value in want.arrays.items()}
-        cotangents = tuple(jnp.asarray(c, dtype) for c in want.cotangents)
+        arrays = {key: value.astype(jnp.dtype(dtype)) for key, value in want.arrays.items()}
+        cotangents = tuple(c.astype(jnp.dtype(dtype)) for c in want.cotangents)
         tables = graph_of(graph).with_loop_tables() if loop_tables else graph_of(graph)
         got = run_case(name, tables, arrays, cotangents, options)
     assert_agrees(got, want, tolerance, dtype)

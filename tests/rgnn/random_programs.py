@@ -236,7 +236,7 @@ class Recipe:
         for x, spec in zip(arrays, self.inputs, strict=True):
             whole = spec.values.startswith("below")
             narrow = spec.dtype if spec.dtype and dtype != "float64" else dtype
-            found.append(jnp.asarray(x, "int32" if whole else narrow))
+            found.append(jnp.asarray(x.astype("int32" if whole else jnp.dtype(narrow))))  # jax compiles a cast
         return found
 
 

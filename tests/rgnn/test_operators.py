@@ -16,7 +16,7 @@ import pytest
 from dejax import rgnn
 from dejax.rgnn import Options
 from tests.cases import slow_but
-from tests.rgnn.contract import error, row_counts
+from tests.rgnn.contract import error, row_counts, waves
 from tests.rgnn.lowering.test_h200 import kernel_names, stablehlo
 from tests.rgnn.preserved import by_numpy
 from tests.rgnn.references import GRAPHS, Arrays, Reference, graph_of
@@ -304,7 +304,7 @@ def check(name: str, graph: str, options: Options, dtype: str, tolerance: float,
     arrays, want = expected(name, graph, second)
     program = rgnn.program(OPERATORS[name].program)
     with jax.enable_x64(dtype == "float64"):
-        given = {n: jnp.asarray(a, "int32" if n.startswith("i_") else dtype) for n, a in arrays.items()}
+        given = {n: jnp.asarray(a.astype("int32" if n.startswith("i_") else dtype)) for n, a in arrays.items()}
         got = evaluate(lambda a: program(graph_of(graph), a, options=options), given, second)
     for (path, w), y in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
         found = error(y, w)
@@ -330,7 +330,7 @@ def test_all_in_one_program_on_xla() -> None:
         results, pull = jax.vjp(
             jax.jit(lambda a: program(graph_of("typical"), a | whole, options=XLA)), jax.tree.map(jnp.asarray, floats)
         )
-        cotangents = jax.tree.map(lambda y: jnp.cos(jnp.arange(y.size) * 1.7).reshape(y.shape), results)
+        cotangents = jax.tree.map(waves, results)
         with by_numpy() as programs:
             want, pull_by_numpy = jax.vjp(lambda a: program(graph_of("typical"), a | whole), floats)
             want = want, pull_by_numpy(cotangents)

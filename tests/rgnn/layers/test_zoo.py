@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dejax.rgnn import Options, ProgramError, RelGraph, zoo
 from tests.cases import slow_but
+from tests.rgnn.contract import waves
 from tests.rgnn.layers.zoo_references import LAYERS, REFERENCES, Layer
 from tests.rgnn.preserved import by_numpy
 from tests.rgnn.references import GRAPHS, LONG_SEGMENT_CHUNK, Arrays, Reference
@@ -48,7 +49,7 @@ def drawn(layer: Layer, edges: EdgeList, seed: int = 0) -> tuple[Layer, dict[str
 def both(function: Any, arrays: Arrays) -> tuple[tuple[Any, ...], Arrays]:
     """Results and gradients, for cotangents of many signs and sizes."""
     results, pull = jax.vjp(lambda a: tuple(jax.tree.leaves(function(a))), arrays)
-    return results, pull(tuple(jnp.cos(1.7 * jnp.arange(y.size)).astype(y.dtype).reshape(y.shape) for y in results))[0]
+    return results, pull(tuple(map(waves, results)))[0]
 
 
 def compare(name: str, edges: EdgeList, options: Options, seed: int = 0) -> None:
@@ -61,7 +62,7 @@ def compare(name: str, edges: EdgeList, options: Options, seed: int = 0) -> None
         wide = {key: jnp.asarray(np.asarray(value, dtype).astype(np.float64)) for key, value in arrays.items()}
         wanted = both(lambda a: layer.run(graph, a, XLA), wide)
     with jax.enable_x64(exact):
-        given = {key: jnp.asarray(value, dtype) for key, value in arrays.items()}
+        given = {key: jnp.asarray(value.astype(dtype)) for key, value in arrays.items()}
         found = jax.jit(lambda a: both(lambda a: layer.run(graph, a, options), a))(given)
     for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         assert got.dtype == dtype and got.shape == want.shape, f"{name} {path}"

@@ -19,6 +19,7 @@ import pytest
 from dejax import rgnn
 from dejax.rgnn import Options, RelGraph
 from tests.cases import slow_but
+from tests.rgnn.contract import waves
 from tests.rgnn.passes.idioms import IDIOMS, WAYS, Idiom
 from tests.rgnn.preserved import by_numpy
 from tests.rgnn.references import GRAPHS, Reference, graph_of
@@ -84,7 +85,7 @@ def test_kernels_of_an_idiom_are_made(name: str) -> None:
 def run(program: Any, g: RelGraph, arrays: list[Any], options: Options) -> list[Any]:
     """The result and the gradients of all arrays."""
     y, pull = jax.vjp(lambda *a: program(g, *a, options=options), *arrays)
-    return [y, *pull(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))]
+    return [y, *pull(waves(y))]
 
 
 def drawn(case: Idiom, g: RelGraph) -> list[Any]:
@@ -200,13 +201,11 @@ def test_rows_that_no_edge_reads_may_have_no_norm(backend: str) -> None:
 
     options = Options(backend=backend, interpret=True, precision="f32")
     y, pull = jax.vjp(lambda x: layer(g, x, options=options), x)
-    (gradient,) = pull(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
+    (gradient,) = pull(waves(y))
     plain = layer.with_options(backend="xla", disable=("compact",))
     want, back = jax.vjp(lambda x: plain(g, x), x)
     np.testing.assert_allclose(y, want, atol=1e-5)
-    np.testing.assert_allclose(
-        gradient, back(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))[0], atol=1e-5
-    )
+    np.testing.assert_allclose(gradient, back(waves(y))[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
