@@ -73,7 +73,7 @@ def test_decoders(name: str) -> None:
 @pytest.mark.parametrize("name", DECODERS)
 def test_gradients_of_decoders(name: str) -> None:
     h, r, t = embeddings(name, 3, 3, 3)
-    found = jax.grad(lambda *xs: FUNCTIONS[name](*xs).sum(), argnums=(0, 1, 2))(h, r, t)
+    found = jax.jit(jax.grad(lambda *xs: FUNCTIONS[name](*xs).sum(), argnums=(0, 1, 2)))(h, r, t)
     for k, x in enumerate((h, r, t)):
         direction = RNG.standard_normal(x.shape)
         moved = [[y.astype(np.float64) for y in (h, r, t)] for _ in range(2)]
@@ -85,7 +85,7 @@ def test_gradients_of_decoders(name: str) -> None:
 
 def test_the_gradient_of_a_distance_of_zero_is_zero() -> None:
     x = jnp.array([1.0, 2.0, 0.5, -1.0])
-    gradient = jax.grad(lambda h: rotate(h, jnp.zeros(2), x))(x)
+    gradient = jax.jit(jax.grad(lambda h: rotate(h, jnp.zeros(2), x)))(x)
     np.testing.assert_array_equal(gradient, np.zeros(4))
     assert rotate(x, jnp.zeros(2), x, margin=3.0) == 3.0 and rotate_decoder(3.0).score(x, jnp.zeros(2), x) == 3.0
     with pytest.raises(ValueError, match="even width"):
@@ -123,10 +123,10 @@ def test_losses() -> None:
 @pytest.mark.parametrize("loss", [binary_cross_entropy, softmax_cross_entropy])
 def test_losses_of_large_scores_and_nothing(loss) -> None:
     p, n = jnp.array([300.0, -300.0]), jnp.array([[-400.0], [500.0]])
-    value, gradient = jax.value_and_grad(loss)(p, n)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(p, n)
     assert np.isfinite(value) and np.isfinite(gradient).all()
     none = jnp.zeros(2, bool)
-    value, gradient = jax.value_and_grad(lambda p: loss(p, n, mask=none))(p)
+    value, gradient = jax.jit(jax.value_and_grad(lambda p: loss(p, n, mask=none)))(p)
     assert value == 0 and not np.asarray(gradient).any()
     assert loss(jnp.zeros(0), jnp.zeros((0, 3))) == 0
     # An edge of which no negative counts is right by itself.

@@ -16,7 +16,7 @@ RNG = np.random.default_rng(0)
 
 
 def arrays(**shapes):
-    return {name: jnp.asarray(RNG.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    return {name: jnp.asarray(RNG.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
 
 
 OUTER = arrays(a=(2, 2), b=(2, 2))
@@ -128,7 +128,7 @@ def updates(tx, trees):
             gradient = [rng.normal(size=x.shape) for x in leaves]
             if step == STEPS - 1 and i == len(trees) - 1:
                 gradient[-1][0, 0] = np.nan
-            gradient = treedef.unflatten([jnp.asarray(x, jnp.float32) for x in gradient])
+            gradient = treedef.unflatten([jnp.asarray(x.astype(np.float32)) for x in gradient])
             change, states[i] = tx.update(gradient, states[i], tree)
             trees[i] = jax.tree.map(jnp.add, tree, change)
             found += jax.tree.leaves(change)

@@ -152,9 +152,9 @@ def edges(scale: str = "edge", dtype: str = "float32", is_sorted: bool = False) 
     senders, receivers = rng.integers(-1, ROWS + 1, EDGES), rng.integers(-1, RECEIVERS + 1, EDGES)
     receivers[: EDGES // 2] = 2
     receivers = np.sort(receivers) if is_sorted else receivers
-    x = jnp.asarray(rng.normal(size=(ROWS, 2, 3)), dtype)
+    x = jnp.asarray(rng.normal(size=(ROWS, 2, 3)).astype(jnp.dtype(dtype)))
     shape = SCALES[scale]
-    scales = None if shape is None else jnp.asarray(rng.normal(size=(EDGES, *shape)), dtype)
+    scales = None if shape is None else jnp.asarray(rng.normal(size=(EDGES, *shape)).astype(jnp.dtype(dtype)))
     return x, jnp.asarray(senders), jnp.asarray(receivers), scales
 
 
