@@ -129,7 +129,7 @@ def test_a_resumed_gpt_has_the_losses_of_a_run_that_never_stopped(tmp_path, caps
         with pytest.raises(SystemExit):
             train_gpt.main([*command, str(whole), "--steps", "6", "--resume", *change.split()])
         assert words in capsys.readouterr().err
-    sampling = [*command, str(whole), "--sample", "the ", "--length", "12"]
+    sampling = [*command, str(whole), "--steps", "4", "--sample", "the ", "--length", "12"]
     train_gpt.main(sampling)
     first = capsys.readouterr().out
     train_gpt.main(sampling)
