@@ -65,7 +65,8 @@ class HeteroDataset:
         left_out: what a reader left out, such as edges to rows that do not exist, with counts.
         columns: for data from tables: for each table a dict from column name to `Column`, for encoders inside of a
             model.
-        keys: for data from tables: the primary keys of each table that has one, [nodes].
+        keys: for data from tables: the primary keys of each table that has one, [nodes]; without one, where rows
+            were left out, the numbers that the others had.
         known_from: for some node types int or float [nodes]: from when on each row is known, which is its own time, or
             the time of the latest row that it refers to. Rows of other types are always known.
         tasks: for data from tables: what to predict, a `Task` by name.

@@ -114,7 +114,7 @@ def test_ranks_are_over_all_candidates_of_the_cutoff(trained):
     candidates = np.flatnonzero(data.known_from["items"] <= cutoff)
     some = places[examples.times[places] == cutoff]
     entities, targets, count = task._both(
-        trainer, fitted.state, task.world, examples.rows[some], candidates, int(cutoff)
+        trainer, fitted.state, task.world, task._readers, examples.rows[some], candidates, int(cutoff)
     )
     scores = entities @ np.asarray(targets)[:count].T
     wanted = [examples.labels[a:b] for a, b in zip(examples.offsets[some], examples.offsets[some + 1], strict=True)]

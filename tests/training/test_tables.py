@@ -20,8 +20,9 @@ from dejax.training.fitting import best_report, stops
 from dejax.training.metrics import auroc
 from dejax.training.state import History
 from dejax.training.tables.encoders import TableEncoder
-from dejax.training.tables.history import HistoryReader, RowHistory, linear_baseline
+from dejax.training.tables.history import HistoryReader, RowHistory, differing
 from dejax.training.tables.importance import importance
+from dejax.training.tables.linear import linear_baseline
 from dejax.training.tables.rows import apart, as_days, pack
 from dejax.training.tables.seed_times import Clock, is_latest, topology_in_time
 from tests.training.test_contract import check_equal, stopped_and_whole
@@ -398,7 +399,7 @@ def test_the_linear_baseline_reads_counts_and_recency_up_to_the_cutoff():
         task = data.tasks["gone"]
         clock = Clock.of(task.times, "cutoffs")
         topology = topology_in_time(data, clock, latest=False, on_host=False)
-        read = HistoryReader(RowHistory.of(data, topology, task.entity), topology)
+        read = HistoryReader(RowHistory.of(data, topology, task.entity), topology, data, {})
         numbers = lambda rows, cutoffs: read.numbers(rows, clock.cutoffs(cutoffs))  # noqa: E731
         return task.labels[task.splits["test"]], linear_baseline(data, task, task.splits["test"], numbers)
 
@@ -428,13 +429,15 @@ def test_counts_of_a_relation_by_time(on_host):
     topology = topology_in_time(data, Clock(), latest=True, on_host=on_host)
     history = RowHistory.of(data, topology, "a")
     assert [name for name in history.names if "days" not in name] == ["b, x, a: rows", "b, y, a: rows"]
-    found = np.expm1(HistoryReader(history, topology).numbers(rows, cutoffs))
+    found = np.expm1(HistoryReader(history, topology, data, {}).numbers(rows, cutoffs))
     np.testing.assert_array_equal(found[:, 0].round(), [2, 3, 0, 0])
     np.testing.assert_allclose(found[:, 1], [0, 91, np.nan, np.nan])  # since the last edge
     np.testing.assert_array_equal(found[:, 2].round(), [2, 0, 0, 0])  # within 30
     np.testing.assert_array_equal(found[:, 4].round(), [2, 3, 0, 0])  # within 365
     np.testing.assert_array_equal(found[:, 5].round(), [3, 3, 0, 2])  # a relation without times
-    assert history.fitted(found, 4).kept == (0, 1, 2, 3, 4, 5) and not history.fitted(found[:1], 4).kept
+    assert history.are_counts.all() and differing(found).all() and not differing(found[:1]).any()
+    assert history.fitted(found, history.are_counts, 4).kept == (0, 1, 2, 3, 4, 5)
+    assert not history.fitted(found[:1], history.are_counts, 4).kept
 
 
 def with_labels(data, kind):

@@ -181,7 +181,7 @@ def from_tables(
         edge_times=known.late_edges(rows.edges),
         left_out={what: count for what, count in rows.left_out.items() if count},
         columns=typed,
-        keys={table: _key_array(rows.columns[table][key]) for table, key in keys.items()},
+        keys=rows.numbers | {table: _key_array(rows.columns[table][key]) for table, key in keys.items()},
         known_from=known.late_rows,
         time_unit=known.unit,
     ).with_reverse()
@@ -191,12 +191,16 @@ def from_tables(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _LinkedRows:
-    """The rows of the tables and the edges between them, and what was left out of them."""
+    """The rows of the tables and the edges between them, and what was left out of them.
+
+    `numbers`: of tables that have lost rows, the numbers that the others had.
+    """
 
     columns: dict[str, Columns]
     times: dict[str, TimeColumn]
     edges: dict[Relation, Ends]
     left_out: dict[str, int]
+    numbers: dict[str, np.ndarray]
 
 
 def _linked(
@@ -208,9 +212,11 @@ def _linked(
         columns, times = _with_rows_of_keys(columns, told.keys, told.references, times, left_out)
     edges, dangled = edges_of(columns, told.keys, told.references, dangling)
     left_out |= {f"edges {' -> '.join(r)}, whose key no row has": n for r, n in dangled.items()}
+    numbers: dict[str, np.ndarray] = {}
     if missing_times == "drop":
+        numbers = {table: np.flatnonzero(~time.missing) for table, time in times.items() if time.missing.any()}
         columns, times, edges = _without_rows_of_no_time(columns, times, edges, left_out)
-    return _LinkedRows(columns, times, edges, left_out)
+    return _LinkedRows(columns, times, edges, left_out, numbers)
 
 
 def _opened(

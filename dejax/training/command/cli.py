@@ -97,7 +97,7 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
     data, settings = _data(args, settings, configured)
     if configured is not None:
-        from dejax.training.tables.task import training_examples
+        from dejax.training.tables.prepared import training_examples
 
         examples = training_examples(data, settings.target)
         settings = settings_of(args, configured.settings, examples).replace(dataset=data.name)

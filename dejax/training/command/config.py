@@ -155,10 +155,8 @@ def _with_columns(data: HeteroDataset, name: str, given: Mapping[str, Any], fold
         raise FileNotFoundError(
             f"examples of [tasks.{name}] must be a CSV or Parquet file, got {path}, which does not exist"
         )
-    of_keys = {"keys": arguments.get("entity"), "labels": arguments.get("target")}
-    of_text = {
-        argument for argument, table in of_keys.items() if np.asarray(data.keys.get(table, ())).dtype.kind == "U"
-    }
+    tables = {"keys": arguments.get("entity"), "labels": arguments.get("target")}
+    of_text = [what for what, table in tables.items() if table in data.keys and data.keys[table].dtype.kind == "U"]
     text = {arguments[argument] for argument in of_text if argument in arguments}
     columns = columns_of(path.name, read_file(path, text))
     for argument in ("keys", "times", "labels", "splits"):

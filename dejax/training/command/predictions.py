@@ -15,6 +15,8 @@ from dejax.datasets import HeteroDataset, Task
 from dejax.training.metrics import Ranking
 
 FORMATS = ("csv", "parquet")
+_OTHERS = ("time", "split", "label", "prediction", "rank", "score", "candidate")
+"""The columns besides keys; those of probabilities have a space in their names."""
 
 
 def labels_of(task: Task, places: np.ndarray) -> np.ndarray:
@@ -34,10 +36,11 @@ def as_columns(
         places: int[n], the examples; None: the task has no labels, and all are meant.
 
     Returns:
-        The key under its table's name, "time", then "split" and "label" where there are labels, and "prediction", or
-        for several classes "prediction" and the probability of each. Of links a row for each candidate of the lists:
-        its "rank", its key under the name of its table ("candidate" where that is the entity's), and its "score"; its
-        label is whether the entity met it.
+        The key under its table's name ("key of time" of a table "time", which would be two columns of a name), "time",
+        then "split" and "label" where there are labels, and "prediction": of zeros and ones the probability of 1, of
+        classes with names the likeliest, and then the probability of each. Of links a row for each candidate of the
+        lists: its "rank", its key under the name of its table ("candidate" where that is the entity's), and its
+        "score"; its label is whether the entity met it.
     """
     chosen = np.arange(len(task)) if places is None else places
     lists = None
@@ -46,7 +49,7 @@ def as_columns(
         chosen = chosen[lists[0]]
     times = task.times[chosen]
     found: dict[str, Any] = {
-        task.entity: _keys(data, task.entity, task.rows[chosen]),
+        _key_name(task.entity): _keys(data, task.entity, task.rows[chosen]),
         "time": times.astype("datetime64[s]") if data.time_unit == "s" else times,
     }
     if places is not None:
@@ -59,18 +62,22 @@ def as_columns(
         if places is not None:
             found["label"] = predicted.hits[lists].astype(np.int32)
         found["rank"] = lists[1] + 1
-        name = task.target if task.target != task.entity else "candidate"
+        name = _key_name(task.target) if task.target != task.entity else "candidate"
         return {**found, name: _keys(data, task.target, predicted.rows[lists]), "score": predicted.scores[lists]}
+    named = task.kind == "classes" or (task.kind == "binary" and task.classes not in ((), ("0", "1")))
     if places is not None:
         labels = task.labels[chosen]
-        found["label"] = _named(task, labels) if task.kind == "classes" else labels
-    if task.kind == "classes":
-        found["prediction"] = _named(task, predicted.argmax(-1))
-        names = task.classes or tuple(map(str, range(predicted.shape[1])))
-        found |= {f"probability of {name}": predicted[:, n] for n, name in enumerate(names)}
-    else:
-        found["prediction"] = predicted
-    return found
+        found["label"] = _named(task, labels) if named else labels
+    if not named:
+        return {**found, "prediction": predicted}
+    each = predicted if task.kind == "classes" else np.stack([1 - predicted, predicted], axis=1)
+    found["prediction"] = _named(task, each.argmax(-1))
+    names = task.classes or tuple(map(str, range(each.shape[1])))
+    return found | {f"probability of {name}": each[:, n] for n, name in enumerate(names)}
+
+
+def _key_name(table: str) -> str:
+    return f"key of {table}" if table in _OTHERS else table
 
 
 def _keys(data: HeteroDataset, table: str, rows: np.ndarray) -> np.ndarray:

@@ -66,7 +66,7 @@ def summarise(
         skipped: steps of each seed whose gradients were not finite.
         inference: how accuracies at the end were computed: "layers" or "sampled"; None: from the whole graph.
         baseline: test accuracies of the model without edges.
-        linear: of tables, the test measures of `dejax.training.tables.history.linear_baseline`.
+        linear: of tables, the test measures of `dejax.training.tables.linear.linear_baseline`.
         total_seconds: time of the whole job, with reading the data and compiling.
         argv: the arguments after the program's name.
 

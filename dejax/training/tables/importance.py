@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dejax.datasets import HeteroDataset
 from dejax.host_gather import HostTable
 from dejax.minibatch import FeatureStore, HeteroTopology
 from dejax.training.metrics import LOWER_IS_BETTER
@@ -43,14 +44,15 @@ def importance(
     places = task.splits[split]
     places = np.sort(rng.choice(places, examples, replace=False)) if examples < len(places) else places
 
-    def value(world: Any) -> float:
-        found = task.measures_of(split, task.predict(trainer, state, places, world=world), places)
+    def value(world: Any, data: HeteroDataset = task.data) -> float:
+        found = task.measures_of(split, task.predict(trainer, state, places, world=world, data=data), places)
         name, first = next(iter(found.items()))
         return -first if name in LOWER_IS_BETTER else first
 
     world, topology = task.world, task.world.topology
     assert topology is not None
     whole = value(world)
+    in_histories = {place for history in task.histories.values() for place in history.columns}
     columns = {}
     for table, plan in task.plans.items():
         for place in plan.columns:
@@ -59,11 +61,15 @@ def importance(
                 continue
             changed = np.array(task.packed[name])
             some = slice(place.first, place.first + place.width)
-            changed[:, some] = changed[rng.permutation(len(changed)), some]
+            order = rng.permutation(len(changed))
+            changed[:, some] = changed[order, some]
+            data = task.data
+            if (table, place.name) in in_histories:
+                data = with_permuted(data, table, place.name, order)
             features = world.features | FeatureStore.from_arrays(
                 {name: changed}, on_device=task.settings.place == "device"
             )
-            columns[f"{table}.{place.name}"] = whole - value(dataclasses.replace(world, features=features))
+            columns[f"{table}.{place.name}"] = whole - value(dataclasses.replace(world, features=features), data)
     relations = {
         ", ".join(edge_type): whole - value(dataclasses.replace(world, topology=without(topology, number)))
         for number, edge_type in enumerate(topology.edge_types)
@@ -87,6 +93,13 @@ def without(topology: HeteroTopology, number: int) -> HeteroTopology:
     placed = jnp.asarray(times) if on_device else HostTable.from_numpy(times)
     lists[relation.lists] = dataclasses.replace(own, times=placed)
     return dataclasses.replace(topology, lists=tuple(lists))
+
+
+def with_permuted(data: HeteroDataset, table: str, name: str, order: np.ndarray) -> HeteroDataset:
+    """The tables with the values of a column in another order; each keeps the time from which it is known."""
+    column = data.columns[table][name]
+    own = {**data.columns[table], name: dataclasses.replace(column.take(order), known_at=column.known_at)}
+    return dataclasses.replace(data, columns={**data.columns, table: own}, check=False)
 
 
 def _sorted(found: dict[str, float]) -> dict[str, float]:

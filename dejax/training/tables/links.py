@@ -24,9 +24,10 @@ from dejax.segment import gather
 from dejax.training.metrics import Ranking
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
-from dejax.training.tables.history import HistoryReader
+from dejax.training.tables.history import HistoryReader, RowHistory, as_bits
 from dejax.training.tables.models import LinkedTablesModel
-from dejax.training.tables.task import TableTask, task_of
+from dejax.training.tables.prepared import task_of
+from dejax.training.tables.task import TableTask
 from dejax.training.tasks.task import CAPACITY_BATCHES, Runner, StepView, World, spread_over_steps
 
 with optional("flax", of="dejax.training"):
@@ -147,14 +148,21 @@ class TableLinkTask(TableTask):
         """{}: candidates are drawn anew for each epoch."""
         return {}
 
+    def _whole_history(self, topology: HeteroTopology, table: str) -> RowHistory:
+        """Counts alone: a link has no label by which numbers of columns could be chosen."""
+        return RowHistory.of(self.data, topology, table)
+
+    def _wanted(self, history: RowHistory, some: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        return history.are_counts
+
     def _with_history(self, seeds: dict[str, Any], readers: Mapping[str, HistoryReader]) -> dict[str, Any]:
-        """Seeds with the counted history of entities and of candidates, int32[..., relations, counts]."""
+        """Seeds with the history of entities and of candidates, the bits of packed rows, int32[..., width]."""
         found = {}
         for ends, table in self._ends:
             if table in readers:
                 rows, times = seeds[ends], seeds["times"].reshape(-1)
-                counts = readers[table].counts(rows.reshape(-1), np.repeat(times, rows.size // times.size))
-                found[ends] = counts.reshape(*rows.shape, *counts.shape[1:])
+                packed = readers[table].packed(rows.reshape(-1), np.repeat(times, rows.size // times.size))
+                found[ends] = as_bits(packed).reshape(*rows.shape, -1)
         return {**seeds, "history": found}
 
     def _history_by_table(self, seeds: Any) -> dict[str, Array]:
@@ -162,7 +170,7 @@ class TableLinkTask(TableTask):
         for ends, table in self._ends:
             if ends in seeds["history"]:
                 rows = seeds["history"][ends]
-                rows = rows.reshape(-1, *rows.shape[-2:])
+                rows = rows.reshape(-1, rows.shape[-1])
                 found[table] = jnp.concatenate([found[table], rows]) if table in found else rows
         return found
 
@@ -269,7 +277,13 @@ class TableLinkTask(TableTask):
         return self._vectors(trainer.merged(params), view, x, seeds, None)
 
     def _predictions(
-        self, trainer: Runner, state: TrainState, places: np.ndarray, examples: Task, world: World
+        self,
+        trainer: Runner,
+        state: TrainState,
+        places: np.ndarray,
+        examples: Task,
+        world: World,
+        readers: Mapping[str, HistoryReader],
     ) -> Ranking:
         """The best candidates of examples, among all rows of the target that are known by their cutoffs.
 
@@ -286,7 +300,7 @@ class TableLinkTask(TableTask):
             candidates = np.flatnonzero(self._known <= cutoff)
             if not len(candidates):
                 continue
-            vectors = self._both(trainer, state, world, examples.rows[places[asked]], candidates, cutoff)
+            vectors = self._both(trainer, state, world, readers, examples.rows[places[asked]], candidates, cutoff)
             links = self._places_of_links(examples, places[asked], candidates)
             part = max(1, min(_SCORES // len(vectors[1]), 1 << (len(asked) - 1).bit_length()))
             for at in range(0, len(asked), part):
@@ -301,7 +315,14 @@ class TableLinkTask(TableTask):
         return Ranking(rows, scores, self._hits(examples, places, rows), first)
 
     def _both(
-        self, trainer: Runner, state: TrainState, world: World, entities: np.ndarray, targets: np.ndarray, cutoff: int
+        self,
+        trainer: Runner,
+        state: TrainState,
+        world: World,
+        readers: Mapping[str, HistoryReader],
+        entities: np.ndarray,
+        targets: np.ndarray,
+        cutoff: int,
     ) -> tuple[np.ndarray, Array, int]:
         """The vectors of entities, of candidates (padded), and the number of candidates, at one cutoff."""
         each = 1 + self.settings.negatives
@@ -320,7 +341,7 @@ class TableLinkTask(TableTask):
                 "examples": np.full(self._part, -1, np.int32),
                 "times": times,
             }
-            seeds = self._with_history(seeds, self._readers_in(world.topology))
+            seeds = self._with_history(seeds, readers)
             key = jax.random.fold_in(jax.random.key(0), call)
             found.append(self._both_vectors(trainer, key, state.params, state.embeddings, world, seeds))
         there = np.flatnonzero(others >= 0)

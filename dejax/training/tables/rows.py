@@ -155,7 +155,7 @@ def pack(
             width += 1
             continue
         if own is not None and own.categories:
-            column = _by_number(column, own.categories)
+            column = by_number(column, own.categories)
         longest = own.width if own is not None and column.kind == "categories" else most_of_a_list
         values = _values(column, text_width, longest, day)
         if own is not None and values.shape[1] < own.width:  # of lists that are all shorter
@@ -202,7 +202,7 @@ def _of_same_columns(
     return places
 
 
-def _by_number(column: Column, categories: Sequence[str]) -> Column:
+def by_number(column: Column, categories: Sequence[str]) -> Column:
     """A column with the numbers of given categories in place of its own, and the next number for all others."""
     number = {name: n for n, name in enumerate(categories)}
     names = _names(column, int(column.values.max(initial=-1)) + 1)

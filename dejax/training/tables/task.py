@@ -27,10 +27,13 @@ from dejax.training.metrics import Ranking, measure
 from dejax.training.settings import Settings
 from dejax.training.state import TrainState
 from dejax.training.tables.encoders import apart_name
-from dejax.training.tables.history import MOST_FITTED, HistoryReader, RowHistory, linear_baseline
+from dejax.training.tables.history import HistoryReader, RowHistory, as_bits, of_bits
 from dejax.training.tables.labels import Labels
+from dejax.training.tables.linear import MOST_FITTED, linear_baseline
 from dejax.training.tables.models import TableModel
-from dejax.training.tables.rows import TablePlan, apart, pack, plain, plan_of
+from dejax.training.tables.prepared import packed_tables, task_of
+from dejax.training.tables.relevance import relevant
+from dejax.training.tables.rows import TablePlan, plain, plan_of
 from dejax.training.tables.seed_times import Clock, is_latest, topology_in_time
 from dejax.training.tables.tree_attention import days_between
 from dejax.training.tasks.task import (
@@ -89,7 +92,14 @@ class TableTask(TrainingTask):
         self.embedded: dict[str, int] = {}
         self.clock = Clock.of(examples.times, f"cutoffs of task {examples.name!r}")
         self.until = examples.times[self.splits["train"]].max() + 1
-        self.plans, self.packed = self._packed(fitted)
+        self.plans, self.packed = packed_tables(
+            data,
+            self.until,
+            examples.hidden,
+            settings.bins,
+            self.clock.day,
+            None if fitted is None else fitted["columns"],
+        )
         self.table_of = {
             apart_name(table, place.name): table for table, plan in self.plans.items() for place in plan.apart
         }
@@ -123,35 +133,6 @@ class TableTask(TrainingTask):
         )
         self._outputs = jax.jit(self._outputs_of, static_argnums=0)
 
-    def _packed(self, fitted: Mapping[str, Any] | None) -> tuple[dict[str, TablePlan], dict[str, np.ndarray]]:
-        """The plan of each table's columns, and what the feature store has of them."""
-        data, plans, packed = self.data, {}, {}
-        if fitted is not None and set(fitted["columns"]) != set(data.num_nodes):
-            raise ValueError(
-                f"tables must be those that the model was trained on, {', '.join(fitted['columns'])}; got "
-                f"{', '.join(data.num_nodes)}; train again, or undo the change"
-            )
-        for table, count in data.num_nodes.items():
-            columns = data.columns.get(table, {})
-            try:
-                rows, plans[table] = pack(
-                    columns,
-                    data.known_from.get(table),
-                    self.until,
-                    hidden=[column for other, column in self.examples.hidden if other == table],
-                    bins=self.settings.bins,
-                    day=self.clock.day,
-                    fitted=None if fitted is None else plan_of(fitted["columns"][table]),
-                )
-            except ValueError as error:
-                raise ValueError(f"table {table!r}: {error}") from None
-            if count and plans[table].width:
-                packed[table] = rows
-            if count:
-                vectors = apart(columns, plans[table])
-                packed |= {apart_name(table, column): values for column, values in vectors.items()}
-        return plans, packed
-
     @property
     def fitted(self) -> dict[str, Any]:
         """What was fitted to the data before the first step, as plain values for JSON.
@@ -178,27 +159,37 @@ class TableTask(TrainingTask):
 
     def _fitted_readers(self, topology: HeteroTopology, fitted: Mapping[str, Any] | None) -> dict[str, HistoryReader]:
         """The readers of the history of each table's seeds, if it differs among training examples."""
+        more = topology, self.data, self.plans
         if fitted is not None:
             plans = {table: plan_of(places) for table, places in fitted["histories"].items()}
-            histories = {t: RowHistory.of(self.data, topology, t).with_plan(plan) for t, plan in plans.items()}
-            return {table: HistoryReader(history, topology) for table, history in histories.items()}
+            histories = {table: self._whole_history(topology, table).with_plan(plan) for table, plan in plans.items()}
+            return {table: HistoryReader(history, *more) for table, history in histories.items()}
         some = self._train[:: -(-len(self._train) // MOST_FITTED)]
         ids, times = self._ids_and_times(some, np.random.default_rng(0))
         found = {}
         for table, rows in ids.items():
-            read, there = HistoryReader(RowHistory.of(self.data, topology, table), topology), rows >= 0
-            found[table] = read.fitted(rows[there], times[table][there], self.settings.bins)
-        return {table: read for table, read in found.items() if read.history.kept}
+            history, there = self._whole_history(topology, table), rows >= 0
+            numbers = HistoryReader(history, *more).numbers(rows[there], times[table][there])
+            found[table] = history.fitted(numbers, self._wanted(history, some, numbers), self.settings.bins)
+        return {table: HistoryReader(history, *more) for table, history in found.items() if history.kept}
 
-    def _readers_in(self, topology: HeteroTopology | None) -> dict[str, HistoryReader]:
-        """The readers in a topology that stands for the task's own."""
+    def _whole_history(self, topology: HeteroTopology, table: str) -> RowHistory:
+        """All numbers among which those that a network reads are chosen."""
+        return RowHistory.of(self.data, topology, table, self.plans)
+
+    def _wanted(self, history: RowHistory, some: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """bool[numbers], which numbers of the history of some training examples a network reads."""
+        return relevant(history, self.data, self.examples, some, numbers)
+
+    def _readers_in(self, topology: HeteroTopology | None, data: HeteroDataset) -> dict[str, HistoryReader]:
+        """The readers in a topology and in tables that stand for the task's own."""
         assert topology is not None
-        if topology is self.world.topology:
+        if topology is self.world.topology and data is self.data:
             return self._readers
-        return {table: HistoryReader(history, topology) for table, history in self.histories.items()}
+        return {t: HistoryReader(history, topology, data, self.plans) for t, history in self.histories.items()}
 
     def _history_of_examples(self) -> dict[str, np.ndarray]:
-        """The counted history of all examples' seeds by table, int32[examples, relations, counts]."""
+        """The history of all examples' seeds by table, the bits of packed rows, int32[examples, width]."""
         return self._history_of(self.examples, np.arange(len(self.examples)), self._readers)
 
     def _history_of(
@@ -206,7 +197,7 @@ class TableTask(TrainingTask):
     ) -> dict[str, np.ndarray]:
         """The same of some examples of any cutoffs, by their places int[n]."""
         rows, cutoffs = examples.rows[places], self.clock.cutoffs(examples.times[places])
-        return {table: read.counts(rows, cutoffs) for table, read in readers.items()}
+        return {table: as_bits(read.packed(rows, cutoffs)) for table, read in readers.items()}
 
     def _labels(self) -> dict[str, Array]:
         """The labels as the loss reads them."""
@@ -283,12 +274,11 @@ class TableTask(TrainingTask):
                 for table, ids in sample.node_ids.items()
                 if table not in self.table_of
             }
-        counts, (_, cutoffs) = self._history_by_table(seeds), self._by_table(seeds)
-        history = {table: self.histories[table].packed(own, cutoffs[table]) for table, own in counts.items()}
+        history = {table: of_bits(bits) for table, bits in self._history_by_table(seeds).items()}
         return StepView(make_blocks(sample), sample.node_ids, sample.seed_positions, lost, sample.trees, times, history)
 
     def _history_by_table(self, seeds: Any) -> dict[str, Array]:
-        """The counted history of a step's seeds by table, int32[seeds, relations, counts]."""
+        """The history of a step's seeds by table, the bits of packed rows, int32[seeds, width]."""
         found: dict[str, Array] = seeds["history"]
         return found
 
@@ -340,6 +330,7 @@ class TableTask(TrainingTask):
         *,
         examples: Task | None = None,
         world: World | None = None,
+        data: HeteroDataset | None = None,
     ) -> np.ndarray | Ranking:
         """Predictions of examples: probabilities of class 1, of each class [rows, classes], amounts, or ranked rows.
 
@@ -349,18 +340,26 @@ class TableTask(TrainingTask):
             places: int[n], which examples; None: all.
             examples: rows and cutoffs instead of the task's own, of the same entity table.
             world: what is read instead of the task's own.
+            data: the tables whose columns histories tell instead of the task's own.
         """
-        examples = examples or self.examples
+        examples, world = examples or self.examples, world or self.world
         places = np.arange(len(examples)) if places is None else places
-        return self._predictions(trainer, state, places, examples, world or self.world)
+        readers = self._readers_in(world.topology, data or self.data)
+        return self._predictions(trainer, state, places, examples, world, readers)
 
     def _predictions(
-        self, trainer: Runner, state: TrainState, places: np.ndarray, examples: Task, world: World
+        self,
+        trainer: Runner,
+        state: TrainState,
+        places: np.ndarray,
+        examples: Task,
+        world: World,
+        readers: Mapping[str, HistoryReader],
     ) -> np.ndarray | Ranking:
-        if examples is self.examples and world.topology is self.world.topology:
+        if examples is self.examples and readers is self._readers:
             history = _at(places, self._own_history)
         else:
-            history = self._history_of(examples, places, self._readers_in(world.topology))
+            history = self._history_of(examples, places, readers)
         order = np.random.default_rng(0).permutation(len(places))  # so that samples are of about one size
         found = []
         for at in range(0, len(places), self._part):
@@ -404,16 +403,17 @@ class TableTask(TrainingTask):
         return self.measures_of("test", self.predict(trainer, state, places))
 
     def linear_measures(self) -> dict[str, float]:
-        """The test measures of a linear model of counts and times, on at most 50,000 examples; {} of links."""
+        """The test measures of a linear model of row and history, on at most 50,000 examples; {} of links."""
         places = self.splits.get("test", np.zeros(0, np.int64))
         if self.examples.kind == "link" or not len(places):
             return {}
         if len(places) > MOST_FITTED:
             places = np.sort(np.random.default_rng(0).choice(places, MOST_FITTED, replace=False))
-        assert self.world.topology is not None
-        history = RowHistory.of(self.data, self.world.topology, self.examples.entity)
-        read = HistoryReader(history, self.world.topology)
-        numbers = lambda rows, times: read.numbers(rows, self.clock.cutoffs(times))  # noqa: E731
+        read = self._readers.get(self.examples.entity)
+
+        def numbers(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
+            return np.zeros((len(rows), 0)) if read is None else read.packed(rows, self.clock.cutoffs(times))
+
         return self.measures_of("test", linear_baseline(self.data, self.examples, places, numbers), places)
 
     def counts(self) -> dict[str, Any]:
@@ -461,27 +461,3 @@ class TableTask(TrainingTask):
 def _at(places: np.ndarray, history: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The history of examples by their places int[...]; any for -1."""
     return {table: counts[places] for table, counts in history.items()}
-
-
-def task_of(data: HeteroDataset, name: str | None) -> Task:
-    """The task of a data set of this name, or its only one.
-
-    Raises:
-        ValueError: there is none, or several and no name.
-    """
-    tasks = data.tasks
-    if not tasks:
-        raise ValueError(f"dataset {data.name!r} must have a task, got none; make one with dejax.datasets")
-    if (name is None and len(tasks) > 1) or (name is not None and name not in tasks):
-        raise ValueError(
-            f"target must be one of the tasks {', '.join(tasks)}, got {name!r}; give its name (on the command line "
-            "--target NAME)"
-        )
-    return next(iter(tasks.values())) if name is None else tasks[name]
-
-
-def training_examples(data: HeteroDataset, name: str | None) -> int:
-    """The number of training examples of `task_of`, or of a link task that of their links."""
-    task = task_of(data, name)
-    places = task.splits.get("train", np.zeros(0, np.int64))
-    return len(places) if task.offsets is None else int(labels_of(task, places).sum())
