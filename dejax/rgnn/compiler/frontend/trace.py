@@ -31,7 +31,7 @@ def _dtype_of(x: numbers.Real, like: str) -> str:
     return "int32" if like == "bool" else like
 
 
-def _held(x: numbers.Real, dtype: str) -> numbers.Real:
+def _held(x: Any, dtype: str) -> float:
     """A number that a constant of this dtype holds: an integer dtype has bounds, beyond which it would wrap around."""
     if dtype == "bool" or inter.is_float(dtype):
         return float(x)
