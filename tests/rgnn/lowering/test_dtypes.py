@@ -247,6 +247,16 @@ def test_products_of_integers_wrap_around_before_a_float_multiplies_them(dtype):
     np.testing.assert_allclose(layer(graph, x, y), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
+@pytest.mark.parametrize(("dtype", "weight"), [("int8", 100), ("bool", True)])
+def test_weights_of_integers_are_added_as_floats(dtype, weight):
+    """Products of the same rows are combined by their weights, and 100 + 100 of int8 was -56."""
+    graph, _ = few_destinations()
+    given = jnp.ones((30, 4)), jnp.full((2, 4, 3), weight, dtype), jnp.full((4, 3), weight, dtype)
+    layer = rgnn.program(lambda g, x, w, u: g.sum_to_dst(g.src(x) @ g.per_edge_type(w) + g.src(x) @ g.shared(u)))
+    want = np.bincount(np.asarray(graph.receivers), minlength=30)[:, None] * np.full(3, 8.0 * int(weight))
+    np.testing.assert_allclose(layer(graph, *given), want, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("dtype", "number", "words"),
     [("uint8", -1, "from 0 to 255, got -1"), ("int8", 200, "from -128 to 127, got 200")]
