@@ -168,7 +168,8 @@ class Input:
       scale: standard deviation.
       offset: mean.
       spread: columns (the last axis) are multiplied by 10 to powers between plus and minus this.
-      values: "normal"; "mask", 1 or -1; or "below n", whole numbers.
+      values: "normal"; "mask", 1 or -1; "below n", whole numbers; or "whole", those of an integer dtype, whose products
+        and sums wrap around.
       dtype: of the array; "" for that of the run.
     """
 
@@ -189,6 +190,8 @@ class Input:
         shape = self.shape if self.kind == "shared" else (rows[self.kind], *self.shape)
         if self.values.startswith("below"):
             return rng.integers(0, int(self.values.split()[1]), shape)
+        if self.values == "whole":
+            return rng.integers(-11 if self.dtype.startswith("int") else 0, 12, shape, self.dtype)
         if self.values == "mask":
             return np.where(rng.random(shape) < 0.5, 1.0, -1.0)
         x = rng.normal(size=shape) * self.scale + self.offset
@@ -234,9 +237,10 @@ class Recipe:
         """The arrays for a run in `dtype`; in float64 all floats are float64."""
         found = []
         for x, spec in zip(arrays, self.inputs, strict=True):
-            whole = spec.values.startswith("below")
+            kinds = {"below": "int32", "whole": spec.dtype}
             narrow = spec.dtype if spec.dtype and dtype != "float64" else dtype
-            found.append(jnp.asarray(x.astype("int32" if whole else jnp.dtype(narrow))))  # jax compiles a cast
+            chosen = kinds.get(spec.values.split()[0], narrow)
+            found.append(jnp.asarray(x.astype(jnp.dtype(chosen))))  # jax compiles a cast
         return found
 
 
@@ -250,12 +254,20 @@ class Drawing:
       spread: of columns, see `Input`.
       offset: whether arguments may have a mean.
       width: the last axis of most arguments that have one.
+      whole: whether some arguments are integers.
     """
 
     def __init__(
-        self, draw: st.DrawFn, narrow: str = "", spread: float = 0.0, offset: bool = False, width: int = 3
+        self,
+        draw: st.DrawFn,
+        narrow: str = "",
+        spread: float = 0.0,
+        offset: bool = False,
+        width: int = 3,
+        whole: bool = False,
     ) -> None:
         self.draw, self.narrow, self.spread, self.offset, self.width = draw, narrow, spread, offset, width
+        self.whole = whole
         self.lines: list[str] = []
         self.inputs: list[Input] = []
         self.pool: list[Value] = []
@@ -282,6 +294,8 @@ class Drawing:
         offset = self.one_of((0.0, 0.0, 1.0, 5.0)) if plain and self.offset else 0.0
         spread = self.spread if plain and self.spread and self.maybe() else 0.0
         dtype = self.narrow if plain and self.narrow and self.one_of((True, True, False)) else ""
+        if plain and self.whole and self.maybe():
+            values, dtype = "whole", self.one_of(("int8", "uint8", "int32"))
         self.inputs.append(Input(kind, shape, scale, offset * scale, spread, values, dtype))
         number = "int" if values.startswith("below") else "float"
         return self.define(f"g.{_DECLARE[kind]}(a[{len(self.inputs) - 1}])", kind, shape, number)
@@ -951,7 +965,9 @@ def normalised_rows(d: Drawing) -> Value:
 
 
 @st.composite
-def recipes(draw: st.DrawFn, max_steps: int = 12, narrow: str = "", scaled: bool = False, width: int = 3) -> Recipe:
+def recipes(
+    draw: st.DrawFn, max_steps: int = 12, narrow: str = "", scaled: bool = False, width: int = 3, whole: bool = False
+) -> Recipe:
     """Programs of a few steps that read earlier values; values that no step reads are returned.
 
     Args:
@@ -959,8 +975,9 @@ def recipes(draw: st.DrawFn, max_steps: int = 12, narrow: str = "", scaled: bool
       narrow: "float16" or "bfloat16": most arguments are of that dtype.
       scaled: arguments may have offsets, and columns of scales that differ.
       width: the last axis of most arguments that have one.
+      whole: some arguments are integers of 8 or 32 bits.
     """
-    drawing = Drawing(draw, narrow, draw(st.sampled_from((0.0, 1.0, 3.0))) if scaled else 0.0, scaled, width)
+    drawing = Drawing(draw, narrow, draw(st.sampled_from((0.0, 1.0, 3.0))) if scaled else 0.0, scaled, width, whole)
     # A row of 5 is wide beside a scalar for the compiler, which then stores inner products of edges.
     drawing.argument("node", draw(st.sampled_from(((5,), (width,), (2, width), (2, 2), (), (2, 1), (1, width)))))
     table = [step for step, weight in PRODUCTIONS.items() for _ in range(weight)]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, note, seed, settings
+from hypothesis import assume, given, note, seed, settings
 from hypothesis import strategies as st
 
 from dejax.rgnn import Options, RelGraph
@@ -174,12 +174,13 @@ GRAMMARS: dict[str, tuple[dict[str, Any], float]] = {
     "scaled": ({"scaled": True}, 1e-8),
     "float16": ({"narrow": "float16"}, 1e-9),
     "bfloat16": ({"narrow": "bfloat16"}, 1e-9),
+    "integers": ({"whole": True}, 1e-9),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "programs"),
-    [*(("plain", 20), ("scaled", 15), ("float16", 10), ("bfloat16", 10))]
+    [*(("plain", 20), ("scaled", 15), ("float16", 10), ("bfloat16", 10), ("integers", 15))]
     + [pytest.param(name, 300, marks=pytest.mark.slow) for name in GRAMMARS],
 )
 def test_each_pass_preserves_results_and_gradients(name: str, programs: int) -> None:
@@ -196,8 +197,10 @@ def test_each_pass_preserves_results_and_gradients(name: str, programs: int) -> 
         compiled = Compiled(
             program, graph, inputs, grown(counts) if large else counts, disable, exact=exact, tolerance=tolerance
         )
+        if name == "integers":  # which have wrapped around, some to below the range of a logarithm or a root
+            assume(all(np.isfinite(w).all() and (np.abs(w) < 1e6).all() for w in compiled.want))
         compiled.check()
-        if name != "scaled":
+        if name not in ("scaled", "integers"):
             compiled.check_second_derivatives()
 
     test()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from dejax.rgnn.cost.work import Counts
-from dejax.rgnn.ir.inter import Builder, Op, OpProgram, Space
+from dejax.rgnn.ir.inter import Builder, Op, OpProgram, Space, is_float
 from dejax.rgnn.ir.products import with_axes
 
 # Given the new builder, the old operator, its arguments in the new program and its old number: the new value, or None
@@ -132,11 +132,15 @@ class Factor:
 def factors(program: OpProgram, value: int) -> list[Factor]:
     """The value as a product, looking through `mul`, `div`, rounding, and reshapes that only insert axes.
 
-    A product rebuilt from the factors may have a wider dtype than the value: see `as_dtype`.
+    A product rebuilt from the factors may have a wider dtype than the value: see `as_dtype`. A product of integers that
+    a float multiplies is one factor, because it wraps around where products of floats do not.
     """
     op = program.ops[value]
     if op.name in ("mul", "div"):
-        left, right = factors(program, op.args[0]), factors(program, op.args[1])
+        left, right = (
+            factors(program, a) if is_float(program.ops[a].dtype) or not is_float(op.dtype) else [Factor(a, 1)]
+            for a in op.args
+        )
         sign = 1 if op.name == "mul" else -1
         return left + [Factor(f.value, sign * f.power, f.inserts) for f in right]
     if op.name == "cast" and program.ops[op.args[0]].dtype == "float32" and op.dtype in ("bfloat16", "float16"):

@@ -234,6 +234,29 @@ def test_integer_powers_of_integers():
     assert found.tolist() == [31**5, 37**5, -(3**5)]
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32"])
+def test_products_of_integers_wrap_around_before_a_float_multiplies_them(dtype):
+    """As in jax.numpy. A factor of the destination moved behind the sum, where it multiplied floats."""
+    graph, rng = few_destinations()
+    info = np.iinfo(dtype)
+    x, y = (rng.integers(info.min, info.max, (30, 3), dtype, endpoint=True) for _ in range(2))
+    layer = rgnn.program(lambda g, x, y: g.sum_to_dst((g.src(x) * g.dst(y)) * 0.5))
+    senders, receivers = (np.asarray(ends) for ends in (graph.senders, graph.receivers))
+    want = np.zeros((30, 3))
+    np.add.at(want, receivers, (x[senders] * y[receivers]) * 0.5)
+    np.testing.assert_allclose(layer(graph, x, y), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("dtype", "weight"), [("int8", 100), ("bool", True)])
+def test_weights_of_integers_are_added_as_floats(dtype, weight):
+    """Products of the same rows are combined by their weights, and 100 + 100 of int8 was -56."""
+    graph, _ = few_destinations()
+    given = jnp.ones((30, 4)), jnp.full((2, 4, 3), weight, dtype), jnp.full((4, 3), weight, dtype)
+    layer = rgnn.program(lambda g, x, w, u: g.sum_to_dst(g.src(x) @ g.per_edge_type(w) + g.src(x) @ g.shared(u)))
+    want = np.bincount(np.asarray(graph.receivers), minlength=30)[:, None] * np.full(3, 8.0 * int(weight))
+    np.testing.assert_allclose(layer(graph, *given), want, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("dtype", "number", "words"),
     [("uint8", -1, "from 0 to 255, got -1"), ("int8", 200, "from -128 to 127, got 200")]

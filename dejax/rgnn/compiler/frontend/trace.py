@@ -31,7 +31,7 @@ def _dtype_of(x: numbers.Real, like: str) -> str:
     return "int32" if like == "bool" else like
 
 
-def _held(x: numbers.Real, dtype: str) -> numbers.Real:
+def _held(x: Any, dtype: str) -> float:
     """A number that a constant of this dtype holds: an integer dtype has bounds, beyond which it would wrap around."""
     if dtype == "bool" or inter.is_float(dtype):
         return float(x)
@@ -93,7 +93,12 @@ class Trace:
         floats = [d for d in dtypes if inter.is_float(d)]
         if floats:
             dtype = "float64" if "float64" in floats else "float32"  # 16-bit floats do not hold counts
-            return [self.in_dtype(v, dtype) for v in values]
+            found = [self.in_dtype(v, dtype) for v in values]
+            if name not in ("linear", "dot"):
+                return found
+            # Passes add and multiply what products read, which wraps around in integers.
+            result = inter.promote(*(v.dtype for v in found))
+            return [v if inter.is_float(v.dtype) else self.emit("cast", v, dtype=result) for v in found]
         if name in inter.BINARY | {"select", "concat", "dot", "linear"} and len(dtypes) > 1:
             dtype = functools.reduce(lambda a, b: jnp.promote_types(a, b).name, dtypes)
             dtype = jax.dtypes.canonicalize_dtype(dtype).name
