@@ -225,7 +225,13 @@ def divisor(program: OpProgram | Builder, value: int) -> int | None:
 
 
 def multiply(builder: Builder, parts: list[tuple[int, int]], dtype: str) -> int:
-    """The product of values with powers +1 or -1, at least one; a reciprocal is taken in `dtype`."""
+    """The product of values with powers +1 or -1, at least one; a reciprocal is taken in `dtype`.
+
+    Where that is a float, integers become floats first: among themselves they would wrap around.
+    """
+    if is_float(dtype):
+        whole = [not is_float(builder.ops[v].dtype) and builder.ops[v].dtype != "bool" for v, _ in parts]
+        parts = [(as_dtype(builder, v, dtype) if w else v, power) for (v, power), w in zip(parts, whole, strict=True)]
     up = [v for v, power in parts if power > 0]
     down = [v for v, power in parts if power < 0]
     if up:

@@ -247,6 +247,14 @@ def test_products_of_integers_wrap_around_before_a_float_multiplies_them(dtype):
     np.testing.assert_allclose(layer(graph, x, y), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
+def test_integers_that_floats_multiply_in_turn_do_not_multiply_each_other():
+    """100 * (100 * x) of int8; a factor of the destination moved behind the sum, before which 100 * 100 was 16."""
+    graph, _ = few_destinations()
+    layer = rgnn.program(lambda g, e, x, y: g.sum_to_dst(g.edge(e) * (g.edge(e) * (g.src(x) * g.dst(y)))))
+    found = layer(graph, jnp.full(120, 100, "int8"), jnp.ones(30), jnp.full(30, 2.0))
+    np.testing.assert_allclose(found, 2e4 * np.bincount(np.asarray(graph.receivers), minlength=30))
+
+
 @pytest.mark.parametrize(("dtype", "weight"), [("int8", 100), ("bool", True)])
 def test_weights_of_integers_are_added_as_floats(dtype, weight):
     """Products of the same rows are combined by their weights, and 100 + 100 of int8 was -56."""
