@@ -45,6 +45,7 @@ def reduce_extremum(
 
     On a CPU XLA leaves reductions of 4,096 float32 elements or more to a library that drops NaN (jax 0.10 to 0.12).
     """
+    initial = initial if initial is None else np.asarray(initial, x.dtype)  # the largest uint32 is no int32
     found = getattr(jax.numpy, kind)(x, axis=axes, keepdims=keepdims, initial=initial)
     if not jax.numpy.issubdtype(x.dtype, jax.numpy.floating):
         return found

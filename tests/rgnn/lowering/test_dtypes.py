@@ -229,6 +229,15 @@ def test_64_bit_numpy_arrays_are_converted_as_in_jax():
     assert "pallas_call" in str(jax.make_jaxpr(lambda: run(TRIANGLE, x))())
 
 
+@pytest.mark.parametrize(("dtype", "x64"), [("uint32", False), ("uint64", True)])
+def test_minima_of_unsigned_integers_over_the_graph(dtype, x64):
+    """They begin with the largest number, which no signed integer of JAX holds."""
+    with jax.enable_x64(x64):
+        x = jnp.array([7, 3, 9], dtype)
+        found = rgnn.program(lambda g, x: (g.min_to_graph(g.node(x)), g.max_to_graph(g.node(x))))(TRIANGLE, x)
+    assert [int(y) for y in found] == [3, 9] and found[0].dtype == dtype
+
+
 def test_integer_powers_of_integers():
     found = rgnn.program(lambda g, m: g.node(m) ** 5)(TRIANGLE, jnp.array([31, 37, -3]))
     assert found.tolist() == [31**5, 37**5, -(3**5)]
