@@ -6,6 +6,7 @@ bytes.
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -75,14 +76,18 @@ def on_disk(x: dict[str, np.ndarray]) -> np.ndarray:
         return np.asarray(array)
 
 
-SHARED = distributed.make_mesh(2)
+@functools.cache
+def mesh() -> Any:
+    return distributed.make_mesh(min(2, jax.device_count()))
+
+
 MAKERS: dict[str, Callable[[dict[str, np.ndarray]], Any]] = {
     "HostTable": lambda x: HostTable.from_numpy(x["rows"]),
     "DeviceTable": lambda x: DeviceTable.from_numpy(x["words"]),
     "SplitTable": lambda x: SplitTable.from_numpy(x["words"], np.arange(7)),
     "CachedTable": lambda x: CachedTable.from_ids(HostTable.from_numpy(x["words"]), np.arange(7)),
     "ShardedTable": lambda x: distributed.ShardedTable.from_numpy(
-        x["words"], SHARED, memory="device", hot=np.arange(5)
+        x["words"], mesh(), memory="device", hot=np.arange(5)
     ),
     "FeatureStore": lambda x: FeatureStore.from_arrays({"a": x["rows"], "b": x["words"]}, on_device={"b": True}),
     "row_scale": lambda x: FeatureStore().with_table("a", HostTable.zeros((NODES, 16)), row_scale=x["by_row"]),
@@ -97,8 +102,8 @@ MAKERS: dict[str, Callable[[dict[str, np.ndarray]], Any]] = {
     "RelGraph": graph,
     "NegativePool": lambda x: NegativePool.from_times(x["kinds"]),
     "TrueEdges": lambda x: TrueEdges.from_edges((x["senders"], x["receivers"])),
-    "replicate": lambda x: distributed.replicate(x, SHARED),
-    "share": lambda x: distributed.share({**x, "table": HostTable.from_numpy(x["rows"])}, SHARED),
+    "replicate": lambda x: distributed.replicate(x, mesh()),
+    "share": lambda x: distributed.share({**x, "table": HostTable.from_numpy(x["rows"])}, mesh()),
     "offload.restore": restored,
     "StateStore.put": on_disk,
 }

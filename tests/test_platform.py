@@ -66,6 +66,7 @@ def test_a_program_on_the_default_device(has_gpu):
     np.testing.assert_allclose(found.sum(), 2 * value / 0.25, rtol=1e-5)
 
 
+@pytest.mark.cpu_only("on a GPU arguments would lie there; tests/gpu has arguments on a CPU")
 def test_a_program_whose_arguments_lie_on_a_cpu(has_gpu):
     graph = rgnn.RelGraph.from_edges(SENDERS, RECEIVERS, TYPES, num_nodes=9)
     with pytest.warns(UserWarning, match="kernels are interpreted.*default_device"):
@@ -73,6 +74,7 @@ def test_a_program_whose_arguments_lie_on_a_cpu(has_gpu):
     np.testing.assert_allclose(found.sum(), 2 * value / 0.25, rtol=1e-3)
 
 
+@pytest.mark.cpu_only("on a GPU arguments would lie there; tests/gpu has arguments on a CPU")
 def test_segments_whose_arguments_lie_on_a_cpu(has_gpu):
     data, ids = np.arange(12.0, dtype=np.float32).reshape(3, 4), np.array([1, 0, 1, 3])
     summed = jax.vmap(lambda x: segment.segment_sum(x, ids, 4, deterministic=True))
