@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from dejax.rgnn import RelGraph
@@ -19,12 +19,14 @@ from dejax.rgnn.ir.inter import VIAS, Op, OpProgram, Space, is_float, parse_spec
 from dejax.rgnn.lowering.segments import num_rows, segments
 
 Array = np.ndarray
+DISTURBANCE = 2.0**-40
 
 
 class Known:
     """Values by what computes them, so that programs with many operators in common compute these once.
 
-    All of its programs run on one graph with the same `rounded`. An input is the array itself, at whatever position.
+    All of its programs run on one graph, undisturbed or in one disturbed run. An input is the array itself, at whatever
+    position.
     """
 
     def __init__(self) -> None:
@@ -46,7 +48,7 @@ def evaluate(
     graph: RelGraph,
     inputs: Mapping[int, Any],
     *,
-    rounded: bool = False,
+    disturbed: int | None = None,
     known: Known | None = None,
 ) -> list[Array]:
     """The results of a program.
@@ -55,8 +57,9 @@ def evaluate(
       program: at level 1, verified.
       graph: without padding.
       inputs: by position, in the compiler's form (`to_rows`).
-      rounded: whether floats have the dtypes of the program, computed in float32 where these have 16 bits. By default
-        every float is a float64.
+      disturbed: the number of a run with a relative error of up to `DISTURBANCE` in every number that an operator
+        computes. Numbers that are only moved or chosen stay as they are, and equal numbers of one operator stay equal,
+        so that ties do.
       known: what programs computed before; it is added to.
     """
     assert graph.edge_mask is None and graph.node_mask is None
@@ -70,7 +73,7 @@ def evaluate(
                 number, found[i] = known.values[key]
                 numbers.append(number)
                 continue
-            kept, computed = _dtypes(op.dtype, rounded)
+            dtype = np.dtype(np.float64 if is_float(op.dtype) else op.dtype)
             if op.name == "input":
                 result = np.asarray(inputs[op.attr("position")])
             else:
@@ -78,11 +81,13 @@ def evaluate(
                 # Indices and conditions keep their dtypes.
                 some = [n for n, a in enumerate(op.args) if (op.name, n) not in _AS_THEY_ARE]
                 for n in some:
-                    args[n] = args[n].astype(computed if is_float(op.dtype) else args[n].dtype)
+                    args[n] = args[n].astype(dtype if is_float(op.dtype) else args[n].dtype)
                 space = program.ops[op.args[0]].space if op.args else op.space
                 result = _Rows(graph, space, op).apply(args)
             assert result.shape == (num_rows(graph, op.space), *op.shape), f"%{i} = {op.name}: {result.shape}"
-            found[i] = result.astype(kept)
+            found[i] = result.astype(dtype)
+            if disturbed is not None and op.name != "input" and is_float(op.dtype):
+                found[i] = _disturb(found[i], args, disturbed, op.name)
             numbers.append(len(known.values))
             known.values[key] = numbers[i], found[i]
     return [found[o] for o in program.outputs]
@@ -91,12 +96,13 @@ def evaluate(
 _AS_THEY_ARE = {("select", 0), ("lookup", 1), ("place", 1)}
 
 
-def _dtypes(dtype: str, rounded: bool) -> tuple[np.dtype, np.dtype]:
-    """Those in which a value of this dtype is kept and computed."""
-    if not is_float(dtype):
-        return np.dtype(dtype), np.dtype(dtype)
-    kept = np.dtype(jnp.dtype(dtype) if rounded else np.float64)
-    return kept, np.dtype(np.float32) if kept.itemsize == 2 else kept
+def _disturb(x: Array, args: list[Array], run: int, operator: str) -> Array:
+    """Float64 numbers with an error that follows from the number, the run and the operator."""
+    moved = np.isin(x, np.concatenate([a.reshape(-1).astype(np.float64) for a in args])) if args else True
+    salt = np.uint64(zlib.crc32(f"{run} {operator}".encode()) | 1)
+    bits = (np.ascontiguousarray(x).view(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + salt) * salt
+    error = (bits >> np.uint64(32)).astype(np.float64) * 2.0**-31 - 1
+    return np.where(moved, x, x * (1 + DISTURBANCE * error))
 
 
 def to_rows(graph: RelGraph, space: Space, x: Any) -> Array:

@@ -22,7 +22,8 @@ from dejax.rgnn.cost.work import Counts
 from dejax.rgnn.ir.inter import OpProgram, is_float
 from dejax.rgnn.passes import AFTER_BACKWARD, INFERENCE, Cut, differentiated, optimise, run_passes
 from dejax.rgnn.passes.gradients.backward import differentiate
-from tests.rgnn.evaluate import Known, evaluate, to_rows
+from tests.rgnn.evaluate import DISTURBANCE, Known, evaluate, to_rows
+from tests.rgnn.rounding import DRAWS
 
 Array = np.ndarray
 ByPosition = dict[int, Array]
@@ -125,11 +126,10 @@ class Compiled:
 
     @cached_property
     def rounding(self) -> list[Array]:
-        """What rounding does to the program as it was written: its errors in float32, as those of float64."""
-        float32 = lambda a: a.astype(np.float32) if a.dtype.kind == "f" else a  # noqa: E731
-        given = {position: float32(a) for position, a in self.given.items()}
-        found = evaluate(self.joint, self.graph, given, rounded=True)
-        return [np.abs(x - w) * 2.0**-29 for x, w in zip(found, self.want, strict=True)]
+        """What rounding does to the program as it was written: the largest errors of disturbed runs, as of float64."""
+        runs = [evaluate(self.joint, self.graph, self.given, disturbed=run) for run in range(DRAWS)]
+        scale = 2.0**-53 / DISTURBANCE
+        return [np.max([np.abs(x - w) for x in found], 0) * scale for *found, w in zip(*runs, self.want, strict=True)]
 
     def check(self) -> None:
         """Checks results and gradients after each pass, and those of both halves of the program for training."""
