@@ -143,9 +143,11 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         with writing(path):
             yield work
         _move(work, path, former)
-    finally:
-        if former.exists() and not path.exists():
+    except BaseException:
+        with contextlib.suppress(OSError):  # it was not moved away, or another process has put its folder there
             former.replace(path)
+        raise
+    finally:
         shutil.rmtree(former, ignore_errors=True)
         shutil.rmtree(work, ignore_errors=True)
 

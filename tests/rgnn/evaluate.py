@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from dejax.rgnn import RelGraph
@@ -48,6 +49,7 @@ def evaluate(
     graph: RelGraph,
     inputs: Mapping[int, Any],
     *,
+    rounded: bool = False,
     disturbed: int | None = None,
     known: Known | None = None,
 ) -> list[Array]:
@@ -57,6 +59,8 @@ def evaluate(
       program: at level 1, verified.
       graph: without padding.
       inputs: by position, in the compiler's form (`to_rows`).
+      rounded: whether floats have the dtypes of the program, computed in float32 where these have 16 bits. By default
+        every float is a float64.
       disturbed: the number of a run with a relative error of up to `DISTURBANCE` in every number that an operator
         computes. Numbers that are only moved or chosen stay as they are, and equal numbers of one operator stay equal,
         so that ties do.
@@ -73,7 +77,7 @@ def evaluate(
                 number, found[i] = known.values[key]
                 numbers.append(number)
                 continue
-            dtype = np.dtype(np.float64 if is_float(op.dtype) else op.dtype)
+            kept, computed = _dtypes(op.dtype, rounded)
             if op.name == "input":
                 result = np.asarray(inputs[op.attr("position")])
             else:
@@ -81,11 +85,11 @@ def evaluate(
                 # Indices and conditions keep their dtypes.
                 some = [n for n, a in enumerate(op.args) if (op.name, n) not in _AS_THEY_ARE]
                 for n in some:
-                    args[n] = args[n].astype(dtype if is_float(op.dtype) else args[n].dtype)
+                    args[n] = args[n].astype(computed if is_float(op.dtype) else args[n].dtype)
                 space = program.ops[op.args[0]].space if op.args else op.space
                 result = _Rows(graph, space, op).apply(args)
             assert result.shape == (num_rows(graph, op.space), *op.shape), f"%{i} = {op.name}: {result.shape}"
-            found[i] = result.astype(dtype)
+            found[i] = result.astype(kept)
             if disturbed is not None and op.name != "input" and is_float(op.dtype):
                 found[i] = _disturb(found[i], args, disturbed, op.name)
             numbers.append(len(known.values))
@@ -94,6 +98,14 @@ def evaluate(
 
 
 _AS_THEY_ARE = {("select", 0), ("lookup", 1), ("place", 1)}
+
+
+def _dtypes(dtype: str, rounded: bool) -> tuple[np.dtype, np.dtype]:
+    """Those in which a value of this dtype is kept and computed."""
+    if not is_float(dtype):
+        return np.dtype(dtype), np.dtype(dtype)
+    kept = np.dtype(jnp.dtype(dtype) if rounded else np.float64)
+    return kept, np.dtype(np.float32) if kept.itemsize == 2 else kept
 
 
 def _disturb(x: Array, args: list[Array], run: int, operator: str) -> Array:
